@@ -49,7 +49,8 @@ ARG PIP_ARGS=""
 COPY pyproject.toml deploy/constraints/worker.txt /
 # hadolint ignore=SC2086
 RUN python3 -m venv --without-pip /app && python3 -c "import tomllib; p = tomllib.load(open('/pyproject.toml', 'rb'))['project']; \
-    print(*p['dependencies'], *p['optional-dependencies']['worker'], sep='\n')" > /requirements.txt \
+    print(*p['dependencies'], *(r for e in ('worker', 'otlp') for r in p['optional-dependencies'][e]), sep='\n')" \
+      > /requirements.txt \
  && if [ -n "${PIP_ARGS}" ]; then \
       python3 -m pip --python /app/bin/python install ${PIP_ARGS} --requirement /requirements.txt; \
     else python3 -m pip --python /app/bin/python install --require-hashes --requirement /worker.txt; fi

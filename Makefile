@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 CASES ?=
+# Files of tests that run side by side, at most, and never more than there are cores: groups have several processes.
+JOBS ?= 2
 
 PY := $(VENV)/bin/python
 PROTO_VENV := $(VENV)-proto
@@ -33,7 +35,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hosts test-families test-rxe check lint types house model proto proto-check schema control-alone constraints bench-cpu bench-control bench-placement bench-resume bench-network bench-service chaos attack soak test-observability bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
+.PHONY: help demo test test-hosts test-families test-rxe check lint types house model proto proto-check schema control-alone constraints bench-cpu bench-control bench-placement bench-resume bench-network bench-service chaos attack soak test-observability bench-overhead bench-gpu bench-vllm test-gpu test-vllm sanitize native kernels wheel venv test-deploy dist image clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -43,7 +45,7 @@ demo: $(DEMO) ## Install, then serve three small models here and compare them wi
 	$(VENV)/bin/crossdock demo $(ARGS)
 
 test: $(DEV) ## Run every test that this machine can run (ARGS="-k name" to choose)
-	$(PY) -m pytest -q $(ARGS)
+	$(PY) -m pytest -q -n auto --maxprocesses $(JOBS) --dist loadfile $(ARGS)
 
 
 test-gpu: $(DEV) ## On a machine with GPUs: every test that needs one; NODES=2: groups of two hosts, the network between
@@ -99,7 +101,7 @@ control-alone: $(CONTROL) ## Install the control plane by itself, without torch,
 constraints: $(UV) ## Renew the pinned dependencies of the container images, with hashes, in deploy/constraints
 	@for part in control worker; do \
 	  $(UV_VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header \
-	    --no-annotate --extra $$part --output-file deploy/constraints/$$part.txt pyproject.toml || exit 1; done
+	    --no-annotate --extra $$part $$([ $$part = control ] || echo --extra otlp) --output-file deploy/constraints/$$part.txt pyproject.toml || exit 1; done
 
 test-deploy: $(DEV) ## The chart against a real API server and kubelet, our images as containers and pods (builds both; root)
 	-$(PY) -m tests.deploy.bed.tools
@@ -132,6 +134,10 @@ attack: $(DEV) ## Attack a real group, plain and with mTLS, while a client compa
 
 test-observability: $(DEV) ## A real Prometheus scrapes a real group of 8; faults must be named, silence must be silent (15 minutes; Go)
 	$(PY) -m tests.observability --out docs/results/$$(date +%F)-observability $(ARGS)
+	$(PY) -m tests.observability --hosts 2 --ranks 4 --calm 60 --out docs/results/$$(date +%F)-observability-hosts $(ARGS)
+
+bench-overhead: $(DEV) ## What latency records cost an operation: with and without, in turn (ARGS="--device cuda" on a GPU)
+	$(PY) -m tests.observability.overhead --out docs/results/$$(date +%F)-overhead $(ARGS)
 
 soak: $(DEV) ## Kills, reconnects and moves for minutes; what survives may not grow (ARGS="--minutes 10")
 	$(PY) -m tests.soak $(ARGS)

@@ -6,8 +6,10 @@ Ring: from a push by one thread to the pop by another. Message: from a push to t
 bytes on the same kind of socket by one thread; rank and peer share a proxy, so two threads run, as the socket pair has
 one. The first after a pause: between two proxies, both asleep. Dispatch: rows that leave a rank, over the time of the
 slowest rank, beside the provider's own stream of messages of the same sizes (less, too, the time of a dispatch on one
-host, whose copies take the same processors) and beside gloo's all_to_all of the same job. Wire: what a dispatch sends,
-beside what it must.
+host, whose copies take the same processors) and beside gloo's all_to_all of the same job. The stream sends the same
+memory again and again and lands it at the same place, so caches hold much of both; before a dispatch other programs
+have run, as experts do. Caches cold: the stream with other memory written before each round. Wire: what a dispatch
+sends, beside what it must.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -45,6 +48,8 @@ MESSAGE_BYTES = (8, 7168, 100_000)
 RING_US, MESSAGE_US, SHARE, RECORDS_PCT, GLOO = 0.5, 2.0, 0.9, 2.0, 2.0
 """Targets: a push; ring and proxy above the socket; of the provider's stream; beside the rows; gloo's time by ours."""
 SEED, WAIT_S, BLOCKS, PAUSE_S = 20, 30.0, 20, 0.002
+OTHER_BYTES = 64 << 20
+"""Written by each rank to make its caches cold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +209,10 @@ def dispatches(case: Case, rounds: int) -> list[Row]:
     result = measure(case, ("over_hosts", "crossdock", "gloo"), rounds, SEED)
     step = make_steps(case, 1, SEED)[0]
     num_bytes = statistics.mean(sum(runs(case, step, rank)) for rank in range(case.ranks))
-    streamed = [num_bytes / ns for ns in max_of(_in_processes(case, _stream, rounds))]
+    streamed, cold = (
+        [num_bytes / ns for ns in max_of(_in_processes(case, partial(_stream, other_bytes=other), rounds))]
+        for other in (0, OTHER_BYTES)
+    )
     ours = [num_bytes / us / 1e3 for us in result.slowest_us["over_hosts", "dispatch"]]
     whole, here = (result.p50(name, "dispatch") for name in ("over_hosts", "crossdock"))
     stream = statistics.median(streamed)
@@ -216,10 +224,14 @@ def dispatches(case: Case, rounds: int) -> list[Row]:
         row("stream: messages of the same sizes", of, streamed, "GB/s"),
         row("dispatch: of the stream", of, [share], "", least=SHARE),
         row("dispatch: of the stream, placing apart", of, [apart], "", least=SHARE),
+        row("stream: the same, caches cold", of, cold, "GB/s"),
+        row("dispatch: of the stream, caches cold", of, [statistics.median(ours) / statistics.median(cold)], ""),
         row("dispatch: ours", of, [us / 1e3 for us in result.slowest_us["over_hosts", "dispatch"]], "ms"),
         row("dispatch: ours on one host", of, [us / 1e3 for us in result.slowest_us["crossdock", "dispatch"]], "ms"),
         row("dispatch: gloo", of, [us / 1e3 for us in result.slowest_us["gloo", "dispatch"]], "ms"),
         row("dispatch: gloo by ours", of, [gloo], "", least=GLOO),
+        row("combine: ours", of, [us / 1e3 for us in result.slowest_us["over_hosts", "combine"]], "ms"),
+        row("combine: ours on one host", of, [us / 1e3 for us in result.slowest_us["crossdock", "combine"]], "ms"),
         row("combine: gloo by ours", of, [back], "", least=GLOO),
     ]
 
@@ -278,8 +290,9 @@ def _run(case: Case, job: Job, rank: int, store: str, rounds: int, pipe: Connect
     pipe.recv()  # until it is killed, when all have answered
 
 
-def _stream(case: Case, rank: int, store: Any, rounds: int) -> list[float]:
-    """Each rank to one on the other host, both ways at once; ns of each round."""
+def _stream(case: Case, rank: int, store: Any, rounds: int, other_bytes: int) -> list[float]:
+    """Each rank to one on the other host, both ways at once, after writing so many bytes of other memory; ns of each
+    round."""
     peer, step = (rank + case.ranks // 2) % case.ranks, make_steps(case, 1, SEED)[0]
     here, there = runs(case, step, rank), runs(case, step, peer)
     network = Network(network_of(rank, case.ranks))
@@ -289,8 +302,9 @@ def _stream(case: Case, rank: int, store: Any, rounds: int) -> list[float]:
         port, token, secret = store.get(f"ticket/{peer}").decode().split()
         their = type(ticket)(ticket.provider, "127.0.0.1", int(port), int(token), secret)
         end.channel.connect({peer: their}, WAIT_S)
-        took = []
+        took, other = [], torch.zeros(other_bytes, dtype=torch.uint8)
         for _ in range(rounds + 2):
+            other.add_(1)
             end.stream(peer, [0], 1)  # both are here
             took.append(float(end.stream(peer, here, len(there))))
         _meet(store, rank, case.ranks, "end")

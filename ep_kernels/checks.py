@@ -110,6 +110,12 @@ def home_weights(value: object, rows: int, config: MoEConfig, device_type: str) 
     return None if value is None else topk_weights(value, rows, config, device_type)
 
 
+def uncompiled(topk_weights: object) -> None:
+    """Refuse weights at combine while torch.compile traces."""
+    if topk_weights is not None:
+        raise ArgumentError("topk_weights", "None inside torch.compile", "a tensor")
+
+
 def handle(value: object, owner: int, epoch: int) -> None:
     """A DispatchHandle of communicator `owner`, made in this epoch; HandleError otherwise."""
     if not isinstance(value, DispatchHandle):

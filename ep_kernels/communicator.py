@@ -16,9 +16,10 @@ from typing import TypeVar
 
 import torch
 
-from ep_kernels import bringup, checks, ops, quant
+from ep_kernels import bringup, checks, ops, quant, received
 from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError, CapacityError, HandleError, TransportError
+from ep_kernels.in_flight import InFlight
 from ep_kernels.membership import GroupMember
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
 from ep_kernels.traced import TraceSite
@@ -26,8 +27,6 @@ from ep_kernels.transports import base, create
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Overflow, stamp
 
 T = TypeVar("T")
-_counters: list[torch.Tensor] = []
-"""Those on GPUs, for good: the graph of a communicator that is closed may be replayed, and adds to them."""
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """x [T, H], or (x, scales [T, S])."""
 
@@ -60,9 +59,9 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         on_host = self._device == "cpu"  # a GPU is not read for what cannot be
         may = on_host or may_overflow(config, self._num_local_experts)
         self._reads_dropped = config.overflow is Overflow.RAISE and may
-        self._num_begun = {"dispatch": 0, "combine": 0}
+        self._dispatches = InFlight("dispatch", config.max_in_flight)
+        self._combines = InFlight("combine", config.max_in_flight)
         self._recent: deque[tuple[int, int]] = deque(maxlen=config.max_in_flight)
-        self._pending: dict[str, set[int]] = {"dispatch": set(), "combine": set()}
         self._received: torch.Tensor | None = None
         try:
             with torch.inference_mode(False):  # what is kept is written later, from threads that are in no such mode
@@ -71,6 +70,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
                 transport.barrier()
             given = config.ll_max_tokens
             self._ll_max_tokens = transport.ll_max_tokens() if given is None else given
+            self._quick = self._shortest()
             self._site = TraceSite.of(self._id, config, self._ll_max_tokens, self._device)
         except BaseException:
             self._leave()
@@ -95,11 +95,11 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's row as dispatch moves it, scales included."""
-        c = self._config
-        scales = c.scale_columns * c.scale_dtype.itemsize
-        if c.quantize:
-            scales = 4 * quant.scale_columns(c.hidden_size, c.scale_format)  # float32, or four exponents to an int32
-        return int(c.hidden_size * c.payload_dtype.itemsize + scales)
+        return quant.row_bytes(self._config)
+
+    def wire_bytes(self, num_tokens: int) -> tuple[int, int]:
+        """Bytes of a row in dispatch and in combine of steps of at most so many tokens: see `Transport.wire_bytes`."""
+        return self._transport.wire_bytes(checks.resolve_mode(self._config, num_tokens, self._ll_max_tokens))
 
     def dispatch(
         self,
@@ -127,10 +127,14 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         """
         if torch.compiler.is_compiling():
             return ops.dispatch(self, x, topk_ids, topk_weights, previous_handle, step_tokens)
-        args = self._dispatch_args(x, topk_ids, topk_weights, previous_handle, step_tokens, at_once=True)
         try:
+            if self._quick is not None and step_tokens is None and self._is_free(self._dispatches):
+                quick = self._quick.dispatch(x, topk_ids, topk_weights, previous_handle)
+                if quick is not None:
+                    return self._noted(self._dispatches.begin(), *quick)
+            args = self._dispatch_args(x, topk_ids, topk_weights, previous_handle, step_tokens, at_once=True)
             pending = self._transport.dispatch(args)
-            number = self._count("dispatch")
+            number = self._dispatches.begin()
             out, handle = pending.wait()
         except TransportError as error:
             self._broken(error)
@@ -152,8 +156,8 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             return DispatchRequest(lambda: done, lambda: (done[0].tokens, done[0].scales, done[0].counts))
         args = self._dispatch_args(x, topk_ids, topk_weights, previous_handle, step_tokens, at_once=False)
         pending = self._run(self._transport.dispatch, args)
-        number = self._count("dispatch")
-        finish = self._finisher("dispatch", number, pending.wait)
+        number = self._dispatches.begin()
+        finish = self._finisher(self._dispatches, number, pending.wait)
         return DispatchRequest(lambda: self._delivered(number, *finish(), args), lambda: self._buffers(pending))
 
     def _dispatch_args(
@@ -179,7 +183,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             topk_weights = previous.topk_weights if topk_weights is None else topk_weights
         ids = checks.topk_ids(topk_ids, rows, config, device)
         weights = checks.topk_weights(topk_weights, rows, config, device)
-        self._check_pending("dispatch")
+        self._dispatches.check()
         return base.DispatchArgs(body, scales, ids, weights, mode, previous, at_once, tokens)
 
     def combine(
@@ -204,13 +208,18 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         Raises: ArgumentError, HandleError (nothing was sent), PeerTimeout, AbortedError, ClosedError.
         """
         if torch.compiler.is_compiling():
-            _uncompiled(topk_weights)
+            checks.uncompiled(topk_weights)
             z = ops.combine(self, y, handle)[0]
             return z if out is None else out.copy_(z)
-        args = self._combine_args(y, handle, out, None, True, topk_weights, at_once=True)
         try:
+            if self._quick is not None and self._is_free(self._combines):
+                done = self._quick.combine(y, handle, out, topk_weights)
+                if done is not None:
+                    self._combines.begin()
+                    return done
+            args = self._combine_args(y, handle, out, None, True, topk_weights, at_once=True)
             pending = self._transport.combine(args)
-            self._count("combine")
+            self._combines.begin()
             return pending.wait(out)[0]
         except TransportError as error:
             self._broken(error)
@@ -233,14 +242,14 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         where the request has it as `.weights` [T, K]; `apply_weights=False` sums rows unweighted.
         """
         if torch.compiler.is_compiling():
-            _uncompiled(topk_weights)
+            checks.uncompiled(topk_weights)
             z, home = ops.combine(self, y, handle, row_weights, apply_weights)
             z = z if out is None else out.copy_(z)
             return CombineRequest(lambda: (z, home))
         args = self._combine_args(y, handle, out, row_weights, apply_weights, topk_weights, at_once=False)
         pending = self._run(self._transport.combine, args)
-        number = self._count("combine")
-        return CombineRequest(self._finisher("combine", number, lambda: pending.wait(out)))
+        number = self._combines.begin()
+        return CombineRequest(self._finisher(self._combines, number, lambda: pending.wait(out)))
 
     def combine_now(
         self, y: torch.Tensor, handle: DispatchHandle, row_weights: torch.Tensor | None, apply_weights: bool
@@ -248,7 +257,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         """`combine_async` and both its results, as one operation."""
         args = self._combine_args(y, handle, None, row_weights, apply_weights, None, at_once=True)
         pending = self._run(self._transport.combine, args)
-        self._count("combine")
+        self._combines.begin()
         return self._run(pending.wait)
 
     def _combine_args(
@@ -265,7 +274,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         handle = self._own(handle)
         checks.combine_arguments(y, out, row_weights, handle, self._config, self._device)
         weights = checks.home_weights(topk_weights, handle.num_tokens, self._config, self._device)
-        self._check_pending("combine")
+        self._combines.check()
         return base.CombineArgs(y, handle, row_weights, apply_weights, at_once, weights)
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
@@ -295,7 +304,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     def is_current(self, handle: DispatchHandle) -> bool:
         """True while views of this dispatch's buffers (`DispatchOutput.tokens`, `combine_input`) may be read."""
-        first = self._num_begun["dispatch"] - self._config.max_in_flight
+        first = self._dispatches.num_begun - self._config.max_in_flight
         current = any(seq == handle.seq and number >= first for number, seq in self._recent)
         return current and handle.owner == self._id and handle.epoch == self._epoch
 
@@ -315,11 +324,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         captures. Raises as an operation does where the communicator is broken or closed."""
         self._ready("count_received")
         if self._received is None:
-            with torch.inference_mode(False):
-                device = self._transport.failed().device
-                self._received = torch.zeros(self.size, dtype=torch.int64, device=device)
-            if device.type != "cpu":
-                _counters.append(self._received)
+            self._received = received.counter(self.size, self._transport.failed().device)
 
     def received(self) -> list[int] | None:
         """[R], tokens of each rank that dispatch has brought to this rank's experts since `count_received`, each once
@@ -340,43 +345,36 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         return pending.buffers()
 
     def _forget(self) -> None:
-        for numbers in self._pending.values():
-            numbers.clear()
+        self._dispatches.pending.clear()
+        self._combines.pending.clear()
         self._recent.clear()
+        self._quick = self._shortest()
 
     def _own(self, handle: DispatchHandle) -> DispatchHandle:
         """The handle, checked, with the transport's own state (a compiled function's carries tensors instead)."""
         checks.handle(handle, self._id, self._epoch)
         return self._transport.restore(handle) if type(handle.state) is tuple else handle
 
-    def _check_pending(self, kind: str) -> None:
-        """The operation that is to begin may take the buffers of the `max_in_flight`-th before it, or let peers do so
-        before this rank begins another: whoever still waits for that one would get the rows of somebody else."""
-        pending = self._pending[kind]
-        if not pending:
-            return
-        flight, number, oldest = self._config.max_in_flight, self._num_begun[kind], min(pending)
-        if oldest <= number - flight:
-            raise HandleError(
-                f"{kind}: expected every request waited for before max_in_flight = {flight} later ones begin, got one "
-                f"that was begun {number - oldest} before this and is pending; wait() for it first"
-            )
+    def _shortest(self) -> base.QuickCalls | None:
+        if self._config.validate:  # what is in the tensors is looked at, too
+            return None
+        mode = checks.resolve_mode(self._config, self._config.max_tokens_per_rank, self._ll_max_tokens)
+        with torch.inference_mode(False):
+            return self._transport.quick(self._id, mode)
 
-    def _count(self, kind: str) -> int:
-        """An operation has begun, and did not fail for want of memory; its number among those of its kind."""
-        number = self._num_begun[kind]
-        self._num_begun[kind] = number + 1
-        return number
+    def _is_free(self, kind: InFlight) -> bool:
+        """Whether nothing of this rank's own stands against an operation."""
+        return self._fault is None and not self._closed and not kind.pending
 
-    def _finisher(self, kind: str, number: int, wait: Callable[[], T]) -> Callable[[], T]:
+    def _finisher(self, kind: InFlight, number: int, wait: Callable[[], T]) -> Callable[[], T]:
         """The request of that operation is pending from now on; what its `wait()` has to call, once."""
-        epoch, pending = self._epoch, self._pending[kind]
+        epoch, pending = self._epoch, kind.pending
         pending.add(number)
 
         def finish() -> T:
             if epoch != self._epoch:
-                raise HandleError(f"{kind}: begun in epoch {epoch}, the group is in epoch {self._epoch}")
-            self._ready(kind)
+                raise HandleError(f"{kind.kind}: begun in epoch {epoch}, the group is in epoch {self._epoch}")
+            self._ready(kind.kind)
             pending.remove(number)
             return self._run(wait)
 
@@ -385,16 +383,16 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
     def _delivered(
         self, number: int, out: DispatchOutput, made: DispatchHandle, args: base.DispatchArgs
     ) -> tuple[DispatchOutput, DispatchHandle]:
-        """Stamp the handle, note that its buffers are current, and raise what overflowed."""
+        stamp(made, self._id, args.topk_ids, args.topk_weights)
+        return self._noted(number, out, made, int(out.num_dropped) if self._reads_dropped else 0)
+
+    def _noted(
+        self, number: int, out: DispatchOutput, made: DispatchHandle, dropped: int
+    ) -> tuple[DispatchOutput, DispatchHandle]:
+        """Its buffers are current; raises what overflowed."""
         self._recent.append((number, made.seq))
         if self._received is not None:
             self._received += self._transport.source_rows(made)
-        stamp(made, self._id, args.topk_ids, args.topk_weights)
-        if self._reads_dropped and int(out.num_dropped):
-            raise CapacityError(int(out.num_dropped), out, made)
+        if dropped and self._reads_dropped:
+            raise CapacityError(dropped, out, made)
         return out, made
-
-
-def _uncompiled(topk_weights: torch.Tensor | None) -> None:
-    if topk_weights is not None:
-        raise ArgumentError("topk_weights", "None inside torch.compile", "a tensor")

@@ -96,6 +96,7 @@ class PeerTimeout(TransportError, TimeoutError):
         waited_s: seconds waited.
         gone: True if the peer's process was seen dead, or its connection ended; False if it is merely silent.
         given_up: True if `give_up` said that it is lost.
+        block: of the kernel that waited; None: the host did.
 
     Args:
         end: why, of a peer of another host, in words.
@@ -112,6 +113,7 @@ class PeerTimeout(TransportError, TimeoutError):
         waited_s: float,
         gone: bool = False,
         given_up: bool = False,
+        block: int | None = None,
         end: str = "",
     ) -> None:
         why = end or ("its process is gone" if gone else "it was given up" if given_up else "deadline passed")
@@ -121,3 +123,4 @@ class PeerTimeout(TransportError, TimeoutError):
         )
         self.peer, self.op, self.phase = peer, op, phase
         self.expected, self.seen, self.waited_s, self.gone, self.given_up = expected, seen, waited_s, gone, given_up
+        self.block = block

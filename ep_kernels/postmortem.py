@@ -22,7 +22,7 @@ def record_of(error: BaseException, samples: Sequence[LatencySample], now_ns: in
 
     Args:
         error: that ended the operation. Of a PeerTimeout: operation, phase, peer, sequence numbers expected and seen,
-            seconds waited; of others the words only.
+            seconds waited, and the block that waited where a kernel did; of others the words only.
         samples: the last operations of this rank.
         now_ns: monotonic, as their `start_ns`.
 
@@ -36,6 +36,7 @@ def record_of(error: BaseException, samples: Sequence[LatencySample], now_ns: in
             "op": error.op, "phase": error.phase, "peer": error.peer, "expected": error.expected, "seen": error.seen,
             "waited_s": round(error.waited_s, 4), "gone": error.gone, "given_up": error.given_up,
         }  # fmt: skip
+        found |= {} if error.block is None else {"block": error.block}
     last = max(samples, key=_ended_ns, default=None)
     if last is None:
         return found | {"last_good": None, "waits_s": {}}

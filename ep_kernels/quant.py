@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from ep_kernels.config import FP8_BLOCK
+from ep_kernels.config import FP8_BLOCK, MoEConfig
 from ep_kernels.types import ScaleFormat
 
 FP8_MAX = 448.0
@@ -35,6 +35,14 @@ def scale_columns(hidden_size: int, scale_format: ScaleFormat) -> int:
     """Columns of the scale tensor beside rows of `hidden_size` values."""
     blocks = -(-hidden_size // FP8_BLOCK)
     return -(-blocks // PACK) if scale_format is ScaleFormat.UE8M0_PACKED else blocks
+
+
+def row_bytes(config: MoEConfig) -> int:
+    """Bytes of one token's row as dispatch moves it, scales included."""
+    scales = config.scale_columns * config.scale_dtype.itemsize
+    if config.quantize:
+        scales = 4 * scale_columns(config.hidden_size, config.scale_format)  # float32, or four exponents to an int32
+    return int(config.hidden_size * config.payload_dtype.itemsize + scales)
 
 
 def quantize(x: torch.Tensor, scale_format: ScaleFormat = ScaleFormat.FP32) -> tuple[torch.Tensor, torch.Tensor]:

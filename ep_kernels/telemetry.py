@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ep_kernels.types import LatencySample
 
@@ -49,6 +49,18 @@ def _decode(records: memoryview) -> Iterator[LatencySample]:
             raise ValueError(f"records: no such op, mode, ranks: {(op, mode, ranks)}")
         waits = struct.unpack_from(f"={ranks}q", records, at + _HEAD.size)
         yield LatencySample(name, modes[mode], seq, tokens, start, send, waits, total)
+
+
+def lost(samples: Iterable[LatencySample], next_seq: dict[str, int]) -> dict[str, int]:
+    """How many samples of each operation are missing, by their numbers. `next_seq`: the number that each operation's
+    next sample should have, empty at first; brought up to date."""
+    missing: dict[str, int] = {}
+    for sample in samples:
+        expected = next_seq.get(sample.op, 0)
+        if 0 < expected < sample.seq:
+            missing[sample.op] = missing.get(sample.op, 0) + sample.seq - expected
+        next_seq[sample.op] = sample.seq + 1
+    return missing
 
 
 def quantile(values: Sequence[float], q: float) -> float:

@@ -153,7 +153,7 @@ class LatencySample:
     """One operation as the kernel's own clock saw it.
 
     Attributes:
-        op: "dispatch", "combine", "exchange" (transport `cpu`), "all_gather", "reduce_scatter" or "all_reduce".
+        op: "dispatch", "combine", "exchange", "all_gather", "reduce_scatter" or "all_reduce".
         mode: "ll", "ht" or "ag"; of an exchange "host"; of a collective its algorithm.
         seq: sequence number of the operation.
         tokens: T; of "ag" the step's tokens, padding included; of an exchange 0; of a collective the bytes of one

@@ -112,10 +112,10 @@ def compiled_layers(comm: MoECommunicator, case: RoutingCase, how: How) -> None:
         if how.dynamic:
             for tensor in (x, *all_ids, *all_weights):
                 torch._dynamo.mark_dynamic(tensor, 0)
-        before = comm._num_begun["dispatch"]
+        before = comm._dispatches.num_begun
         z, rows = run(x, all_ids, all_weights)
         if how.replays:
-            assert number < 3 or comm._num_begun["dispatch"] == before, "a call ran its operators on the host"
+            assert number < 3 or comm._dispatches.num_begun == before, "a call ran its operators on the host"
             z, rows = z.clone(), rows.clone()
         kept.append((number, z, rows, expected(comm.config, steps, rank)))
         for turn in range(comm.config.max_in_flight + 1):

@@ -1,6 +1,6 @@
 """What a call costs its host: microseconds of the CPU for one eager dispatch, combine, pair of `deep_ep`; on one GPU.
 
-    python -m benchmarks.gpu.host [--out DIR] [--calls N]
+    python -m benchmarks.gpu.host [--out DIR] [--calls N] [--layouts flat ...]
 
 Of R ranks only the first is there: the others' regions are its own, and its kernels return at once (`stopped`). The
 device is never waited for, so what is timed is the way from the call to the launch. With R = 1 and exact shapes the
@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = torch_rows(clock)
     for size in RANKS:
         for mode in (Mode.LL, Mode.HT):
-            for layout in Layout:
+            for layout in options.layouts:
                 rows += communicator_rows(clock, size, mode, layout, exact=False)
     rows += communicator_rows(clock, 1, Mode.HT, Layout.FLAT, exact=True)
     rows += communicator_rows(clock, 1, Mode.HT, Layout.GROUPED, exact=True)
@@ -264,6 +264,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(f"out/{datetime.date.today().isoformat()}-host"))
     parser.add_argument("--commit", help="name of the measured state, where the tree has no history")
     parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--layouts", type=Layout, nargs="+", default=list(Layout), help="all by default")
     return parser.parse_args(arguments)
 
 

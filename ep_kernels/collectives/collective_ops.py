@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ep_kernels.collectives.work import Work
-from ep_kernels.errors import ClosedError
+from ep_kernels.errors import ArgumentError, ClosedError
 
 T = TypeVar("T")
 
@@ -101,7 +101,11 @@ def all_gather(
 ) -> list[torch.Tensor]:
     """As `Collectives.all_gather_coalesced`."""
     made = _called(coll, torch.ops.crossdock.all_gather, list(xs), num_sms)
-    return made if outs is None else [out.copy_(result) for out, result in zip(outs, made, strict=True)]
+    if outs is None:
+        return made
+    if len(outs) != len(made):
+        raise ArgumentError("outs", f"a list or tuple of {len(made)} tensors", len(outs))
+    return [_copied(result, out) for result, out in zip(made, outs, strict=True)]
 
 
 def reduce_scatter(
@@ -164,7 +168,15 @@ def _called(coll: Operated, operator: Any, *args: Any) -> list[torch.Tensor]:
 
 
 def _placed(results: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
-    return results[0] if out is None else out.copy_(results[0])
+    return results[0] if out is None else _copied(results[0], out)
+
+
+def _copied(result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`copy_` would convert and repeat rows, where the call that is not compiled refuses."""
+    if out.shape != result.shape or out.dtype != result.dtype:
+        expected = f"{result.dtype} of shape {list(result.shape)}"
+        raise ArgumentError("out", expected, f"{out.dtype} of shape {list(out.shape)}")
+    return out.copy_(result)
 
 
 # What runs.

@@ -16,6 +16,8 @@ from ep_kernels.errors import ArgumentError, TransportError
 ALIGN_BYTES = 256
 """Of every block: a cache line pair, and what vector and bulk copies want."""
 _SIZE_BITS = 46
+_TOO_MANY = (1 << _SIZE_BITS) - 1
+"""Bytes that stand for more than any pool has: what would not fit the bits of a word."""
 _BITS = 63
 _BITMAPS = 7
 MAX_BLOCKS = _BITS * _BITMAPS
@@ -36,10 +38,10 @@ class SymmetricPool:
 
     def request(self, num_bytes: int) -> list[int]:
         """This rank's words (EXCHANGE_WORDS int64) for the exchange that precedes an allocation of `num_bytes`."""
-        words = [0] * _BITMAPS
+        words, size = [0] * _BITMAPS, min(num_bytes, _TOO_MANY)
         for block in list(self._dropped):
             words[block // _BITS] |= 1 << block % _BITS
-        return [num_bytes | self._state() << _SIZE_BITS, *words]
+        return [size | self._state() << _SIZE_BITS, *words]
 
     def _state(self) -> int:
         """17 bits of a hash of the blocks."""
@@ -62,7 +64,7 @@ class SymmetricPool:
             del self._blocks[block]
             self._dropped.discard(block)
         size = max(-(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES, ALIGN_BYTES)
-        offset = self._fit(size)
+        offset = None if num_bytes == _TOO_MANY else self._fit(size)
         number = next((b for b in range(MAX_BLOCKS) if b not in self._blocks), None)
         if offset is None or number is None:
             used = sum(length for _, length in self._blocks.values())
@@ -76,16 +78,16 @@ class SymmetricPool:
         self._dropped.add(block)
 
     def _agree(self, told: dict[int, tuple[int, ...]]) -> int:
-        first, size_mask = min(told), (1 << _SIZE_BITS) - 1
-        num_bytes, state = told[first][0] & size_mask, told[first][0] >> _SIZE_BITS
+        first = min(told)
+        num_bytes, state = told[first][0] & _TOO_MANY, told[first][0] >> _SIZE_BITS
         for rank, words in told.items():
             if words[0] >> _SIZE_BITS != state:
                 raise TransportError(
                     f"empty: the registered tensors of rank {rank} differ from those of rank {first}; "
                     "a rank was lost while they were allocated: close this object and make another"
                 )
-            if words[0] & size_mask != num_bytes:
-                got = f"{words[0] & size_mask} on rank {rank}"
+            if words[0] & _TOO_MANY != num_bytes:
+                got = f"{words[0] & _TOO_MANY} on rank {rank}"
                 raise ArgumentError("shape", f"{num_bytes} bytes as on rank {first}", got)
         return num_bytes
 

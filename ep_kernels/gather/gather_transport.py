@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from ep_kernels import quant
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ArgumentError
 from ep_kernels.gather import gather_memory as memory
@@ -88,6 +89,9 @@ class GatherTransport(GatherMember):
             pending.send()
         return pending
 
+    def quick(self, number: int, mode: Mode) -> None:
+        """See `Transport.quick`."""
+
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """See `Transport.dispatch_input`. Any memory will do: the collectives stage it."""
         shape = num_tokens, self._config.hidden_size
@@ -114,6 +118,12 @@ class GatherTransport(GatherMember):
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
         """See `Transport.restore`."""
         return replace(handle, state=GatherState.restore(handle.state))
+
+    def wire_bytes(self, mode: Mode) -> tuple[int, int]:
+        """See `Transport.wire_bytes`. Each row goes to every rank, with a place and a weight for each expert."""
+        config = self._config
+        partial = config.hidden_size * config.resolved_combine_dtype.itemsize
+        return quant.row_bytes(config) + 8 * config.topk, partial
 
     def ll_max_tokens(self) -> int:
         """See `Transport.ll_max_tokens`: there is no LL."""

@@ -128,6 +128,7 @@ Postmortem = _record(
     ("expected", "u64", "seq waited for"),
     ("seen", "u64", "seq last seen, 0 = not known; LEFT_OUT: what the peer's flag said"),
     ("waited_ns", "u64", "how long"),
+    ("block", "u64", "of the kernel that waited"),
 )
 RoutingMismatch = _record(
     "RoutingMismatch",

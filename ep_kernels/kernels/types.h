@@ -124,8 +124,9 @@ struct Postmortem {
   u64 expected;  // seq waited for
   u64 seen;  // seq last seen, 0 = not known; LEFT_OUT: what the peer's flag said
   u64 waited_ns;  // how long
+  u64 block;  // of the kernel that waited
 };
-static_assert(sizeof(Postmortem) == 56, "Postmortem: host and GPU differ");
+static_assert(sizeof(Postmortem) == 64, "Postmortem: host and GPU differ");
 struct RoutingMismatch {
   u64 status;  // 1 = ranks brought different routings to one operation; written last, cleared by the host
   u64 op;  // index into OPS
@@ -141,7 +142,7 @@ struct HostPage {
   Postmortem postmortem;  // the first wait that failed
   RoutingMismatch mismatch;  // the first that the host has not read
 };
-static_assert(sizeof(HostPage) == 120, "HostPage: host and GPU differ");
+static_assert(sizeof(HostPage) == 128, "HostPage: host and GPU differ");
 struct alignas(16) Route {
   i32 rank;  // destination; -1 no expert, -2 every copy is gone, -3 the id is out of range
   i32 position;  // of the token's row at that rank, among this source's rows

@@ -82,7 +82,11 @@ class Listener:
         self._waker, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="crossdock-network-accept", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self.forsake()
+            raise TransportError(f"network: the thread of the data port cannot be started: {error}") from error
 
     def open(self, token: int, door: Door) -> None:
         """From now on hellos may name `token`."""
@@ -131,7 +135,10 @@ class Listener:
             self._refuse(min(self._strangers.values(), key=lambda one: one.until), "too many at once")
         stranger = _Stranger(connection, time.monotonic() + HANDSHAKE_S)
         self._strangers[connection] = stranger
-        self._selector.register(connection, selectors.EVENT_READ)
+        try:
+            self._selector.register(connection, selectors.EVENT_READ)
+        except OSError:  # the host's limit of watched descriptors; this thread must go on
+            self._refuse(stranger, "no room")
 
     def _hear(self, stranger: _Stranger) -> None:
         try:

@@ -18,9 +18,9 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from ep_kernels.errors import PeerTimeout, TransportError
+from ep_kernels.errors import ClosedError, PeerTimeout, TransportError
 from ep_kernels.network import handshake, proxy
 from ep_kernels.network.address import advertised
 from ep_kernels.network.greeting import NetworkTicket, greet, prepare
@@ -200,6 +200,7 @@ class Channel:
         Raises:
             PeerTimeout: a rank that was not reached, or did not come, and what to check.
             TransportError: another provider there.
+            ClosedError: `close` was called meanwhile.
         """
         until, up = time.monotonic() + timeout_s, self.up()
         peers = {rank: ticket for rank, ticket in peers.items() if not up >> rank & 1}
@@ -213,7 +214,9 @@ class Channel:
                 for made in [pool.submit(self._dial, rank, ticket, until) for rank, ticket in dialled]:
                     made.result()
         with self._lock:
-            self._lock.wait_for(lambda: not self._missing(peers), max(0.0, until - time.monotonic()))
+            ended = lambda: self.pointer is None or not self._missing(peers)  # noqa: E731
+            self._lock.wait_for(ended, max(0.0, until - time.monotonic()))
+            self._require_open()
             missing = self._missing(peers)
         if missing:
             where = f"{self._network.address}:{self._network.listener.address[1]}"
@@ -226,29 +229,30 @@ class Channel:
 
     def leave(self, rank: int, epoch_tag: int) -> None:
         """Part from a rank that is left out of the group: say so to it, and close its connections."""
-        if self.pointer is not None:
-            self._lib.cn_leave(self.pointer, rank, epoch_tag)
+        self._call(None, self._lib.cn_leave, rank, epoch_tag)
+
+    def push(self, rank: int, offset: int, num_bytes: int, imm: int) -> bool:
+        """Send those bytes of the own region, and the immediate behind them. False: the ring is full."""
+        return bool(self._call(1, self._lib.cn_push, rank, offset, num_bytes, imm))
 
     def is_quiet(self, mask: int) -> bool:
         """Whether nothing of this rank's region is still to be sent to the ranks of `mask`."""
-        return self.pointer is None or bool(self._lib.cn_quiet(self.pointer, mask))
+        return bool(self._call(1, self._lib.cn_quiet, mask))
 
     def up(self) -> int:
         """Bit per rank whose connections stand."""
-        return 0 if self.pointer is None else int(self._lib.cn_up(self.pointer))
+        return int(self._call(0, self._lib.cn_up))
 
     def why(self, rank: int) -> str:
         """Why the connections with a rank have ended, in the provider's words; "" if nothing is known."""
         text = proxy.Text()
-        if self.pointer is not None:
-            self._lib.cn_why(self.pointer, rank, text)
+        self._call(None, self._lib.cn_why, rank, text)
         return str(text)
 
     def traffic(self) -> list[proxy.Traffic]:
         """By rank, since the channel was made."""
         counters = (proxy.Traffic * self._ranks)()
-        if self.pointer is not None:
-            self._lib.cn_traffic(self.pointer, counters)
+        self._call(None, self._lib.cn_traffic, counters)
         return list(counters)
 
     def close(self) -> None:
@@ -257,15 +261,18 @@ class Channel:
         if self.pointer is None or self._network.proxy is None:
             return
         self._network.listener.shut(self._token)
-        self._lib.cn_close(self.pointer)
         with self._lock:
-            for roles in self._arrived.values():
-                for connection in roles.values():
-                    connection.close()
-            self._arrived.clear()
+            pointer, self.pointer = self.pointer, None
+            arrived, self._arrived = self._arrived, {}
+            self._lock.notify_all()
+        if pointer is None:  # another thread was faster
+            return
+        self._lib.cn_close(pointer)
+        for connection in (one for roles in arrived.values() for one in roles.values()):
+            connection.close()
         self._network.channels.discard(self)
         self._network.release()
-        self._freed, self.pointer = self.pointer, None
+        self._freed = pointer
 
     def free(self) -> None:
         """After `close`, when nobody uses the outbox any more."""
@@ -276,6 +283,17 @@ class Channel:
     def forsake(self) -> None:
         """In a forked child: nothing of this is used any more."""
         self.pointer = None
+
+    def _call(self, otherwise: Any, call: Any, *args: Any) -> Any:
+        """A call of the library; `otherwise` once closed. `close` and `free` of another thread wait for it."""
+        if self.pointer is None:  # of a forked child, where the lock may be held for ever
+            return otherwise
+        with self._lock:
+            return otherwise if self.pointer is None else call(self.pointer, *args)
+
+    def _require_open(self) -> None:
+        if self.pointer is None:
+            raise ClosedError("network: closed while it connected")
 
     def _missing(self, peers: Mapping[int, NetworkTicket]) -> list[int]:
         up = self.up()
@@ -288,6 +306,7 @@ class Channel:
         if wrong or hello.role not in roles:
             raise ValueError(f"a hello of rank {hello.rank} to rank {hello.peer} as {hello.role} of {hello.lanes}")
         with self._lock:
+            self._require_open()
             here = self._arrived.setdefault(hello.rank, {})
             if hello.role in here:
                 here[hello.role].close()
@@ -297,16 +316,12 @@ class Channel:
 
     def _join(self, rank: int, roles: Mapping[int, socket.socket]) -> None:
         """Hand the connections of a rank to the proxy. Under the lock."""
-        pointer = self.pointer
+        self._require_open()
         for role, connection in roles.items():
             prepare(connection, control=role == CONTROL_ROLE)
-        if pointer is None:
-            for connection in roles.values():
-                connection.close()
-            return
         lanes = [roles[lane] for lane in range(len(roles) - 1)]
         fds = (ctypes.c_int32 * len(lanes))(*[lane.fileno() for lane in lanes])
-        error = self._lib.cn_join(pointer, rank, roles[CONTROL_ROLE].fileno(), fds, len(lanes))
+        error = self._lib.cn_join(self.pointer, rank, roles[CONTROL_ROLE].fileno(), fds, len(lanes))
         if error:
             for connection in roles.values():
                 connection.close()
@@ -335,10 +350,11 @@ class Channel:
         lanes, began = config.lanes, time.monotonic()
         while True:
             left = until - time.monotonic()
+            self._require_open()
             try:
                 connection = socket.create_connection(place, max(0.001, left), source)
             except OSError as error:
-                if left <= _RETRY_S or self.pointer is None:
+                if left <= _RETRY_S:
                     why = error.strerror or str(error)
                     text = (
                         f"{ticket.address}:{ticket.port} is not reached ({why}); open the data port between the hosts, "

@@ -68,7 +68,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _require(0 <= self.spin_us <= 1_000_000, "spin_us", "0 to 1000000 microseconds", self.spin_us)
         _require(all(0 <= cpu < 4096 for cpu in self.cpus), "cpus", "numbers of processors", self.cpus)
         _require(len(self.domain) <= 256, "domain", "at most 256 characters", self.domain)
-        _require(len(",".join(self.devices)) < 256, "devices", "at most 255 characters", self.devices)
+        _require(len(",".join(self.devices).encode()) < 256, "devices", "at most 255 bytes", self.devices)
         _require(all(map(_is_device, self.devices)), "devices", "names without comma or space", self.devices)
         _require(-1 <= self.gid_index < 256, "gid_index", "-1 to 255", self.gid_index)
         _require(0 <= self.traffic_class < 256, "traffic_class", "0 to 255", self.traffic_class)

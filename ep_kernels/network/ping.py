@@ -74,7 +74,7 @@ class _End:
         sent = secrets.token_bytes(num_bytes)
         ctypes.memmove(self.own, sent, num_bytes)
         before, begun = to.mark.count, time.monotonic_ns()
-        self._network.lib.cn_push(self.channel.pointer, to.rank, 0, num_bytes, 0)
+        self.channel.push(to.rank, 0, num_bytes, 0)
         while to.mark.count == before:
             if time.monotonic_ns() - begun > _MESSAGE_S * 1e9:
                 raise PeerTimeout(

@@ -116,6 +116,21 @@ class PendingCombine(Protocol):
         `PendingDispatch.wait`."""
 
 
+Delivered = tuple[DispatchOutput, DispatchHandle, int]
+"""Output, complete handle, rows dropped where the host reads their number (else 0)."""
+
+
+class QuickCalls(Protocol):
+    """Plain operations by their shortest way, arguments not yet checked. None: nothing has begun, and the operation
+    takes the long way; so it is wherever an argument is wrong or anything has to be told."""
+
+    def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> Delivered | None:
+        """Both phases, of a step of M tokens, or with the routing of `previous`. Raises as `PendingDispatch.wait`."""
+
+    def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
+        """Both phases; z."""
+
+
 class HandleState(Protocol):
     """What `DispatchHandle.state` is."""
 
@@ -215,6 +230,10 @@ class Transport(MemberTransport, Protocol):
     def combine(self, args: CombineArgs) -> PendingCombine:
         """Run the send phase: pre-reduce, then rows to their source ranks."""
 
+    def quick(self, number: int, mode: Mode) -> QuickCalls | None:
+        """The shortest way of plain operations, for handles of communicator `number` and, where nothing is said of the
+        step, of this mode; until the next `set_active`. None: there is none."""
+
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """A registered buffer [num_tokens, H] to write the next dispatch's x into, which then is not copied. From that
         dispatch on it is lent to the peers: to write again, ask again."""
@@ -237,6 +256,10 @@ class Transport(MemberTransport, Protocol):
 
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
         """The handle with its state as it was, where it is the tuple of what `HandleState.flatten` gave."""
+
+    def wire_bytes(self, mode: Mode) -> tuple[int, int]:
+        """Bytes of one row between two ranks, in dispatch and in combine (of one partial): with scales, routing and
+        padding, as that algorithm sends it."""
 
     def ll_max_tokens(self) -> int:
         """Crossover for AUTO where this machine has not measured one: most tokens per rank at which LL wins."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_kernels.collectives import Algorithm, CollectiveCapabilities, CollectiveConfig
+from ep_kernels.collectives import Algorithm, CollectiveCapabilities, CollectiveConfig, Collectives
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives.choose import BufferPlace, CollectiveShape, choose
 from ep_kernels.collectives.collective_types import CollectiveOp
@@ -200,6 +200,17 @@ def test_the_number_of_blocks_is_bounded() -> None:
     assert take(pools, 1)[0] == MAX_BLOCKS - 1
 
 
+@pytest.mark.parametrize("size", [(1 << 46) - 1, 1 << 46, 1 << 50, (1 << 50) + 1, 1 << 100])
+def test_sizes_that_no_pool_has(size: int) -> None:
+    """And whose bits do not fit the word of the exchange: a tensor of a petabyte would lie over a block of a few."""
+    pools = [SymmetricPool(1 << 20), SymmetricPool(1 << 20)]
+    with pytest.raises(ArgumentError, match="room in the pool"):
+        take(pools, size)
+    with pytest.raises(ArgumentError, match="on rank 1"):
+        pools[0].allocate(words_of(pools, [8, size]))
+    assert take(pools, 8) == (0, 0), "nothing was allocated"
+
+
 def test_sizes_and_pools_that_differ() -> None:
     pools = [SymmetricPool(1 << 20), SymmetricPool(1 << 20)]
     with pytest.raises(ArgumentError, match="shape: expected 8 bytes as on rank 0, got 9 on rank 1"):
@@ -213,3 +224,20 @@ def test_sizes_and_pools_that_differ() -> None:
 
 def test_an_operation_has_the_bytes_that_the_native_half_expects() -> None:
     assert ctypes.sizeof(native_collectives.Collective) == native_collectives.load().cd_collective_bytes()
+
+
+# Compiled code.
+
+
+@pytest.mark.parametrize("out", [torch.zeros(3, 4), torch.zeros(4, dtype=torch.float64)])
+def test_an_out_of_compiled_code_is_checked(out: torch.Tensor) -> None:
+    """As in the call that is not compiled; a copy would repeat rows and convert."""
+    torch._dynamo.reset()
+    with Collectives(CollectiveConfig(group=LonelyGroup(), pool_bytes=1 << 16)) as coll:
+        x, good = torch.arange(4.0), torch.zeros(4)
+        run = torch.compile(lambda x, out: coll.all_reduce(x, out=out).wait(), backend="eager")
+        with pytest.raises(ArgumentError, match="out: expected"):
+            run(x, out)
+        assert not out.any()
+        assert torch.equal(run(x, good), x)
+        assert torch.equal(good, x)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig, HostConfig, load
 from crossdock.host.run import check_network
+from ep_kernels.transports.cpu import native
 from tests.deploy.test_chart import CHART, HELM, needs_helm, render
 
 HOSTS = ("--values", str(CHART / "examples" / "two-cpu-hosts.yaml"))
@@ -70,6 +72,19 @@ def test_pods_of_a_group_are_evicted_one_at_a_time() -> None:
     assert most(*HOSTS) == 1
     assert most(*HOSTS, "--set", "worker.blockEvictions=true") == 0
     assert most() is None
+
+
+@needs_helm
+def test_labels_of_the_longest_release_are_short_enough() -> None:
+    """Pods have a label of their set's name, `-` and a hash of ten characters, the pods of a LeaderWorkerSet `-0`
+    before it; the API server takes at most 63 characters, and would make no pod."""
+    name = "a" * 53
+    done = subprocess.run(
+        [str(HELM), "template", name, str(CHART)], capture_output=True, text=True, timeout=240, check=True
+    )
+    made = [one for one in yaml.safe_load_all(done.stdout) if one]
+    assert "StatefulSet" in {one["kind"] for one in made}
+    assert max(len(one["metadata"]["name"]) for one in made if one["kind"] == "StatefulSet") <= 63 - 11 - 2
 
 
 @needs_helm
@@ -202,6 +217,14 @@ def test_trays_of_a_rack_share_a_compute_domain_and_a_clique() -> None:
         (
             ["worker.hosts=2", "worker.config.network.provider=verbs"],
             "worker.config.network.provider verbs: expected worker.rdma.resource beside it",
+        ),
+        (
+            ["worker.hosts=2", "worker.config.network.provider=libfabric(tcp;ofi_rxm)"],
+            "expected networkPolicy.enabled=false beside it, since libfabric listens on ports of its own choice",
+        ),
+        (
+            ["worker.hosts=9", "worker.numWorkers=8"],
+            f"expected a product of at most {native.MAX_RANKS}, the most ranks of a group, got 72",
         ),
     ],
 )

@@ -14,7 +14,9 @@ from packaging.utils import canonicalize_name
 
 from tests.house.tree import ROOT
 
-PARTS = ("control", "worker")
+EXTRAS = {"control": ("control",), "worker": ("worker", "otlp")}
+"""Of pyproject.toml, by image."""
+PARTS = tuple(EXTRAS)
 
 
 def pinned(part: str) -> dict[str, list[Requirement]]:
@@ -36,7 +38,8 @@ def test_what_pyproject_wants_is_pinned_within_its_ranges(part: str) -> None:
     """`make constraints` after a change of pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = pinned(part)
-    for text in (*project["dependencies"], *project["optional-dependencies"][part]):
+    extras = [text for extra in EXTRAS[part] for text in project["optional-dependencies"][extra]]
+    for text in (*project["dependencies"], *extras):
         wanted = Requirement(text)
         versions = [str(one.specifier)[2:] for one in pins.get(canonicalize_name(wanted.name), [])]
         assert versions, f"{wanted.name} is not pinned"

@@ -122,6 +122,7 @@ def test_silence_is_named(what: str, mode: Mode) -> None:
     assert f"{found.op} {found.phase}" == what
     assert found.peer == (0 if found.phase == "blocks" else 1)
     assert not found.gone
+    assert found.block is not None
     assert found.seen < found.expected < 10, "in operations"
     assert PATIENCE_S <= found.waited_s < 2 * PATIENCE_S
     loop.launch([loop.engines[0].barrier()])  # compiled and loaded

@@ -24,7 +24,8 @@ COLUMNS, HEIGHT = 24, 8
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: its queries are (expression, legend); METRIC{...} in them gets the job's filter."""
+    """One panel: its queries are (expression, legend); METRIC{...} in them gets the job's filter. Kinds of ours:
+    `matrix`, a table with a coloured cell for each pair of labels `rank` and `peer`; `epochs`, a state-timeline."""
 
     title: str
     unit: str
@@ -52,6 +53,13 @@ def _rate(metric: str, by: str, function: str = "rate") -> tuple[tuple[str, str]
 
 _ROWS_OF_RANKS = "sum by (instance) (rate(crossdock_expert_rows_total{}[$__rate_interval]))"
 _TOKENS_OF_RANKS = "sum by (rank) (rate(crossdock_ep_received_tokens_total{}[$__rate_interval]))"
+_WAITS = "sum by (job, instance, peer) (rate(crossdock_peer_wait_seconds_total{}[$__rate_interval]))"
+_RANKS = 'count_values by (job, instance) ("rank", crossdock_rank{} >= 0)'
+_LATE = f"clamp_min({_WAITS} - on (job, instance) group_left quantile by (job, instance) (0.5, {_WAITS}), 0)"
+_STATES = {"FORMING": ("orange", 1), "EXCHANGING": ("yellow", 2), "SERVING": ("green", 3), "FAILED": ("red", 4)}
+_MOVED = "rate(crossdock_wire_bytes_total{}[$__rate_interval])"
+_TAKEN = 'rate(crossdock_operation_duration_seconds_sum{phase="total"}[$__rate_interval])'
+_PEAK = "on (job, instance) group_left (crossdock_transport_peak_bytes_per_second{} > 0)"
 _DISPATCHES = 'crossdock_operation_duration_seconds_bucket{op="dispatch", phase="total"}'
 
 
@@ -74,6 +82,28 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             "Workers by state", "none", (("max by (state) (crossdock_member_states{}) > 0", "{{state}}"),), "stat", 6
+        ),
+        Panel(
+            "Epochs",
+            "none",
+            (
+                (
+                    " or ".join(
+                        f'max(crossdock_group_state{{state="{name}"}} == 1) * {number}'
+                        for name, (_, number) in _STATES.items()
+                    ),
+                    "state",
+                ),
+                ("max(crossdock_epoch{})", "epoch"),
+            ),
+            "epochs",
+            16,
+        ),
+        Panel(
+            "Re-forms",
+            "none",
+            _rate("crossdock_reform_duration_seconds_count", "cause", "increase"),
+            meaning="By what ended the epoch first.",
         ),
         Panel("Processes up", "none", (("sum(crossdock_process_up{})", "up"),), "stat", 6),
     ),
@@ -139,7 +169,21 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (("time() - max by (instance) (crossdock_last_step_timestamp_seconds{} > 0)", "{{instance}}"),),
             meaning="Grows while the group is idle, too.",
         ),
-        Panel("Bytes between ranks", "Bps", _rate("crossdock_payload_bytes_total", "op"), width=12),
+        Panel(
+            "Bytes between ranks",
+            "Bps",
+            (
+                ("sum by (op) (rate(crossdock_payload_bytes_total{}[$__rate_interval]))", "{{op}}, payload"),
+                (f"sum by (op) ({_MOVED})", "{{op}}, as they travel"),
+            ),
+        ),
+        Panel(
+            "Share of the bound",
+            "percentunit",
+            ((f"sum by (op) ({_MOVED}) / sum by (op) ({_TAKEN} * {_PEAK})", "{{op}}"),),
+            meaning="Bytes as they travel, over what the rank's links could have carried in the time of the operation,"
+            " waits included. On a CPU: over one processor's copy rate.",
+        ),
     ),
     "Network": (
         Panel("Sent to ranks of other hosts", "Bps", _rate("crossdock_network_sent_bytes_total", "instance")),
@@ -159,6 +203,15 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
     ),
     "Balance": (
+        Panel(
+            "Who waits for whom",
+            "percentunit",
+            ((f"max by (rank, peer) ({_LATE} * on (job, instance) group_left (rank) {_RANKS})", ""),),
+            "matrix",
+            12,
+            "Share of its time that a rank (row) waits for a peer (column) beyond the typical one. A bright column is a"
+            " slow rank, a bright cell a slow link.",
+        ),
         Panel(
             "Waiting for",
             "percentunit",
@@ -242,6 +295,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Inside vLLM and other engines": (
         Panel("Dispatch and combine", "s", _quantiles("crossdock_ep_operation_duration_seconds", "op, mode, phase")),
         Panel("Tokens", "cps", _rate("crossdock_ep_tokens_total", "rank")),
+        Panel("Samples dropped", "ops", _rate("crossdock_ep_samples_dropped_total", "rank")),
         Panel("Bytes received", "Bps", _rate("crossdock_ep_received_bytes_total", "rank")),
         Panel(
             "Tokens received, largest rank to mean",
@@ -316,13 +370,15 @@ def _panel(panel: Panel, number: int, place: dict[str, int], known: set[str]) ->
             "datasource": SOURCE,
             "expr": _filtered(expression, known),
             "legendFormat": legend,
-            "format": "heatmap" if panel.kind == "heatmap" else "time_series",
+            "format": {"heatmap": "heatmap", "matrix": "table"}.get(panel.kind, "time_series"),
+            "instant": panel.kind == "matrix",
+            "range": panel.kind != "matrix",
         }
         for i, (expression, legend) in enumerate(panel.queries)
     ]
     made: dict[str, Any] = {
         "id": number,
-        "type": panel.kind,
+        "type": {"matrix": "table", "epochs": "state-timeline"}.get(panel.kind, panel.kind),
         "title": panel.title,
         "description": panel.meaning,
         "datasource": SOURCE,
@@ -334,7 +390,35 @@ def _panel(panel: Panel, number: int, place: dict[str, int], known: set[str]) ->
         made["options"] = {"textMode": "value_and_name", "reduceOptions": {"calcs": ["lastNotNull"]}}
     if panel.kind == "heatmap":
         made["options"] = {"calculate": False, "yAxis": {"unit": panel.unit}}
+    if panel.kind == "matrix":
+        _as_matrix(made)
+    if panel.kind == "epochs":
+        _as_timeline(made)
     return made
+
+
+def _as_matrix(made: dict[str, Any]) -> None:
+    """A row for each rank, a column for each peer, cells coloured by their value."""
+    options = {"columnField": "peer", "rowField": "rank", "valueField": "Value"}
+    made["transformations"] = [
+        {"id": "groupingToMatrix", "options": options},
+        {"id": "sortBy", "options": {"sort": [{"field": "rank\\peer"}]}},
+    ]
+    cells = {"custom": {"cellOptions": {"type": "color-background", "mode": "basic"}, "align": "center"}}
+    scale = {"color": {"mode": "continuous-BlYlRd"}, "min": 0, "max": 0.5, "decimals": 0}
+    made["fieldConfig"]["defaults"] |= cells | scale
+    made["options"] = {"showHeader": True}
+
+
+def _as_timeline(made: dict[str, Any]) -> None:
+    """States by name and colour; an epoch's number in each of its bars."""
+    named = {
+        str(number): {"text": name, "color": colour, "index": number} for name, (colour, number) in _STATES.items()
+    }
+    mappings = {"id": "mappings", "value": [{"type": "value", "options": named}]}
+    made["fieldConfig"]["defaults"] |= {"color": {"mode": "continuous-BlPu"}, "custom": {"fillOpacity": 80}}
+    made["fieldConfig"]["overrides"] = [{"matcher": {"id": "byName", "options": "state"}, "properties": [mappings]}]
+    made["options"] = {"mergeValues": True, "showValue": "auto", "rowHeight": 0.8}
 
 
 def dashboard_json() -> str:

@@ -95,6 +95,7 @@ RESERVED: dict[str, set[str]] = {
     "yaml": {"crossdock.common"},
     "kubernetes": {"crossdock.control"},
     "docker": {"crossdock.host"},
+    "opentelemetry": {"crossdock.common"},
     "pickle": set(),
     "marshal": set(),
     "shelve": set(),

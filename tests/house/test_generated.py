@@ -30,7 +30,7 @@ def test_every_metric_that_people_watch_is_on_the_dashboard() -> None:
     known = {re.sub(r"_(bucket|count|sum)$", "", name) for name in dashboard.exported()}
     left_out = known - shown - {"crossdock_build_info"}
     assert left_out == {
-        "crossdock_rank", "crossdock_serving", "crossdock_expert_weights_bytes", "crossdock_heartbeats_total",
+        "crossdock_serving", "crossdock_expert_weights_bytes", "crossdock_heartbeats_total",
         "crossdock_event_loop_tasks",
     }  # fmt: skip
 

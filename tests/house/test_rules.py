@@ -31,6 +31,7 @@ HOSTS = {
     "www.apache.org", "keepachangelog.com", "semver.org", "json-schema.org", "arxiv.org", "github.com",
     "www.w3.org",
     "kubernetes.default.svc", "deb.debian.org", "localhost", "127.0.0.1", "control", "prometheus", "worker",
+    "collector", "host",
 }  # fmt: skip
 
 

@@ -1,35 +1,49 @@
 """Does it say what is slow, and only then? A real Prometheus scrapes a real group under load.
 
-    python -m tests.observability [--ranks 8] [--calm 180] [--out DIR]        (make test-observability)
+    python -m tests.observability [--ranks 8] [--hosts 1] [--calm 180] [--out DIR]        (make test-observability)
 
 First nothing is wrong for `--calm` seconds: no alert may fire, and its figures must agree with what the clients count.
 Then faults are injected one after the other: the alert CrossdockSlow must fire within LIMIT_S with the right subject,
-`crossdock status` and `crossdock top` must say the same, and it must end again. Exit status 1 if not.
+`crossdock status` and `crossdock top` must say the same, and it must end again. On one host a real OpenTelemetry
+Collector receives spans of some requests, which exemplars in Prometheus must name; at the end a rank is killed. On two,
+which are network namespaces, the line between them is throttled. Exit status 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
+from crossdock.common.settings import TracingConfig
+from crossdock.protocol.v1.control_pb2 import SERVING
+from tests.observability import picture
+from tests.observability.collector import collector
 from tests.observability.faults import FAULTS
 from tests.observability.group import E, Group, group
 from tests.observability.prometheus import Prometheus, prometheus
+from tests.observability.record import become
 from tests.observability.score import KINDS
+from tests.services.otlp import spans_of
 
-LIMIT_S, END_S = 120.0, 90.0
+LIMIT_S, END_S, FORM_S = 120.0, 90.0, 60.0
 AGREES = 0.05
-INJECTED = ("stopped", "limited", "hot_expert", "skewed")
+INJECTED = {1: ("stopped", "limited", "hot_expert", "skewed"), 2: ("throttled", "slow_host")}
+"""By number of hosts."""
+TRACED = 0.05
+"""Share of the requests."""
 COLUMNS = ("fault", "rank", "fired_s", "ended_s", "subject", "wrong")
 
 
@@ -63,16 +77,31 @@ def calm(where: Group, server: Prometheus, seconds: float) -> Iterator[str]:
     print(f"tokens in {window_s} s: {own} by the clients, {counted:.0f} by Prometheus", flush=True)
     if abs(counted / own - 1) > AGREES:
         yield f"calm: {own} tokens were answered, Prometheus says {counted:.0f}"
+    classic, native = (
+        server.value(f"histogram_quantile(0.5, sum{by} (rate(crossdock_request_duration_seconds{at}[{window_s}s])))")
+        for by, at in ((" by (le)", "_bucket"), ("", ""))
+    )
+    print(f"median of a request: {classic:.4f} s by buckets, {native:.4f} s by a native histogram", flush=True)
+    if not abs(native / classic - 1) < AGREES:
+        yield f"calm: median of a request {classic} s by buckets, {native} s by a native histogram"
 
 
-def subject_of(fault: str, rank: int, num_ranks: int) -> tuple[str, str]:
-    """What the alert must name."""
-    return KINDS[fault], f"expert {rank * E // num_ranks}" if fault == "hot_expert" else f"rank {rank}"
+def expected_of(fault: str, rank: int, num_ranks: int) -> tuple[tuple[str, str], list[int]]:
+    """Kind and subject that the alert must name, and the ranks."""
+    half = num_ranks // 2
+    host = rank // half
+    if fault == "throttled":
+        return (KINDS[fault], "host-0 - host-1"), list(range(num_ranks))
+    if fault == "slow_host":
+        return (KINDS[fault], f"host-{host}"), list(range(host * half, (host + 1) * half))
+    subject = f"expert {rank * E // num_ranks}" if fault == "hot_expert" else f"rank {rank}"
+    return (KINDS[fault], subject), [rank]
 
 
-def inject(where: Group, server: Prometheus, fault: str, rank: int) -> dict[str, object]:
-    """Inject a fault until the alert fires, and see that it ends."""
-    expected, wrong, began = subject_of(fault, rank, len(where.ranks)), [], time.monotonic()
+def inject(where: Group, server: Prometheus, fault: str, rank: int) -> dict[str, Any]:
+    """Inject a fault until the alert fires, and see that it ends. A line of the table, and when it was."""
+    (expected, ranks), wrong = expected_of(fault, rank, len(where.ranks)), []
+    began, begin_s = time.monotonic(), time.time()
     with FAULTS[fault](where, rank):
         while not (found := slow(server)) and time.monotonic() - began < LIMIT_S:
             time.sleep(1)
@@ -81,8 +110,9 @@ def inject(where: Group, server: Prometheus, fault: str, rank: int) -> dict[str,
             wrong.append(f"alert: expected {expected}, got {found}")
         for command in ("status", "top"):
             verdict = said_by(command, where)
-            if (verdict["kind"], verdict["ranks"]) != (expected[0], [rank]):
+            if (verdict["kind"], verdict["ranks"]) != (expected[0], ranks):
                 wrong.append(f"{command}: {verdict['text']}")
+        end_s = time.time()
     ended = time.monotonic()
     while slow(server) and time.monotonic() - ended < END_S:
         time.sleep(1)
@@ -90,27 +120,84 @@ def inject(where: Group, server: Prometheus, fault: str, rank: int) -> dict[str,
         wrong.append(f"still fires after {END_S:g} s")
     row = (fault, rank, round(fired_s, 1), round(time.monotonic() - ended, 1), " ".join(found[0]) if found else "")
     print(*row, *wrong, flush=True)
-    return dict(zip(COLUMNS, (*row, "; ".join(wrong)), strict=True))
+    drawn = {"name": fault, "rank": rank, "begin_s": begin_s, "end_s": end_s, "shown": True}
+    return dict(zip(COLUMNS, (*row, "; ".join(wrong)), strict=True)) | {
+        "drawn": drawn | {"fired_s": fired_s if found else None}
+    }
+
+
+def killed(where: Group, rank: int) -> dict[str, Any]:
+    """A rank is killed; the group forms again. When that was."""
+    begin_s = time.time()
+    os.kill(where.ranks[rank], signal.SIGKILL)
+    while time.time() - begin_s < FORM_S:
+        time.sleep(1)
+        if time.time() - begin_s > 3 and where.view().state == SERVING:
+            break
+    return {"name": "killed", "rank": rank, "begin_s": begin_s, "end_s": time.time(), "shown": False, "fired_s": None}
+
+
+def traces(server: Prometheus, path: Path) -> Iterator[str]:
+    """What is wrong with the spans that the collector has received, and with the exemplars that name them."""
+    spans = spans_of(path)
+    names = Counter(one.name for one in spans)
+    roots = {one.trace_id for one in spans if not one.parent}
+    query, now_s = "crossdock_request_duration_seconds_bucket", time.time()
+    found = server.get("query_exemplars", query=query, start=str(now_s - 3600), end=str(now_s))
+    named = {one["labels"]["trace_id"] for series in found for one in series["exemplars"]}
+    print(f"collector: {len(roots)} traces, {dict(names)}; {len(named)} named by exemplars", flush=True)
+    if not roots or not named <= roots:
+        yield f"traces: {len(roots)} traces received, exemplars of others: {sorted(named - roots)[:3]}"
+    if not named:
+        yield "traces: no exemplar in Prometheus"
+    if min(names[part] for part in ("admit", "queue", "step", "dispatch", "experts", "combine")) < 0.9 * len(roots):
+        yield f"traces: parts are missing: {dict(names)}"
+
+
+def run(options: argparse.Namespace, stack: ExitStack) -> tuple[list[dict[str, Any]], list[str]]:
+    """The lines of the table, and what is wrong."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    tracing, spans = None, folder / "none"
+    if options.hosts == 1:
+        address, spans = stack.enter_context(collector(folder / "collector"))
+        tracing = TracingConfig(endpoint=f"http://{address}", ratio=TRACED)
+    where = stack.enter_context(group(folder / "group", options.ranks, options.hosts, tracing))
+    targets = [one.http_address for s in where.supervisors for one in s.addresses().values()]
+    server = stack.enter_context(prometheus(folder / "prometheus", targets))
+    begin_s = time.time()
+    wrong = list(calm(where, server, options.calm))
+    rows = [inject(where, server, fault, random.randrange(options.ranks)) for fault in options.only]
+    drawn = [row.pop("drawn") for row in rows]
+    if options.hosts == 1:
+        drawn.append(killed(where, random.randrange(options.ranks)))
+        time.sleep(15)
+        wrong += traces(server, spans)
+        if options.out:
+            answers = picture.ask(server, begin_s, time.time(), drawn)
+            picture.keep(answers, options.out / "answers.json.gz")
+            picture.draw(answers, options.out / "dashboard.png")
+    return rows, wrong
 
 
 def main() -> int:
     """Run it all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--hosts", type=int, choices=list(INJECTED), default=1)
     parser.add_argument("--calm", type=float, default=180.0)
+    parser.add_argument("--only", nargs="*", help="faults, instead of all")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--in-namespace", action="store_true")
     options = parser.parse_args()
+    if options.hosts > 1 and not options.in_namespace:
+        become("tests.observability", sys.argv[1:])
+    options.only = options.only or INJECTED[options.hosts]
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        where = stack.enter_context(group(folder / "group", options.ranks))
-        addresses = where.supervisors[0].addresses().values()
-        server = stack.enter_context(prometheus(folder / "prometheus", [one.http_address for one in addresses]))
-        wrong = list(calm(where, server, options.calm))
-        rows = [inject(where, server, fault, random.randrange(options.ranks)) for fault in INJECTED]
+        rows, wrong = run(options, stack)
     wrong += [f"{row['fault']}: {row['wrong']}" for row in rows if row["wrong"]]
     if options.out:
         facts.write_table(options.out, "alerts", COLUMNS, rows)
-        config = {"ranks": options.ranks, "calm_s": options.calm, "wrong": wrong}
+        config = {"ranks": options.ranks, "hosts": options.hosts, "calm_s": options.calm, "wrong": wrong}
         facts.write(options.out, facts.of_this_run(config, module="tests.observability"))
     print(*wrong or ["all as it should be"], sep="\n")
     return int(bool(wrong))

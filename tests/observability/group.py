@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, WorkerConfig
-from crossdock.common.settings import WorkerNetworkConfig
+from crossdock.common.settings import TracingConfig, WorkerNetworkConfig
 from crossdock.demo import hosts
 from crossdock.host.supervisor import Supervisor, current_view
 from crossdock.protocol import wire
@@ -23,7 +23,7 @@ from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import expert_pb2
 from tests.services.cluster import ANSWER_S, FORM_S, Caller
 
-E, H, INNER, K = 16, 256, 512, 2
+E, H, INNER, K = 16, 256, 1024, 2
 LEASE_S = 3.0
 TOKENS, PERIOD_S = 96, 0.1
 
@@ -112,10 +112,12 @@ class Group:
             return current_view(channel, ANSWER_S)
 
 
-def _worker(folder: Path, number: int, host: int, place: hosts.HostPlace, num_hosts: int) -> WorkerConfig:
+def _worker(
+    folder: Path, number: int, host: int, place: hosts.HostPlace, num_hosts: int, tracing: TracingConfig | None
+) -> WorkerConfig:
     plain = WorkerConfig(
         model=str(folder / "model"), local_rank=number, uid=f"host-{host}/{number}", dtype="float32",
-        max_tokens_per_step=128, torch_threads=1, step_timeout_s=60,
+        max_tokens_per_step=128, torch_threads=1, step_timeout_s=60, tracing=tracing,
     )  # fmt: skip
     if num_hosts == 1:
         return plain
@@ -125,7 +127,7 @@ def _worker(folder: Path, number: int, host: int, place: hosts.HostPlace, num_ho
 
 
 @contextlib.contextmanager
-def group(folder: Path, num_ranks: int, num_hosts: int = 1) -> Iterator[Group]:
+def group(folder: Path, num_ranks: int, num_hosts: int = 1, tracing: TracingConfig | None = None) -> Iterator[Group]:
     """Start one, give it, stop it. Two hosts need this process to be in a network namespace (`hosts.become`)."""
     write_model(folder / "model")
     each = num_ranks // num_hosts
@@ -135,7 +137,7 @@ def group(folder: Path, num_ranks: int, num_hosts: int = 1) -> Iterator[Group]:
         control = ControlConfig(listen=free, http_listen=free, world_size=num_ranks, lease_s=LEASE_S)
         supervisors: list[Supervisor] = []
         for host in range(num_hosts):
-            workers = [_worker(folder, number, host, places[host], num_hosts) for number in range(each)]
+            workers = [_worker(folder, number, host, places[host], num_hosts, tracing) for number in range(each)]
             if host:
                 workers = [msgspec.structs.replace(w, control=supervisors[0].control_address) for w in workers]
             logs, enter = folder / f"logs-{host}", places[host].enter

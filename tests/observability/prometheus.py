@@ -19,6 +19,8 @@ from tests.deploy.bed import tools
 from tests.house.tree import ROOT
 
 JOB = "check"
+NATIVE = {"convert_classic_histograms_to_nhcb": True, "always_scrape_classic_histograms": True}
+"""Histograms are stored as native ones, too."""
 _START_S = 60.0
 
 
@@ -52,12 +54,13 @@ def prometheus(folder: Path, targets: Sequence[str]) -> Iterator[Prometheus]:
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(ROOT / "deploy" / "prometheus" / "rules.yaml")],
-        "scrape_configs": [{"job_name": JOB, "static_configs": [{"targets": list(targets)}]}],
+        "scrape_configs": [{"job_name": JOB, "static_configs": [{"targets": list(targets)}], **NATIVE}],
     }
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [str(program), f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    command.append("--enable-feature=exemplar-storage")
     with (folder / "log").open("w") as log:
         process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
     try:

@@ -74,13 +74,14 @@ def main() -> None:
         print("asked", where.load.asked, "failed", where.load.failed)
 
 
-def become(arguments: Sequence[str]) -> None:
-    """Become this program in a network namespace of its own, where a cable between two hosts can be made."""
+def become(module: str, arguments: Sequence[str]) -> None:
+    """Become a module in a network namespace of its own, where a cable between two hosts can be made."""
+    sys.stdout.flush()
     start = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, "-m"]
-    os.execvp("unshare", [*start, "tests.observability.record", *arguments, "--in-namespace"])
+    os.execvp("unshare", [*start, module, *arguments, "--in-namespace"])
 
 
 if __name__ == "__main__":
     if "--hosts" in sys.argv and "--in-namespace" not in sys.argv:
-        become(sys.argv[1:])
+        become("tests.observability.record", sys.argv[1:])
     main()

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, expert_pb2, expert_pb2_grpc
@@ -99,7 +100,9 @@ class FakeWorker(_Served, expert_pb2_grpc.ExpertServiceServicer):
 
 
 class FakeControl(_Served, control_pb2_grpc.ControlPlaneServicer):
-    """Says views to whoever watches."""
+    """Says views to whoever watches, and by its health service that it leads, while `leads` is set."""
+
+    leads = True
 
     def __init__(self, view: control_pb2.GroupView) -> None:
         self._view, self._changed, self._stopped = view, threading.Condition(), False
@@ -107,6 +110,7 @@ class FakeControl(_Served, control_pb2_grpc.ControlPlaneServicer):
 
     def _add(self, server: grpc.Server) -> None:
         control_pb2_grpc.add_ControlPlaneServicer_to_server(self, server)
+        health_pb2_grpc.add_HealthServicer_to_server(_Leading(self), server)
 
     def say(self, view: control_pb2.GroupView) -> None:
         """Change the view."""
@@ -129,6 +133,17 @@ class FakeControl(_Served, control_pb2_grpc.ControlPlaneServicer):
             if view is not said and not self._stopped:
                 said = view
                 yield view
+
+
+class _Leading(health_pb2_grpc.HealthServicer):
+    """Health of a `FakeControl`."""
+
+    def __init__(self, control: FakeControl) -> None:
+        self._control = control
+
+    def Check(self, request: Any, context: Any) -> health_pb2.HealthCheckResponse:
+        statuses = health_pb2.HealthCheckResponse
+        return statuses(status=statuses.SERVING if self._control.leads else statuses.NOT_SERVING)
 
 
 def view_of(

@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crossdock import client as public
-from crossdock.client import AsyncClient, Client, client, shares, stream
+from crossdock.client import AsyncClient, Client, client, directory, shares, stream
 from crossdock.client import errors as tree
 from crossdock.client.retry import RetryBudget
 from crossdock.client.stream import WorkerStream
-from crossdock.common import rpc
+from crossdock.common import control_channel, rpc
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import control_pb2, expert_pb2
 from tests.chaos.proxy import Network
@@ -375,6 +375,33 @@ def test_a_group_that_does_not_serve(workers: list[FakeWorker]) -> None:
         control.say(view_of(workers, epoch=7))
         assert future.result(TIMEOUT_S).shape == (5, 8)
     control.kill()
+
+
+def test_whoever_waits_for_a_group_leaves_a_leader_that_is_cut_off(
+    workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line of a leader goes down while the group forms anew: its view never changes, no connection breaks, and
+    another replica says that the group serves."""
+    options = rpc._channel_options
+    monkeypatch.setattr(rpc, "_channel_options", lambda size: [o for o in options(size) if "keepalive" not in o[0]])
+    monkeypatch.setattr(directory, "_RECHECK_S", 0.2)
+    monkeypatch.setattr(control_channel, "_LOOK_S", 0.5)
+    forming = view_of([workers[0], None], epoch=6, state=control_pb2.FORMING)
+    former, other = FakeControl(forming), FakeControl(view_of(workers, epoch=7))
+    other.leads = False
+    network, here = Network(), f"127.0.0.1:{lasting_port()}"
+    line = network.proxy(here, former.address)
+    with contextlib.ExitStack() as end:
+        for stop in (network.close, former.kill, other.kill):
+            end.callback(stop)
+        service = end.enter_context(Client(f"{here},{other.address}"))
+        pool = end.enter_context(ThreadPoolExecutor(1))
+        future = pool.submit(service.forward, 0, *_batch(5), timeout_s=TIMEOUT_S)
+        until(lambda: "FORMING" in str(getattr(service._client._directory, "_trouble", "")))
+        line.cut()
+        other.leads = True
+        assert future.result(TIMEOUT_S).shape == (5, 8)
+        line.mend()
 
 
 def _told_in_time(service: Client, words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import replace
@@ -361,6 +362,13 @@ def meetings(comm: MoECommunicator, case: RoutingCase) -> None:
     for turn in range(20):
         got = comm.exchange([comm.rank, turn, low, high, 0, -1, comm.rank * turn, 7])
         assert got == [(r, turn, low, high, 0, -1, r * turn, 7) for r in range(comm.size)]
+    samples = [sample for sample in comm.samples() if sample.op == "exchange"]
+    assert len(samples) == 20
+    for before, sample in itertools.pairwise(samples):
+        assert sample.seq == before.seq + 1
+        assert sample.start_ns >= before.start_ns + before.total_ns
+        assert sample.peer_wait_ns[comm.rank] == 0
+        assert sample.send_ns + max(sample.peer_wait_ns) <= sample.total_ns
     comm.barrier()
     if comm.rank == 0:
         comm.wake()

@@ -25,6 +25,8 @@ from tests.transports.steps import Place, Store, check_step, next_case
 
 PATIENCE_S = 3.0
 LONG_S = 30.0
+QUIET_S = 1.6
+"""After the third copy of a segment that is lost, and long before the fourth, at 3 s."""
 MASKS = {"without 2": [True, True, False], "all": [True] * 3}
 _CLONE_NEWNET = 0x40000000
 
@@ -183,6 +185,23 @@ def line_recovers(place: Where, case: RoutingCase) -> tuple[Loss, int]:
         steps(comm, case, 10)
         comm.barrier()
     return loss, epoch
+
+
+def one_side_parts(place: Where, case: RoutingCase, parting: tuple[int, ...]) -> None:
+    """The line is cut without a word, and those who part go on without the others, who do not notice. When the line is
+    whole again, one set_active of all joins them, though one side believes that its connections stand."""
+    with place.communicator(case, timeout_s=PATIENCE_S) as comm:
+        until_cut(place, comm, case)
+        if place.rank in parting:
+            comm.set_active([rank in parting for rank in range(place.size)], 1)
+            steps(comm, case, 5)
+            time.sleep(QUIET_S)
+        meet(place.store, place.rank, place.size, "parted")
+        place.apart.say("mend")
+        place.apart.await_("mended")
+        comm.set_active(MASKS["all"], 2)
+        steps(comm, case, 10)
+        comm.barrier()
 
 
 def joined(comm: MoECommunicator, epoch: int) -> str:

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,13 @@ def test_a_line_that_is_cut_one_way(site: Site, way: int) -> None:
 def test_a_cut_that_heals(site: Site) -> None:
     cut = site.fabric.cut(*site.both_ways())
     site.run(lines.line_recovers, cut.cut, cut.mend)
+
+
+@pytest.mark.parametrize("site", ["tcp"], indirect=True)
+@pytest.mark.parametrize("parting", [(2,), (0, 1)], ids=["dialled", "dials"])
+def test_one_side_believes_that_connections_stand(site: Site, parting: tuple[int, ...]) -> None:
+    cut = site.fabric.cut(*site.both_ways())
+    site.run(partial(lines.one_side_parts, parting=parting), cut.cut, cut.mend)
 
 
 def test_a_line_that_loses_packets(site: Site) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -240,8 +241,11 @@ def test_a_process_that_cannot_say_why_it_ends_ends() -> None:
 
 def test_samples_become_metrics() -> None:
     made = FrameworkTelemetry()
-    made._count("1", [SAMPLE, SAMPLE])
+    about = _WatchedCommunicator("1", [])
+    made._count(about, [SAMPLE])
+    made._count(about, [dataclasses.replace(SAMPLE, seq=SAMPLE.seq + 3)])
     value = made.metrics.registry.get_sample_value
+    assert value("crossdock_ep_samples_dropped_total", {"rank": "1", "op": "dispatch"}) == 2
     labels = {"rank": "1", "op": "dispatch", "mode": "ll"}
     assert value("crossdock_ep_tokens_total", labels) == 14
     assert value("crossdock_ep_operation_duration_seconds_sum", labels | {"phase": "wait"}) == pytest.approx(4e-6)

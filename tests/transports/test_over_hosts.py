@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ep_kernels.transports.cpu import transport as cpu_transport
+from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
 from ep_kernels.types import Layout, Mode, ScaleFormat
 from tests.cases import RoutingCase, cases, draw_seed
 from tests.hosts import SHORT
 from tests.transports import calls, deep_ep_steps, faults, forks, gradients, lives, sleepers
 from tests.transports.faults import SLACK_S, silent_case
-from tests.transports.steps import run_cases, run_story
+from tests.transports.steps import Place, check_combine, check_dispatch, check_step, run_cases, run_story, start
 from tests.transports.test_contract_calls import case_of
 from tests.worlds import RankDied, World
 
@@ -64,12 +67,77 @@ def test_runs_that_take_several_lanes(world: Worlds, layout: Layout) -> None:
     world(3).run(run_cases, "cpu-lanes-halves", steps, overrides)
 
 
-@pytest.mark.parametrize("fields", [{"layout": Layout.GROUPED, "quantize": True}, {"layout": Layout.FLAT}])
+MANY = (
+    {"layout": Layout.GROUPED, "quantize": True},
+    {"layout": Layout.FLAT, "combine_dtype": FP8},
+    {"layout": Layout.GROUPED, "exact_combine": True},
+)
+"""What differs in chunks of rows."""
+
+
+def many_chunks() -> list[RoutingCase]:
+    """More rows than caches hold, whose bytes are no multiple of 64."""
+    return [RoutingCase(7, 4, 2064, (700, 0, 640), kind, draw_seed()) for kind in ("uniform", "zipf")]
+
+
+@pytest.mark.parametrize("fields", MANY)
 def test_rows_of_many_chunks(world: Worlds, fields: dict[str, Any]) -> None:
-    """Chunks of a source come in any order; more rows than caches hold, whose bytes are no multiple of 64."""
-    steps = [RoutingCase(7, 4, 2064, (700, 0, 640), kind, draw_seed()) for kind in ("uniform", "zipf")]
+    """Chunks of a source, and of the partials for it, come in any order."""
+    steps = many_chunks()
     world(3).run(run_cases, SHUFFLE, steps, {"mode": Mode.HT, **fields})
     world(3).run(run_cases, "cpu", steps, {"mode": Mode.HT, **fields})
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_partials_leave_chunk_by_chunk(world: Worlds, zero_copy: bool) -> None:
+    """Tokens are 700, 0 and 640; 64 rows are 256 KiB."""
+    overrides = {"mode": Mode.HT, "layout": Layout.FLAT}
+    sent = world(3).run(messages_of_combine, TCP, many_chunks()[0], overrides, zero_copy)
+    assert sent == [10, 11 + 10, 11], "one for each chunk of the others' tokens"
+
+
+def messages_of_combine(
+    rank: int, size: int, store: Any, transport: str, case: RoutingCase, overrides: dict[str, Any], zero_copy: bool
+) -> int:
+    """Messages with rows that this rank sends for one combine."""
+
+    def story(comm: Any, of: RoutingCase) -> int:
+        counts = [(Sent * len(SENT_KINDS))() for _ in range(2)]
+        request, inputs = start(comm, of)
+        out, handle = request.wait()
+        comm._transport.lib.cd_sent(comm._transport.comm.pointer, counts[0])
+        check_combine(comm, check_dispatch(comm, inputs, out), out, handle, zero_copy)
+        comm._transport.lib.cd_sent(comm._transport.comm.pointer, counts[1])
+        rows = SENT_KINDS.index("rows")
+        return int(counts[1][rows].messages - counts[0][rows].messages)
+
+    return run_story(rank, size, store, transport, story, case, overrides)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("over", [SHUFFLE, TCP])
+def test_a_second_hand(world: Worlds, over: str) -> None:
+    """Where processors are plenty, another thread places rows of the own host."""
+    for alive, gone in world(3).run(run_with_hand, over, many_chunks(), {"mode": Mode.HT, "layout": Layout.FLAT}):
+        assert (alive, gone) == (1, 0)
+
+
+def run_with_hand(
+    rank: int, size: int, store: Any, transport: str, steps: list[RoutingCase], overrides: dict[str, Any]
+) -> tuple[int, int]:
+    """`run_cases`; how many hands there were in it, and after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_transport, "THREADS", 0)
+        with Place(rank, size, store, transport).communicator(steps[0], **overrides) as comm:
+            for case in steps:
+                check_step(comm, case)
+            alive = hands()
+        del comm
+    return alive, hands()
+
+
+def hands() -> int:
+    """Threads of this process that are a second hand of a rank."""
+    return sum(path.read_text() == "crossdock-hand\n" for path in Path("/proc/self/task").glob("*/comm"))
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,7 @@ class End:
 
     def push(self, rank: int, offset: int, num_bytes: int, imm: int) -> None:
         """Waits while the ring is full."""
-        assert self.channel.pointer is not None
-        while not self.network.lib.cn_push(self.channel.pointer, rank, offset, num_bytes, imm):
+        while not self.channel.push(rank, offset, num_bytes, imm):
             time.sleep(0.0001)
 
     def quiet(self, rank: int, timeout_s: float = WAIT_S) -> None:

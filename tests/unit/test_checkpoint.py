@@ -237,9 +237,9 @@ def test_missing_directory_and_files(tmp_path: Path) -> None:
         ('{"model_type": "llama"}', r"model_type: expected one of \['afmoe', .*'zaya'\], got 'llama'"),
         ("{}", "model_type: expected a string, got None"),
         ('{"model_type": "mixtral"}', "num_hidden_layers is missing"),
-        ('{"model_type": "mixtral", "num_hidden_layers": "2"}', "num_hidden_layers: expected a positive int, got '2'"),
-        ('{"model_type": "mixtral", "num_hidden_layers": 0}', "num_hidden_layers: expected a positive int, got 0"),
-        ('{"model_type": "mixtral", "num_hidden_layers": true}', "expected a positive int, got True"),
+        ('{"model_type": "mixtral", "num_hidden_layers": "2"}', "expected a positive int up to 1048576, got '2'"),
+        ('{"model_type": "mixtral", "num_hidden_layers": 0}', "expected a positive int up to 1048576, got 0"),
+        ('{"model_type": "mixtral", "num_hidden_layers": true}', "expected a positive int up to 1048576, got True"),
     ],
 )
 def test_broken_config(tmp_path: Path, text: str | bytes, words: str) -> None:

@@ -64,6 +64,9 @@ class Script:
     def device_name(self) -> str:
         return self.device
 
+    def quick(self, number: int, mode: Mode) -> None:
+        """No plans."""
+
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
         self._call("set_active")
         self.epoch = epoch

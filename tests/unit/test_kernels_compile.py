@@ -147,7 +147,7 @@ def configs() -> list[MoEConfig]:
 def test_all_variants_are_all_that_can_be_launched() -> None:
     engine, wanted = LaunchEngine.__new__(LaunchEngine), set()
     for config in configs():
-        engine._config = config
+        engine.config = config
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
         wanted |= {make(mode) for make in (engine._combine_variant, engine._dispatch_variant) for mode in modes}
     assert wanted | {jit.Variant("barrier"), *jit.collective_variants()} == set(jit.all_variants())
@@ -167,7 +167,7 @@ def test_what_is_shipped_can_be_launched() -> None:
     for variant in jit.all_variants():
         if variant.kernel != "barrier" and variant not in jit.collective_variants():
             engine = LaunchEngine.__new__(LaunchEngine)
-            engine._config = config = inspection.serving_config(variant)
+            engine.config = config = inspection.serving_config(variant)
             assert variant in (engine._dispatch_variant(config.mode), engine._combine_variant(config.mode))
 
 

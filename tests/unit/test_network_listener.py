@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from ep_kernels.errors import TransportError
+from ep_kernels.errors import ClosedError, TransportError
 from ep_kernels.network import NetworkConfig, handshake, listener
 from ep_kernels.network.greeting import NetworkTicket, greet
 from ep_kernels.network.handshake import Greeting
@@ -250,6 +252,96 @@ def test_who_does_not_come_is_named() -> None:
         pytest.raises(TransportError, match=r"ranks \[0\] did not connect to the data port of rank 1"),
     ):
         end.channel.connect({0: end.ticket()}, 0.2)
+
+
+def test_closing_ends_a_connect() -> None:
+    with End(1) as end:
+        closing = threading.Timer(0.2, end.channel.close)
+        closing.start()
+        begun = time.monotonic()
+        with pytest.raises(ClosedError):
+            end.channel.connect({0: end.ticket()}, WAIT_S)
+        assert time.monotonic() - begun < WAIT_S / 2
+        closing.join()
+
+
+class Library:
+    """The library, of which `during_close` happens while it closes a channel, as another thread would do it."""
+
+    def __init__(self, end: End, during_close: Callable[[], None]) -> None:
+        self._lib, self._during_close, self.closed, self.joined = end.network.lib, during_close, 0, 0
+        end.channel._lib = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lib, name)
+
+    def cn_close(self, pointer: int) -> None:
+        self.closed += 1
+        assert self.closed == 1, "closed twice"
+        self._during_close()
+        self._lib.cn_close(pointer)
+
+    def cn_join(self, *args: Any) -> int:
+        self.joined += 1
+        return int(self._lib.cn_join(*args))
+
+
+def test_a_channel_is_closed_once_by_two_threads() -> None:
+    with End(1) as end:
+        in_use = end.network.in_use
+        lib = Library(end, end.channel.close)
+        end.channel.close()
+        assert lib.closed == 1
+        assert end.network.in_use == in_use - 1
+
+
+def test_nobody_joins_a_channel_that_closes() -> None:
+    """A member's last connection may be admitted just before the token is shut: the channel's memory may be freed."""
+    ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+
+    def admit() -> None:
+        for role, connection in zip((0, handshake.CONTROL_ROLE), ours, strict=True):
+            with contextlib.suppress(ClosedError):
+                end.channel._admit(handshake.hello(0, 0, 1, role, 1), connection)
+
+    with End(1) as end:
+        lib = Library(end, admit)
+        end.channel.close()
+        assert lib.joined == 0
+        assert not end.channel._arrived, "these would stay open"
+        assert end.channel.push(0, 0, 8, 0), "nothing after close"
+        assert end.channel.up() == 0
+    for connection in (*ours, *theirs):
+        connection.close()
+
+
+def test_a_host_out_of_descriptors_to_watch_refuses_one_and_goes_on(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register, full = port.listener._selector.register, [OSError(errno.ENOSPC, "No space left on device")]
+
+    def limited(*args: Any) -> Any:
+        if full:
+            raise full.pop()
+        return register(*args)
+
+    monkeypatch.setattr(port.listener._selector, "register", limited)
+    with port.dial() as connection:
+        assert is_closed(connection)
+    port.counted("no room")
+
+
+def test_without_a_thread_the_port_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = "{}:{}".format(*taken.getsockname())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(TransportError, match="can't start new thread"):
+            Listener(place)
+    Listener(place).close()
 
 
 def test_providers_must_be_equal() -> None:

@@ -120,6 +120,26 @@ def test_with_a_rank_that_is_given_up_no_wait_goes_on_until_the_others_agree_wit
     together([lambda r=r: boxes[r].exchange(WORDS, 10) for r in (0, 2)])  # type: ignore[misc]
 
 
+def test_exchanges_are_sampled_with_the_wait_for_each_peer(boxes: list[Mailbox]) -> None:
+    """Rank 2 enters when the others have waited for it."""
+    with ThreadPoolExecutor(SIZE) as pool:
+        jobs = [pool.submit(box.exchange, [0] * EXCHANGE_WORDS, WAIT_S) for box in boxes[:2]]
+        time.sleep(0.2)
+        began_ns = time.monotonic_ns()
+        jobs.append(pool.submit(boxes[2].exchange, [0] * EXCHANGE_WORDS, WAIT_S))
+        for job in jobs:
+            job.result()
+    for rank, box in enumerate(boxes):
+        (sample,) = box.samples()
+        assert (sample.op, sample.mode, sample.seq, sample.peer_wait_ns[rank]) == ("exchange", "host", 1, 0)
+        assert sample.total_ns >= max(sample.peer_wait_ns) + sample.send_ns
+        if rank < 2:
+            assert sample.start_ns + sample.send_ns + sample.peer_wait_ns[2] >= began_ns
+            assert sample.peer_wait_ns[1 - rank] < sample.peer_wait_ns[2]
+    together([lambda box=box: box.exchange([0] * EXCHANGE_WORDS, WAIT_S, sampled=False) for box in boxes])
+    assert not any(box.samples() for box in boxes)
+
+
 def test_agreement_heals_exchanges_out_of_step(boxes: list[Mailbox]) -> None:
     for _ in range(3):
         with pytest.raises(PeerTimeout):

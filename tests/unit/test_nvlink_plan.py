@@ -17,6 +17,7 @@ from ep_kernels.errors import ConfigError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.transports.nvlink.engine import LaunchEngine
+from ep_kernels.transports.nvlink.tables import wire_bytes
 from ep_kernels.transports.nvlink.transport import NvlinkTransport
 from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
@@ -490,3 +491,22 @@ def test_records_take_no_name_that_they_do_not_have() -> None:
     """ctypes would store it beside the record, and the GPU would read zeros."""
     with pytest.raises(AttributeError):
         abi.Work(sender=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode", "expected"),
+    [
+        # 15 packets of 960 bytes of a row, two lines of 7 entries each; rows as they are, 16 bytes for each expert
+        ({}, Mode.LL, (15 * 1024 + 2 * 128, 15 * 1024)),
+        ({}, Mode.HT, (14336 + 8 * 16, 14336)),
+        # 8 packets of 896 columns with their scales; 56 scales of 4 bytes
+        ({"quantize": True}, Mode.LL, (8 * 1024 + 2 * 128, 15 * 1024)),
+        ({"quantize": True}, Mode.HT, (7168 + 56 * 4 + 8 * 16, 14336)),
+    ],
+)
+def test_bytes_of_a_row_as_it_travels(fields: dict[str, Any], mode: Mode, expected: tuple[int, int]) -> None:
+    config = MoEConfig(
+        group=LoopGroup(0, 4), num_experts=256, hidden_size=7168, topk=8, max_tokens_per_rank=128, mode=Mode.AUTO,
+        layout=Layout.GROUPED, **fields,
+    )  # fmt: skip
+    assert wire_bytes(config, mode) == expected

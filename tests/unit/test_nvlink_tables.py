@@ -23,7 +23,7 @@ def host() -> HostPage:
 def stop(host: HostPage, why: str, op: str = "dispatch", phase: str = "payload", seen: int = 0) -> None:
     record = host._page.postmortem
     record.op, record.phase, record.peer = abi.OPS.index(op), abi.PHASES.index(phase), 3
-    record.expected, record.seen, record.waited_ns = seen + 1, seen, 2_500_000_000
+    record.expected, record.seen, record.waited_ns, record.block = seen + 1, seen, 2_500_000_000, 17
     record.status = abi.STOPS.index(why)
 
 
@@ -40,7 +40,7 @@ def test_a_failed_wait_is_told_in_operations(host: HostPage, gone: bool, op: str
     found = host.fault()
     assert isinstance(found, PeerTimeout)
     assert (found.peer, found.op, found.phase, found.gone) == (3, op, phase, gone)
-    assert (found.expected, found.seen, found.waited_s) == (seen + 1, seen, 2.5)
+    assert (found.expected, found.seen, found.waited_s, found.block) == (seen + 1, seen, 2.5, 17)
     host.clear()
     assert host.fault() is None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,9 @@ def test_a_record_holds_what_the_error_and_the_last_second_say() -> None:
 
 def test_without_samples_and_of_other_errors() -> None:
     assert record_of(TIMEOUT, [], 0)["last_good"] is None
+    assert "block" not in record_of(TIMEOUT, [], 0)
+    of_kernel = PeerTimeout(peer=2, op="combine", phase="payload", expected=2, seen=1, waited_s=1.0, block=131)
+    assert record_of(of_kernel, [], 0)["block"] == 131
     found = record_of(ValueError("x" * 5000), [], 0)
     assert set(found) == {"reason", "last_good", "waits_s"}
     assert len(str(found["reason"])) == 1000
@@ -58,6 +63,7 @@ def test_words_say_who_waited_for_whom_since_when() -> None:
     assert "rank 0 in epoch 7: dispatch 812 waited 3.000 s for rank 2 (payload), which was last seen at 811" in said
     assert "last operation that ended well was combine 811, 2.900 s before" in said
     assert "waited 0.125 s for rank 2 in combine" in said
+    assert "for rank 2 (payload, block 131), which" in words(record(0, 2, block=131))
     assert "its process is gone" in words(record(0, 2, gone=True))
     assert words({"rank": 1, "epoch": 2, "reason": "no"}) == "rank 1 in epoch 2: no"
     assert words({"rank": 1, "epoch": 2, "peer": 0, "waits_s": "x", "waited_s": None}), "whatever a log may hold"
@@ -89,6 +95,56 @@ def test_logs_of_all_ranks_become_one_story(tmp_path: Path) -> None:
     assert "rank 2: ranks 0, 1 waited for it" in lines[-1]
     with pytest.raises(ConfigFileError, match="No such file"):
         read([tmp_path / "none"])
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"peer": "1"}, {"peer": [1]}, {"peer": None}, {"epoch": "7"}, {"epoch": {}}, {"epoch": 10**400}, {"rank": True},
+    {"unix_s": float("nan")}, {"unix_s": float("inf")}, {"unix_s": 1e300}, {"unix_s": "now"}, {"waited_s": 10**400},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", HOSTILE)
+def test_a_record_with_wrong_types_is_none(fields: dict[str, Any]) -> None:
+    text = json.dumps({**record(0, 2), **fields})
+    assert parse(text) is None
+    kept = Postmortems()
+    kept.record(pb.HeartbeatRequest(worker=pb.WorkerId(uid="a/0"), postmortem=text))
+    assert not kept.message().postmortems
+
+
+def test_a_record_that_is_nested_too_deeply_is_none() -> None:
+    assert parse('{"rank": 1, "x": ' + "[" * 8000) is None
+
+
+def test_whatever_else_a_record_holds_has_words() -> None:
+    """And a text of a worker moves no cursor of the terminal: escapes of JSON get past a check of the line itself."""
+    strange = record(
+        0, 2, last_good={"op": ["x"], "seq": {}, "ago_s": 10**400}, phase="\x1b[2J\x1b]0;x\x07", seen=-1,
+        waits_s={"dispatch": [10**400, float("nan"), "x", 0.5], "combine": 3},
+    )  # fmt: skip
+    text = json.dumps(strange)
+    assert text.isprintable()
+    found = parse(text)
+    assert found is not None
+    lines = story(in_order([found, record(1, 2, reason="no\nyes")], [postmortem.Event(1.0, "epoch 1\x9b2J")]))
+    assert all(line.isprintable() for line in lines)
+    assert "\\u001b[2J" in "".join(lines)
+    assert "0.500 s for rank 3 in dispatch" in "".join(lines)
+
+
+def test_a_log_of_any_size_and_kind_is_read_in_pieces(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    line = f"2026 warning x postmortem {json.dumps(record(0, 2))}\n".encode()
+    with log.open("wb") as file:
+        file.write(b"\xff\x00{" * 100_000 + b"\n" + line + line[:-30])
+        file.truncate(1 << 30)  # and a gigabyte without an end of line
+    tracemalloc.start()
+    lines = postmortem._lines(log)
+    found = [one for one in map(parse, itertools.islice(lines, 500)) if one is not None]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == [record(0, 2)]
+    assert most < 8 << 20
 
 
 def test_the_control_plane_keeps_each_record_once_and_not_too_many() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -120,10 +122,32 @@ def test_what_a_heartbeat_may_say() -> None:
         (pb.LatencyReport(operations=[pb.OperationLatency(op="x")]), 3, "one of"),
         (pb.LatencyReport(operations=[pb.OperationLatency(op="combine")] * 4), 3, "<= 3 operations"),
         (pb.LatencyReport(operations=[pb.OperationLatency(op="combine", late_s=[float("inf")])]), 3, "seconds >= 0"),
+        (report(step_s=5e-324), 3, "0 or >= 1e-09 seconds"),
+        (report(rows=1 << 63), 3, "counts <= 1099511627776"),
+        (pb.LatencyReport(operations=[pb.OperationLatency(op="combine", count=1 << 41)]), 3, "counts <= "),
     ]
     for message, size, words in bad:
         with pytest.raises(InvalidArgument, match=words):
             latency.check(message, size)
+
+
+def members(number: int) -> Any:
+    """A group that serves, of members "a", "b", ..."""
+    made = [
+        SimpleNamespace(
+            uid=chr(ord("a") + rank),
+            rank=rank,
+            worker=SimpleNamespace(place=SimpleNamespace(memory_domain="", hostname="h")),
+        )
+        for rank in range(number)
+    ]
+    return SimpleNamespace(
+        epoch=3,
+        phase=latency.Phase.SERVING,
+        members=made,
+        taking_part=frozenset(range(number)),
+        member=lambda uid: next((one for one in made if one.uid == uid), None),
+    )
 
 
 SERVING = type("Serving", (), {"epoch": 3, "phase": latency.Phase.SERVING, "members": (), "taking_part": frozenset()})()
@@ -203,6 +227,51 @@ def test_reports_add_up() -> None:
     assert (total.steps, total.rows, total.interval_s) == (15, 30, 3.0)
     assert list(total.operations[0].late_s) == [0, 3, 6]
     assert (total.operations[0].count, total.operations[0].p99_s) == (15, 0.2)
+
+
+def test_the_largest_reports_that_are_accepted_add_up() -> None:
+    most = 1 << 40
+    count = pb.OperationLatency(op="combine", count=most, wait_s=1e9, late_s=[1e9, 1e9])
+    one = pb.LatencyReport(
+        interval_s=1e9, steps=most, step_s=1e9, experts_s=1e9, tokens=most, rows=most, hot_rows=most, operations=[count]
+    )
+    latency.check(one, 2)
+    group = members(2)
+    watch = latency.LatencyWatch(ControlMetrics())
+    watch.tick(group, 0.0)
+    for _ in range(latency.MAX_REPORTS + 1):
+        for member in group.members:
+            beat = pb.HeartbeatRequest(worker=pb.WorkerId(uid=member.uid), epoch=3, stats=pb.WorkerStats(latency=one))
+            watch.record(group, beat, 1.0)
+    watch.tick(group, 10.0)
+    assert watch.total("a").rows == latency.MAX_REPORTS * most
+
+
+def test_views_add_reports_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any client may ask for views, as often as its rate allows; 64 ranks' reports take 30 ms of the event loop."""
+    group, added = members(2), []
+    watch = latency.LatencyWatch(ControlMetrics())
+    watch.tick(group, 0.0)
+    add = latency._add
+    monkeypatch.setattr(latency, "_add", lambda total, report: added.append(1) or add(total, report))
+
+    def beat(uid: str) -> None:
+        stats = pb.WorkerStats(latency=report())
+        watch.record(group, pb.HeartbeatRequest(worker=pb.WorkerId(uid=uid), epoch=3, stats=stats), 1.0)
+
+    def steps() -> list[int]:
+        view = pb.GroupView(members=[pb.Member(worker=pb.WorkerId(uid=uid)) for uid in ("a", "b", "c")])
+        watch.show(view, 2.0)
+        return [member.stats.latency.steps for member in view.members]
+
+    beat("a")
+    beat("b")
+    assert steps() == steps() == steps() == [5, 5, 0]
+    assert len(added) == 2
+    beat("b")
+    assert steps() == [5, 10, 0]
+    watch.forget("b")
+    assert steps() == [5, 0, 0]
 
 
 def times(**fields: object) -> RankTimes:

@@ -13,8 +13,9 @@ import torch
 
 from crossdock.common.config import ConfigFileError, HostConfig, WorkerConfig, load
 from crossdock.demo.stage import Stage
+from crossdock.worker import device as device_module
 from crossdock.worker.checkpoint import CheckpointError
-from crossdock.worker.device import choose, enter
+from crossdock.worker.device import choose, enter, peak_bytes_per_s
 from crossdock.worker.device_stream import CpuStream, stream_of
 from crossdock.worker.model import Model
 from ep_kernels import CombineOrder, ConfigError, MoEConfig
@@ -184,3 +185,13 @@ def test_what_bring_up_would_refuse_is_in_the_registration(change: dict[str, Any
     mine, others = one.communicator_settings(), other.communicator_settings()
     assert next(field for field in mine if mine[field] != others[field]) == name
     assert fingerprint(group.other) == {**others, "num_experts": "4", "expert_map": ANY}
+
+
+def test_the_peak_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU copies between a tenth of a GB and a TB per second; a GPU has the active links of its own."""
+    assert 1e8 < peak_bytes_per_s(torch.device("cpu")) < 1e12
+    gpus = [SimpleNamespace(uuid=f"GPU-{name}", nvlink_gbps=rate) for name, rate in (("a", 450.0), ("b", 100.0))]
+    monkeypatch.setattr(device_module, "probe", lambda: SimpleNamespace(gpus=gpus))
+    for name, expected in (("GPU-a", 450e9), ("GPU-c", 0.0)):
+        monkeypatch.setattr(device_module, "uuid_of", lambda _, name=name: name)
+        assert peak_bytes_per_s(torch.device("cuda", 0)) == expected

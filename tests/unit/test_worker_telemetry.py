@@ -121,6 +121,20 @@ def test_samples_that_the_ring_has_lost_are_counted_by_their_numbers() -> None:
     assert value("crossdock_peer_wait_seconds_total", {"op": "dispatch", "peer": "1"}) == pytest.approx(10e-9)
 
 
+def test_rows_are_counted_as_payload_and_as_they_travel() -> None:
+    metrics = WorkerMetrics()
+    telemetry = WorkerTelemetry(metrics, (8, 16), "cpu")
+    telemetry.step(StepRecord(1, torch.ones(2, dtype=torch.int32), 3, 1, 1, 1, wire_bytes=(10, 20)))
+    telemetry.close()
+    value = metrics.registry.get_sample_value
+    moved = [
+        value(f"crossdock_{kind}_bytes_total", {"op": op, "transport": "cpu"})
+        for kind in ("payload", "wire")
+        for op in ("dispatch", "combine")
+    ]
+    assert moved == [24, 48, 30, 60]
+
+
 def test_failed_requests_have_a_latency_and_refused_ones_have_none() -> None:
     metrics = WorkerMetrics()
     telemetry = WorkerTelemetry(metrics, (8, 8))

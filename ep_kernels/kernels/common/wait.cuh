@@ -27,6 +27,7 @@ __device__ __noinline__ bool give_up(const World& world, u64 why, u32 op, u32 ph
   record->expected = expected;
   record->seen = seen;
   record->waited_ns = waited_ns;
+  record->block = blockIdx.x;
   ptx::fence_sys();
   ptx::store_release_sys(&record->status, why);
   return false;

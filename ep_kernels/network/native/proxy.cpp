@@ -163,7 +163,12 @@ bool Proxy::turn() {
   };
   for_each([&](NetChannel& c) {
     busy |= flush(c);
-    at(c.provider->advance(now));
+    const int64_t again = c.provider->advance(now);
+    if (again == now) {
+      busy = true;
+    } else {
+      at(again);
+    }
     for (int rank = 0; rank < c.memory.ranks; ++rank) {
       NetPeer& p = c.peers[rank];
       if (!p.up || !p.ends_ns) continue;

@@ -26,7 +26,10 @@ constexpr int kGather = 32;               // frames to one system call
 constexpr size_t kStage = 64 * 1024;      // received bytes that have no known place yet
 constexpr uint32_t kLong = 32 * 1024;     // a frame so long is worth a system call of its own
 constexpr size_t kAhead = 1024;           // staged after one
-constexpr int64_t kTurnBytes = 4 << 20;   // received from one lane before the others get their turn
+// Sent to or received from one lane before the others, and the other way, get their turn. What a peer cannot begin
+// without comes first in each way; a rank that sent all of its rows before it read would begin when half of the time
+// is over.
+constexpr uint64_t kTurnBytes = 256 << 10;
 constexpr uint64_t kMark = 0xcd17ull << 48;
 
 struct Header {
@@ -100,8 +103,8 @@ class Tcp final : public Provider {
     return came;
   }
 
-  // Sends what `write` has taken.
-  int64_t advance(int64_t) override {
+  // Sends of what `write` has taken.
+  int64_t advance(int64_t now) override {
     const uint64_t peers = to_send_;
     to_send_ = 0;
     for (uint64_t left = peers; left; left &= left - 1) {
@@ -111,7 +114,7 @@ class Tcp final : public Provider {
         if (l.fd >= 0 && l.head != l.tail && !l.wants_out) send(peer, l);
       }
     }
-    return -1;
+    return to_send_ ? now : -1;
   }
 
   void disconnect(int peer) override {
@@ -168,14 +171,16 @@ class Tcp final : public Provider {
   }
 
   void send(int peer, Lane& l) {
-    while (l.head != l.tail) {
+    uint64_t budget = kTurnBytes;
+    while (l.head != l.tail && budget > 0) {
       iovec parts[2 * kGather];
       int n = 0;
-      uint64_t skip = l.gone;
+      uint64_t skip = l.gone, room = budget;
       const auto add = [&](const void* from, uint64_t bytes) {
-        const uint64_t cut = std::min(skip, bytes);
+        const uint64_t cut = std::min(skip, bytes), taken = std::min(bytes - cut, room);
         skip -= cut;
-        if (bytes > cut) parts[n++] = {const_cast<uint8_t*>(static_cast<const uint8_t*>(from)) + cut, bytes - cut};
+        room -= taken;
+        if (taken) parts[n++] = {const_cast<uint8_t*>(static_cast<const uint8_t*>(from)) + cut, taken};
       };
       const uint64_t end = std::min(l.tail, l.head + kGather);
       for (uint64_t i = l.head; i != end; ++i) {
@@ -194,6 +199,7 @@ class Tcp final : public Provider {
         return want_out(l, false);
       }
       l.gone += uint64_t(sent);
+      budget -= uint64_t(sent);
       while (l.head != l.tail && l.gone >= sizeof(Header) + l.out[l.head % kWindow].header.bytes) {
         l.gone -= sizeof(Header) + l.out[l.head % kWindow].header.bytes;
         ++l.head;
@@ -201,11 +207,12 @@ class Tcp final : public Provider {
       }
     }
     want_out(l, false);
+    if (l.head != l.tail) to_send_ |= 1ull << peer;
   }
 
   // True: bytes came.
   bool receive(int peer, Lane& l) {
-    int64_t budget = kTurnBytes;
+    int64_t budget = int64_t(kTurnBytes);
     while (budget > 0 && l.fd >= 0) {
       iovec parts[2];
       int n = 0;
@@ -238,7 +245,7 @@ class Tcp final : public Provider {
       if (!sort(peer, l)) end(peer, l, EPROTO);
       if (all) break;
     }
-    return budget < kTurnBytes;
+    return budget < int64_t(kTurnBytes);
   }
 
   // Takes frames out of the staged bytes. False: they are none.
@@ -264,7 +271,7 @@ class Tcp final : public Provider {
 
   Sink sink_{};
   int epoll_fd_ = -1;
-  uint64_t to_send_ = 0;  // bit per peer: frames were taken since the last `advance`
+  uint64_t to_send_ = 0;  // bit per peer: frames wait for `advance`
   NetMemory memory_{};
   Lane* lanes_[kNetRanks][kMaxLanes] = {};
 };

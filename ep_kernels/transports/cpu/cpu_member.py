@@ -108,9 +108,16 @@ class CpuMember(Generic[N]):
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
         """See `MemberTransport.set_active`. A new mask needs a new epoch; unfinished operations are void."""
-        comm = self.native()
-        self.judge(self.lib.cd_resync(comm.pointer, mask_of(mask), epoch))
+        comm, status = self.native(), native.NOTHING
+        while status == native.NOTHING:
+            limit_ns = int(self.renew(mask) * _NS)
+            status = self.lib.cd_resync(comm.pointer, mask_of(mask), epoch, limit_ns)
+        self.judge(status)
         self.active, self.epoch = tuple(mask), epoch
+
+    def renew(self, mask: Sequence[bool]) -> float:
+        """Make connections with active ranks that have ended anew; seconds after which to ask again, 0: never."""
+        return 0.0
 
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
         """See `MemberTransport.exchange`."""

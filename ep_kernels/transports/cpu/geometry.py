@@ -10,6 +10,8 @@ from ep_kernels.types import CombineOrder, Layout
 MAX_ROWS = 2**31 - 1
 """Places of rows are int32."""
 _NS = 1_000_000_000
+_ROUTING_BYTES = 8
+"""Of each chosen expert of a row: its place and its weight."""
 
 
 def geometry_of(config: MoEConfig) -> native.Geometry:
@@ -46,6 +48,16 @@ def geometry_of(config: MoEConfig) -> native.Geometry:
         slots=capacity,
         y_rows=most * anywhere,
         timeout_ns=int(config.timeout_s * _NS),
+    )
+
+
+def wire_bytes(config: MoEConfig, geometry: native.Geometry) -> tuple[int, int]:
+    """See `base.Transport.wire_bytes`."""
+    combine = config.resolved_combine_dtype
+    scales = -(-config.hidden_size // FP8_BLOCK) * 4 if combine.itemsize == 1 else 0
+    return (
+        geometry.row_bytes + geometry.scale_bytes + _ROUTING_BYTES * geometry.topk,
+        config.hidden_size * combine.itemsize + scales,
     )
 
 

@@ -91,7 +91,7 @@ class DispatchOp(ctypes.Structure):
 
     _fields_ = (
         _fields(c_uint64, "seq")
-        + _fields(c_int64, "start_ns send_ns")
+        + _fields(c_int64, "start_ns send_ns receive_ns")
         + _fields(Routing, "routing")
         + _fields(c_void_p, "x scales ids weights")
         + _fields(c_int32, "fresh exact_shapes")
@@ -105,7 +105,7 @@ class CombineOp(ctypes.Structure):
 
     _fields_ = (
         _fields(c_uint64, "seq")
-        + _fields(c_int64, "start_ns send_ns")
+        + _fields(c_int64, "start_ns send_ns receive_ns")
         + _fields(Routing, "routing")
         + _fields(c_void_p, "y row_weights")
         + _fields(c_int32, "outputs_slot apply_weights")
@@ -175,7 +175,7 @@ MEMBER_SIGNATURES: dict[str, Signature] = {
     "cd_barrier": (c_int, (c_void_p,)),
     "cd_exchange": (c_int, (c_void_p, c_void_p, c_void_p)),
     "cd_wait_for_peer": (c_int, (c_void_p, c_int64)),
-    "cd_resync": (c_int, (c_void_p, c_uint64, c_uint64)),
+    "cd_resync": (c_int, (c_void_p, c_uint64, c_uint64, c_int64)),
     "cd_wake": (None, (c_void_p,)),
     "cd_stop": (None, (c_void_p,)),
     "cd_give_up": (None, (c_void_p, c_uint64)),
@@ -201,10 +201,12 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_network_handler": (c_void_p, ()),
     "cd_set_outbox": (None, (c_void_p, c_void_p)),
     "cd_set_hosts": (None, (c_void_p, POINTER(c_int32))),
+    "cd_give_hand": (c_int, (c_void_p,)),
     "cd_attach_landing": (c_int, (c_void_p, c_int, c_int)),
     "cd_sent": (None, (c_void_p, POINTER(Sent))),
     "cd_dispatch_free": (c_int, (c_void_p,)),
     "cd_dispatch_send": (c_int, (c_void_p, POINTER(DispatchOp))),
+    "cd_dispatch_place": (c_int, (c_void_p, POINTER(DispatchOp))),
     "cd_dispatch_receive": (c_int, (c_void_p, POINTER(DispatchOp))),
     "cd_combine_send": (c_int, (c_void_p, POINTER(CombineOp))),
     "cd_combine_receive": (c_int, (c_void_p, POINTER(CombineOp))),

@@ -169,8 +169,10 @@ class CpuDispatch:
             self._transport.native()
             comm = self._comm
             self._transport.ended(self)
+            self._transport.judge(comm.lib.cd_dispatch_place(comm.pointer, ctypes.byref(self._op)))
+            result = self._finish()  # while rows of other hosts are under way
             self._transport.judge(comm.lib.cd_dispatch_receive(comm.pointer, ctypes.byref(self._op)))
-            self._result = self._finish()
+            self._result = result
         return self._result
 
     def _finish(self) -> tuple[DispatchOutput, DispatchHandle]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from ep_kernels.config import MoEConfig
-from ep_kernels.errors import TransportError
+from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.network.network import Channel, ChannelMemory, Network
@@ -24,7 +24,7 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
-from ep_kernels.transports.cpu.geometry import check_rows, geometry_of
+from ep_kernels.transports.cpu.geometry import check_rows, geometry_of, wire_bytes
 from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch, RoutingState, fresh_state
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
 from ep_kernels.types import Capabilities, DispatchHandle, Mode, PeerTraffic
@@ -33,8 +33,12 @@ LL_MAX_TOKENS = 128
 """AUTO's crossover. Both modes take the same time here; this is the size of a decode step."""
 _PART_S = 0.1
 """What is left to be sent to a rank that is left out gets so long."""
+THREADS = 3
+"""Processors for each rank of a host from which on it gets a second hand: itself, the proxy thread, the hand."""
 _QUIET_S = 0.0002
 """Between two looks whether the network has sent everything."""
+_RENEW_S, _REDIAL_S = 0.05, 1.0
+"""Between two looks, while ranks agree, whether all connections stand; and how long one is tried."""
 
 
 def create(config: MoEConfig) -> CpuTransport:
@@ -115,6 +119,8 @@ class CpuTransport(CpuMember[NativeComm]):
         if comm.channel is not None:
             tickets_of = {rank: ticket.network for rank, ticket in enumerate(read) if hosts[rank] != hosts[own]}
             self._remote = {rank: ticket for rank, ticket in tickets_of.items() if ticket is not None}
+            if self._remote and len(os.sched_getaffinity(0)) >= THREADS * hosts.count(hosts[own]):
+                self.lib.cd_give_hand(comm.pointer)  # if there can be no thread, the rank does it all
             comm.channel.connect(self._remote, self.config.timeout_s)
         self.lib.cd_activate(comm.pointer, mask_of(self.active))
 
@@ -171,6 +177,9 @@ class CpuTransport(CpuMember[NativeComm]):
         pending.send()
         self._combines[pending.slot] = pending
         return pending
+
+    def quick(self, number: int, mode: Mode) -> None:
+        """See `Transport.quick`."""
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """See `Transport.dispatch_input`. Waits until peers no longer read what an earlier dispatch left there."""
@@ -245,6 +254,19 @@ class CpuTransport(CpuMember[NativeComm]):
             channel.leave(rank, epoch + 1)
         channel.connect({rank: ticket for rank, ticket in self._remote.items() if mask[rank]}, self.config.timeout_s)
 
+    def renew(self, mask: Sequence[bool]) -> float:
+        """See `CpuMember.renew`. A side that has not noticed the end of a connection was not asked to make it again."""
+        channel = self.native().channel
+        if channel is None:
+            return 0.0
+        up = channel.up()
+        ended = {rank: one for rank, one in self._remote.items() if mask[rank] and not up >> rank & 1}
+        try:
+            channel.connect(ended, min(_REDIAL_S, self.config.timeout_s))
+        except PeerTimeout:
+            return 0.0  # the wait that follows names the rank, and how its connection ended
+        return _RENEW_S
+
     def _flush(self, channel: Channel, ranks: Sequence[int], timeout_s: float) -> None:
         """Wait until everything for those ranks has been sent, or is given up; at most so long."""
         mask, until = sum(1 << rank for rank in ranks), time.monotonic() + timeout_s
@@ -262,6 +284,10 @@ class CpuTransport(CpuMember[NativeComm]):
             for rank, one in enumerate(by_rank)
             if rank in self._remote
         ]
+
+    def wire_bytes(self, mode: Mode) -> tuple[int, int]:
+        """See `Transport.wire_bytes`: one algorithm runs both modes, and the receiver reads places and weights."""
+        return wire_bytes(self.config, self.geometry)
 
     def ll_max_tokens(self) -> int:
         """See `Transport.ll_max_tokens`."""

@@ -14,8 +14,9 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan, routing_state
+from ep_kernels.transports.nvlink.addresses import RecordAddresses
 from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
-from ep_kernels.transports.nvlink.outputs import Memory, Outputs, round_up
+from ep_kernels.transports.nvlink.outputs import Memory, Outputs
 from ep_kernels.transports.nvlink.record_template import RecordTemplate
 from ep_kernels.transports.nvlink.routing_state import DispatchState, Span
 from ep_kernels.transports.nvlink.tables import Tables
@@ -23,7 +24,6 @@ from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 
 SEND, RECEIVE, BOTH = 1, 2, 3
 _ROW = 16
-_ALIGN = 16
 _DISPATCH = (
     ("num_tokens", "slot", "scale_row_stride", "scale_column_stride", "scale_group_stride", "power_of_two", "cached"),
     ("op", "routing_id", "x", "x_scales", "topk_ids", "topk_weights", "routes", "valid", "num_invalid_ids", "dst_rows",
@@ -95,21 +95,6 @@ class Dispatch:
     mode: Mode
 
 
-@dataclass(frozen=True, slots=True)
-class NumberOffsets:
-    """Where the numbers of a dispatch lie in its memory, bytes; 0 also for those that its layout does not have, which
-    are never the first."""
-
-    num_rows: int
-    num_dropped: int
-    num_invalid_ids: int
-    counts: int
-    valid: int
-    offsets: int = 0
-    topk_ids: int = 0
-    topk_weights: int = 0
-
-
 class LaunchEngine:
     """Prepares and finishes the operations of one rank.
 
@@ -123,20 +108,20 @@ class LaunchEngine:
     def __init__(
         self, config: MoEConfig, device: torch.device, num_sms: int, block_bytes: int = plan.SHARED_BYTES
     ) -> None:
-        self._config, self._device = config, device
+        self.config, self._device = config, device
         self.sizes = plan.sizes_of(config)
         self.tables = Tables(config, self.sizes, device, num_sms)
-        self._outputs = Outputs(config, self.sizes, device)
+        self.outputs = Outputs(config, self.sizes, device)
         self._state_map = plan.state_map(config, self.sizes)
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
-        self._dispatch = {
+        self.dispatch_operations = {
             mode: Operation(
                 self._dispatch_variant(mode),
                 plan.dispatch_launch(config, self.sizes, plan.algorithm(config, mode), num_sms),
             )
             for mode in modes
         }
-        self._combine = {
+        self.combine_operations = {
             mode: Operation(
                 self._combine_variant(mode),
                 plan.combine_launch(config, self.sizes, plan.algorithm(config, mode), num_sms, block_bytes),
@@ -144,18 +129,17 @@ class LaunchEngine:
             for mode in modes
         }
         self._memory: Memory | None = None
-        self._carried_at = round_up(self._outputs.num_bytes, _ALIGN)
-        self._routing_at = self._carried_at + round_up(self._state_map.carried_bytes, _ALIGN)
+        self.addresses = RecordAddresses(self._state_map, self.outputs.places, self.outputs.num_bytes)
         byte = torch.empty(1, dtype=torch.uint8, device=device)
-        self._blanks = byte.expand(self._routing_at), byte.expand(self._routing_at + self._state_map.routing_bytes)
+        self.blanks = byte.expand(self.addresses.routing_at), byte.expand(self.addresses.num_bytes)
         """Of the size of a call's memory: with `previous`, without. Taking after them is the cheapest allocation."""
-        self._numbers_at = NumberOffsets(**{name: place.offset for name, place in self._outputs.places.items()})
-        self._power_of_two = plan.POWER_OF_TWO[config.scale_format]
-        self._positional = config.resolved_layout is Layout.RANK_MAJOR
+        self.power_of_two = plan.POWER_OF_TWO[config.scale_format]
+        self.positional = config.resolved_layout is Layout.RANK_MAJOR
         self._width, self._out_dtype = config.hidden_size, config.resolved_output_dtype
         self._op = torch.empty(abi.OP_WORDS, dtype=torch.int64, device=device)
         """Of combines whose phases are one launch; of others it is the call's own."""
-        self._num_dispatches = self._num_combines = 0
+        self.op_address = self._op.data_ptr()
+        self.num_dispatches = self.num_combines = 0
 
     # Region.
 
@@ -178,17 +162,17 @@ class LaunchEngine:
     def attach(self, memory: Memory, addresses: list[int]) -> None:
         """Set this rank's region, and the address of every rank's region as mapped here."""
         self._memory = memory
-        self._outputs.attach(memory)
+        self.outputs.attach(memory)
         self.tables.set_peers(addresses)
         self._make_records()
 
     def _make_records(self) -> None:
         """With all that is the same in every call; after `set_peers`, whose addresses they carry."""
-        world, c = self.tables.world, self._config
-        for dispatch in self._dispatch.values():
+        world, c = self.tables.world, self.config
+        for dispatch in self.dispatch_operations.values():
             record = abi.DispatchArgs(world=world, work=dispatch.launch.work(BOTH))
             dispatch.records = RecordTemplate(record, *_DISPATCH)
-        for combine in self._combine.values():
+        for combine in self.combine_operations.values():
             stages = plan.combine_stages(c).record()
             record = abi.CombineArgs(world=world, work=combine.launch.work(BOTH), pipelines=stages)
             combine.records = RecordTemplate(record, *_COMBINE)
@@ -196,16 +180,16 @@ class LaunchEngine:
     def detach(self) -> None:
         """Release the region; no operation may follow."""
         self._memory = None
-        self._outputs.attach(None)
+        self.outputs.attach(None)
 
     def restart_slots(self) -> None:
         """Start again with the first slots, on all ranks alike."""
-        self._num_dispatches = self._num_combines = 0
+        self.num_dispatches = self.num_combines = 0
 
     def _flags(self) -> torch.Tensor:
         """int64 [FLAGS, R] of this rank."""
         assert self._memory is not None
-        shape = len(abi.FLAGS), self._config.group.size
+        shape = len(abi.FLAGS), self.config.group.size
         return self._memory.view(self.tables.world.map.flags, shape, torch.int64)
 
     def unsent(self, mask: Sequence[bool]) -> list[Unsent]:
@@ -223,21 +207,21 @@ class LaunchEngine:
 
     def variants(self) -> dict[jit.Variant, plan.Launch]:
         """Every kernel that this configuration can launch; launches of one kernel differ in their grid alone."""
-        chosen = (*self._dispatch.values(), *self._combine.values())
+        chosen = (*self.dispatch_operations.values(), *self.combine_operations.values())
         barrier = self._of_group(jit.Variant("barrier"))
         return {each.variant: each.launch for each in chosen} | {barrier: plan.Launch(1, 0, 0, 0)}
 
     def _of_group(self, variant: jit.Variant) -> jit.Variant:
-        return replace(variant, network=self._config.network is not None)
+        return replace(variant, network=self.config.network is not None)
 
     def _dispatch_variant(self, mode: Mode) -> jit.Variant:
-        c = self._config
+        c = self.config
         quantized = plan.CPP_TYPES[c.dtype] if c.quantize else "u8"
         name = plan.algorithm(c, mode).value
         return self._of_group(jit.dispatch_variant(name, plan.LAYOUTS[c.resolved_layout], quantized))
 
     def _combine_variant(self, mode: Mode) -> jit.Variant:
-        c = self._config
+        c = self.config
         kind = 2 if c.exact_combine else 0 if c.resolved_layout.per_expert else 1
         output, moved = plan.CPP_TYPES[c.resolved_output_dtype], plan.CPP_TYPES[c.resolved_combine_dtype]
         return self._of_group(jit.combine_variant(plan.algorithm(c, mode).value, kind, output, moved))
@@ -254,35 +238,29 @@ class LaunchEngine:
         """Prepare a dispatch up to its launch."""
         shape, num_tokens = self.sizes.shape, args.x.shape[0]
         assert args.mode is Mode.HT or num_tokens <= shape.ll_tokens, "lines have no room for it"
-        slot, seq = self._num_dispatches % shape.dispatch_slots, self._num_dispatches + 1
+        slot, seq = self.num_dispatches % shape.dispatch_slots, self.num_dispatches + 1
         x = _aligned(args.x)
         state, block = self._state(args)
-        trimmed = self._config.exact_shapes and (
+        trimmed = self.config.exact_shapes and (
             state.num_rows is not None or not torch.cuda.is_current_stream_capturing()
         )
-        scales, strides = self._outputs.scales(slot, trimmed)
-        at, base, carried = self._state_map, block.data_ptr(), state.carried.address
-        routing, to = state.routing.address, self._numbers_at
-        operation = self._dispatch[args.mode]
+        scales, strides = self.outputs.scales(slot, trimmed)
+        operation = self.dispatch_operations[args.mode]
         record = operation.records.record(
-            (num_tokens, slot, *strides, self._power_of_two, args.previous is not None),
-            (
-                carried, state.routing_id.address, x.data_ptr(), pointer(args.scales), args.topk_ids.data_ptr(),
-                args.topk_weights.data_ptr(), routing + at.routes, base + to.valid, base + to.num_invalid_ids,
-                routing + at.dst_rows, carried + at.weights, routing + at.tokens, routing + at.source_rows,
-                routing + at.saved_counts, base + to.counts, to.offsets and base + to.offsets, base + to.num_rows,
-                base + to.num_dropped, pointer(scales), to.topk_ids and base + to.topk_ids,
-                to.topk_weights and base + to.topk_weights,
+            (num_tokens, slot, *strides, self.power_of_two, args.previous is not None),
+            self.addresses.dispatch(
+                block.data_ptr(), state.routing.address, state.routing_id.address, state.carried.address, x.data_ptr(),
+                pointer(args.scales), args.topk_ids.data_ptr(), args.topk_weights.data_ptr(), pointer(scales),
             ),
         )  # fmt: skip
         keep = [x, args, scales, state, block]
         call = Call(operation.variant, operation.launch, record, keep, BOTH, operation)
-        self._num_dispatches = seq  # last: where memory was out, the next dispatch takes the slot that peers expect
+        self.num_dispatches = seq  # last: where memory was out, the next dispatch takes the slot that peers expect
         return Dispatch(call, block, scales, state, slot, seq, num_tokens, args.mode)
 
     def finish(self, step: Dispatch, num_rows: int | None, epoch: int) -> tuple[DispatchOutput, DispatchHandle]:
         """Output and handle; `num_rows` trims compact layouts, None leaves worst-case shapes."""
-        outputs, state = self._outputs, step.state
+        outputs, state = self.outputs, step.state
         state.num_rows = num_rows
         rows = outputs.rows if num_rows is None or not outputs.compact else (num_rows,)
         out = outputs.output(step.block, step.slot, step.scales, step.num_tokens, rows[0])
@@ -290,11 +268,11 @@ class LaunchEngine:
 
     def number(self, step: Dispatch, name: str) -> torch.Tensor:
         """A field that the kernel fills, of all its rows."""
-        return self._outputs.number(step.block, name)
+        return self.outputs.number(step.block, name)
 
     def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """See `base.PendingDispatch`."""
-        outputs = self._outputs
+        outputs = self.outputs
         return outputs.tokens(step.slot), outputs.all_scales(step.scales), outputs.number(step.block, "counts")
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -304,21 +282,22 @@ class LaunchEngine:
         """Buffers for a new routing."""
         carried = self._empty((self._state_map.carried_bytes,), torch.uint8)
         routing = self._empty((self._state_map.routing_bytes,), torch.uint8)
-        weights = self._empty((num_tokens, self._config.topk), torch.float32)
+        weights = self._empty((num_tokens, self.config.topk), torch.float32)
         own = Span(carried, 0, carried.numel(), 0)
         return DispatchState(Span(routing, 0, routing.numel(), 0), own, own, weights)
 
     def _state(self, args: DispatchArgs) -> tuple[DispatchState, torch.Tensor]:
         """(routing, memory of the call's numbers): new, but for what is shared with `previous`."""
         previous: DispatchState | None = None if args.previous is None else args.previous.state
-        at, where = self._state_map, self._routing_at
-        block = torch.empty_like(self._blanks[previous is None])
+        at, where = self._state_map, self.addresses
+        block = torch.empty_like(self.blanks[previous is None])
         base = block.data_ptr()
-        carried = Span(block, self._carried_at, at.carried_bytes, base + self._carried_at)
-        own_weights = args.topk_weights.clone() if self._config.exact_combine else args.topk_weights
+        carried = Span(block, where.carried_at, at.carried_bytes, base + where.carried_at)
+        own_weights = args.topk_weights.clone() if self.config.exact_combine else args.topk_weights
         if previous is not None:
             return DispatchState(previous.routing, previous.routing_id, carried, own_weights, previous.num_rows), block
-        return DispatchState(Span(block, where, at.routing_bytes, base + where), carried, carried, own_weights), block
+        routing = Span(block, where.routing_at, at.routing_bytes, base + where.routing_at)
+        return DispatchState(routing, carried, carried, own_weights), block
 
     # Combine.
 
@@ -330,17 +309,15 @@ class LaunchEngine:
         weights = state.topk_weights
         if args.topk_weights is not None:
             weights = args.topk_weights if args.at_once else args.topk_weights.clone()
-        slot, seq = self._num_combines % self.sizes.shape.combine_slots, self._num_combines + 1
+        slot, seq = self.num_combines % self.sizes.shape.combine_slots, self.num_combines + 1
         y, op = _aligned(args.y), self._op if args.at_once else self._empty((abi.OP_WORDS,), torch.int64)
-        at, routing, carried = self._state_map, state.routing.address, state.carried.address
-        operation = self._combine[handle.mode]
-        is_ht = plan.algorithm(self._config, handle.mode) is Mode.HT
+        operation = self.combine_operations[handle.mode]
+        is_ht = plan.algorithm(self.config, handle.mode) is Mode.HT
         record = operation.records.record(
-            (handle.num_tokens, slot, args.apply_weights, is_ht, self._positional),
-            (
-                op.data_ptr(), state.routing_id.address, y.data_ptr(), pointer(args.row_weights),
-                routing + at.dst_rows, carried + at.weights, routing + at.tokens, routing + at.source_rows,
-                routing + at.routes, weights.data_ptr(), 0, 0,
+            (handle.num_tokens, slot, args.apply_weights, is_ht, self.positional),
+            self.addresses.combine(
+                op.data_ptr(), state.routing.address, state.routing_id.address, state.carried.address, y.data_ptr(),
+                pointer(args.row_weights), weights.data_ptr(), 0,
             ),
         )  # fmt: skip
         call = Call(
@@ -353,27 +330,27 @@ class LaunchEngine:
                 z = self._empty((handle.num_tokens, self._width), self._out_dtype)
             record.z, home = z.data_ptr(), None
             if args.row_weights is not None:
-                home = self._empty((handle.num_tokens, self._config.topk), torch.float32)
+                home = self._empty((handle.num_tokens, self.config.topk), torch.float32)
                 record.z_weights = home.data_ptr()
             call.keep += [z, home]
-            self._num_combines = seq if args.at_once else self._num_combines
+            self.num_combines = seq if args.at_once else self.num_combines
             return z, home
 
         if not args.at_once:
-            self._num_combines = seq  # its send phase follows; otherwise both phases, when `receive` has its memory
+            self.num_combines = seq  # its send phase follows; otherwise both phases, when `receive` has its memory
         return call, receive
 
     def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
         """Rows in the shape of the handle's tokens, in any memory: kernels read expert rows by address."""
-        return self._empty((*handle.rows_shape, self._config.hidden_size), self._config.resolved_output_dtype)
+        return self._empty((*handle.rows_shape, self.config.hidden_size), self.config.resolved_output_dtype)
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
         """float32 [L, slots] | [N], 0 for rows of no token."""
-        return routing_state.row_weights(handle, self._config, self._state_map)
+        return routing_state.row_weights(handle, self.config, self._state_map)
 
     def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
         """int32 [R], a view of the routing."""
-        return routing_state.source_rows(handle, self._config, self._state_map)
+        return routing_state.source_rows(handle, self.config, self._state_map)
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:

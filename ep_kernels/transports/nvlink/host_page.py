@@ -52,6 +52,8 @@ class HostPage:
         self.clock_offset_ns = 0
         self._num_dropped = 0
         self.address, self.gone_address = self._words.data_ptr(), self._gone.data_ptr()
+        self.fault_addresses = (self.address + 8 * _ABORT, self.address + 8 * _STATUS)
+        """Of the words that are 0 while there is no fault."""
         self.reason = ""
         self._failure: TransportError | None = None
 
@@ -115,7 +117,7 @@ class HostPage:
         return PeerTimeout(
             peer=record.peer, op=op, phase=phase, expected=record.expected, seen=record.seen,
             waited_s=record.waited_ns / 1e9, gone=stop == "GONE" and self.is_gone(record.peer),
-            given_up=stop == "GONE" and not self.is_gone(record.peer),
+            given_up=stop == "GONE" and not self.is_gone(record.peer), block=record.block,
         )  # fmt: skip
 
     def mismatch(self) -> Mismatch | None:

@@ -10,7 +10,7 @@ import functools
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_char_p, c_int, c_uint32, c_uint64, c_void_p
+from ctypes import addressof, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 from ep_kernels.errors import TransportError
@@ -21,12 +21,12 @@ from ep_kernels.transports.nvlink.copy_schedule import CopyStep
 
 DRIVER = "libcuda.so.1"
 _COOPERATIVE, _OVERLAPPED = 1, 2
-_LAUNCH = "cuLaunchKernelEx"
+LAUNCH = "cuLaunchKernelEx"
 _NAME, _TEXT = 0, 1
 _LIBRARY = native_of("nvlink")
 
 
-class _Prepared(ctypes.Structure):
+class Prepared(ctypes.Structure):
     """`Prepared` of native/launch.cpp."""
 
     _fields_ = (
@@ -44,6 +44,8 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_launch": (c_int, (c_void_p, c_void_p, c_void_p)),
     "cd_launch_one": (c_int, (c_void_p, c_void_p, c_void_p)),
     "cd_copies": (c_int, (c_void_p, c_int, c_void_p)),
+    "cd_quick_open": (c_int, (c_void_p, c_void_p)),
+    "cd_quick_plan_bytes": (c_size_t, ()),
 }
 BOXES: dict[str, Signature] = {
     "cd_boxes_new": (c_void_p, (c_int, c_void_p, c_void_p)),
@@ -91,10 +93,11 @@ def run_words(words: array[int], stream: int, library: ctypes.CDLL) -> None:
     address, length = words.buffer_info()
     status = library.cd_copies(address, length // 4, stream)
     if status:
-        raise _refused("copies on a stream", status, library)
+        raise refused("copies on a stream", status, library)
 
 
-def _refused(call: str, status: int, library: ctypes.CDLL) -> TransportError:
+def refused(call: str, status: int, library: ctypes.CDLL) -> TransportError:
+    """An error in the driver's words."""
     name, text = (library.cd_error(status, which).decode() for which in (_NAME, _TEXT))
     return TransportError(f"{call}: {name or status}: {text or 'unknown error'}")
 
@@ -110,7 +113,7 @@ class Kernel:
 
     def __init__(self, function: int, shared_bytes: int, library: ctypes.CDLL) -> None:
         self._function, self._shared_bytes, self._library = function, shared_bytes, library
-        self._prepared: dict[tuple[int, int, int], _Prepared] = {}
+        self._prepared: dict[tuple[int, int, int], Prepared] = {}
 
     def launch(
         self,
@@ -126,32 +129,34 @@ class Kernel:
         Cooperative: all blocks are resident together or the launch is refused; never overlapped. Overlapped: the launch
         may be set up while the kernel before it ends; such kernels wait for that end themselves. Raises TransportError.
         """
-        address = self._prepare(num_blocks, num_threads, cooperative, overlapped)
+        prepared = self.prepared(num_blocks, num_threads, cooperative=cooperative, overlapped=overlapped)
+        address = addressof(prepared)
         status = self._library.cd_launch(address, stream, (c_void_p * len(arguments))(*map(addressof, arguments)))
         if status:
-            raise _refused(_LAUNCH, status, self._library)
+            raise refused(LAUNCH, status, self._library)
 
     def starter(
         self, num_blocks: int, num_threads: int, *, cooperative: bool, overlapped: bool
     ) -> Callable[[int, Any], bool]:
         """`start(stream, record)` launches a kernel of one argument as `launch` does, at the least price; True where a
         CUDA graph captured the launch."""
-        address = self._prepare(num_blocks, num_threads, cooperative, overlapped)
+        prepared = self.prepared(num_blocks, num_threads, cooperative=cooperative, overlapped=overlapped)
+        address = addressof(prepared)
         library, launch_one = self._library, self._library.cd_launch_one
 
         def start(stream: int, record: Any) -> bool:
             status = launch_one(address, stream, addressof(record))
             if status > 0:
-                raise _refused(_LAUNCH, status, library)
+                raise refused(LAUNCH, status, library)
             return bool(status)
 
         return start
 
-    def _prepare(self, num_blocks: int, num_threads: int, cooperative: bool, overlapped: bool) -> int:
-        """Address of a `Prepared`, kept for good."""
+    def prepared(self, num_blocks: int, num_threads: int, *, cooperative: bool, overlapped: bool) -> Prepared:
+        """Of a launch, kept for good."""
         flags = _COOPERATIVE if cooperative else _OVERLAPPED if overlapped else 0
         found = self._prepared.get((num_blocks, num_threads, flags))
         if found is None:
-            found = _Prepared(self._function, num_blocks, num_threads, self._shared_bytes, flags)
+            found = Prepared(self._function, num_blocks, num_threads, self._shared_bytes, flags)
             self._prepared[num_blocks, num_threads, flags] = found
-        return addressof(found)
+        return found

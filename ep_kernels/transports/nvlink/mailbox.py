@@ -20,14 +20,18 @@ import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import addressof, c_uint64
 
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
+from ep_kernels.telemetry import RING_SIZE
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import launch
 from ep_kernels.transports.nvlink.remote_pages import BLOCK_WORDS, PAGE_BYTES, RemotePages
+from ep_kernels.types import LatencySample
 
 _AGREE, _AGREED = 2, 3
 """Blocks beside those of exchanges, 0 and 1."""
@@ -56,6 +60,7 @@ class Mailbox:
         self._woken = threading.Event()
         self._aborted: str | None = None
         self._given_up: frozenset[int] = frozenset()
+        self._samples: deque[LatencySample] = deque(maxlen=RING_SIZE)
 
     def open_network(self, config: NetworkConfig, size: int, gone: int) -> NetworkTicket:
         """Reach ranks of other hosts, too; the ticket by which they reach this one. `gone`: as `RemotePages` has it.
@@ -83,14 +88,25 @@ class Mailbox:
         if self.remote is not None:
             self.remote.connect(tickets, timeout_s)
 
-    def exchange(self, words: Sequence[int], timeout_s: float) -> list[tuple[int, ...] | None]:
+    def exchange(self, words: Sequence[int], timeout_s: float, *, sampled: bool = True) -> list[tuple[int, ...] | None]:
         """All-gather of EXCHANGE_WORDS int64. Raises PeerTimeout, AbortedError, TransportError if left out."""
         number = self._number = self._number + 1
+        start_ns = time.monotonic_ns()
         self._write(number % 2, number, words)
-        self._await_all("exchange", number % 2, number, timeout_s)
+        send_ns = time.monotonic_ns() - start_ns
+        waits_ns = self._await_all("exchange", number % 2, number, timeout_s)
         answers = self._read(number % 2)
         self.check_left_out("exchange")  # after the read: what was read may have been for others
+        if sampled:
+            total_ns = time.monotonic_ns() - start_ns
+            self._samples.append(
+                LatencySample("exchange", "host", number, 0, start_ns, send_ns, tuple(waits_ns), total_ns)
+            )
         return answers
+
+    def samples(self) -> list[LatencySample]:
+        """Exchanges since the last call, oldest first. Any thread."""
+        return [self._samples.popleft() for _ in range(len(self._samples))]
 
     def agree(self, mask: Sequence[bool], epoch: int, words: Sequence[int], timeout_s: float) -> list[tuple[int, ...]]:
         """Everybody's words (at most 3) for this epoch; collective of the ranks in `mask`, whose exchanges then go on
@@ -114,6 +130,11 @@ class Mailbox:
         """Whether some rank, active or not, has agreed to an epoch that this rank has not. Any thread."""
         epoch = self._epoch
         return any(page[_AGREED_AT] > epoch for page in self._pages)
+
+    def watched(self) -> list[tuple[int, int]]:
+        """(address of a word, the most that it says) of each rank: `is_ahead` where one says more. Good until `forsake`
+        and as long as this object."""
+        return [(addressof(c_uint64.from_buffer(page, 8 * _AGREED_AT)), self._epoch) for page in self._pages]
 
     def check_left_out(self, op: str) -> None:
         """Raise TransportError where a peer has agreed to an epoch that this rank has not. Any thread."""
@@ -171,30 +192,42 @@ class Mailbox:
         self._fence()  # what is looked at next is whether these were for this rank
         return found
 
-    def _await_all(self, op: str, block: int, number: int, timeout_s: float) -> None:
+    def _await_all(self, op: str, block: int, number: int, timeout_s: float) -> list[int]:
+        """[R] nanoseconds until each rank's words were seen, 0 of this one and of inactive ones."""
+        began_ns, nap, waits_ns = time.monotonic_ns(), _FIRST_NAP_S, [0] * len(self._pages)
         deadline = time.monotonic() + timeout_s
-        for peer in range(len(self._pages)):
-            if self._active[peer]:
-                self._await(op, peer, block, number, deadline, timeout_s)
-
-    def _await(self, op: str, peer: int, block: int, number: int, deadline: float, timeout_s: float) -> None:
-        nap = _FIRST_NAP_S
-        while self._vouched(peer, block) < number:
+        left = [peer for peer, active in enumerate(self._active) if active and peer != self._rank]
+        while True:
+            now_ns = time.monotonic_ns()
+            for peer in [peer for peer in left if self._vouched(peer, block) >= number]:
+                waits_ns[peer] = now_ns - began_ns
+                left.remove(peer)
+            if not left:
+                return waits_ns
             self.check()
             if block == _AGREE:
                 self._renew(deadline)
             else:
                 self.check_left_out(op)
-            lost = next((rank for rank in self._given_up if self._active[rank]), None)
-            gone, now = self._gone(peer), time.monotonic()
-            if (gone or lost is not None or now > deadline) and self._vouched(peer, block) < number:
-                silent = peer if lost is None else lost
-                raise PeerTimeout(
-                    peer=silent, op=op, phase="words", expected=number, seen=self._seen(silent, block),
-                    waited_s=timeout_s - (deadline - now), gone=gone, given_up=lost is not None,
-                )  # fmt: skip
+            self._check_silent(op, left, block, number, deadline, timeout_s)
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)
+
+    def _check_silent(
+        self, op: str, left: Sequence[int], block: int, number: int, deadline: float, timeout_s: float
+    ) -> None:
+        """Raise PeerTimeout where a rank need not be waited for any longer: the deadline has passed, or it is gone."""
+        lost = next((rank for rank in self._given_up if self._active[rank]), None)
+        dead, now = next((peer for peer in left if self._gone(peer)), None), time.monotonic()
+        if dead is None and lost is None and now <= deadline:
+            return
+        peer = left[0] if dead is None else dead
+        if self._vouched(peer, block) < number:
+            silent = peer if lost is None else lost
+            raise PeerTimeout(
+                peer=silent, op=op, phase="words", expected=number, seen=self._seen(silent, block),
+                waited_s=timeout_s - (deadline - now), gone=dead is not None, given_up=lost is not None,
+            )  # fmt: skip
 
     def _seen(self, peer: int, block: int) -> int:
         """The last exchange that a peer has entered, or the epoch that it would agree to."""

@@ -201,7 +201,7 @@ class NvlinkMember:
         """See `base.MemberTransport`."""
         return self._tables.aborted
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for the current stream and raise what failed on it."""
         torch.cuda.current_stream(self._device).synchronize()
         self._raise_fault()
@@ -216,7 +216,7 @@ class NvlinkMember:
     def barrier(self) -> None:
         """See `base.MemberTransport`. Host and device wait."""
         self._launch(self._barrier_call(0))
-        self._settle()
+        self.settle()
         self._tables.host.relate_clocks()
 
     # Membership, hosts, clock.
@@ -240,7 +240,8 @@ class NvlinkMember:
         self._epoch = epoch
         self._leave_out(mask, epoch)
         mailbox.leave(mask, epoch)
-        mailbox.exchange([0] * EXCHANGE_WORDS, self._config.timeout_s)  # nobody sends before all have restarted
+        # Nobody sends before all have restarted.
+        mailbox.exchange([0] * EXCHANGE_WORDS, self._config.timeout_s, sampled=False)
 
     def _leave_out(self, mask: Sequence[bool], epoch: int) -> None:
         def tell() -> None:
@@ -267,7 +268,8 @@ class NvlinkMember:
 
     def samples(self) -> list[LatencySample]:
         """See `base.MemberTransport`."""
-        return self._tables.samples()
+        found = [*self._domain.mailbox.samples(), *self._tables.samples()]
+        return sorted(found, key=lambda sample: sample.start_ns)
 
     def traffic(self) -> list[PeerTraffic]:
         """See `base.MemberTransport`. What kernels send; nothing in one NVLink domain."""

@@ -82,6 +82,8 @@ class Outputs:
         self.compact = len(self.rows) == 1
         self._map = abi.region_map(sizes.shape)
         self._packed = config.scale_format is ScaleFormat.UE8M0_PACKED
+        self.scales_shape = self._shape_of_scales()
+        """Of the memory that a dispatch's scales take; () without."""
         self._lands = config.mode is not Mode.LL and not self.layout.per_expert
         self.places, self.num_bytes = self._placed()
         """By field; `num_bytes` hold them all."""
@@ -123,7 +125,7 @@ class Outputs:
 
         def field(name: str) -> torch.Tensor | None:
             if name == "tokens":
-                return tokens[:num_rows] if self.compact and num_rows != len(tokens) else tokens.detach()  # a new view
+                return tokens[:num_rows] if self.compact and num_rows != self.rows[0] else tokens.detach()  # a new view
             if name == "scales":
                 return self._trimmed_scales(scales, num_rows)
             if name not in self.places:
@@ -138,19 +140,25 @@ class Outputs:
     def scales(self, slot: int, trimmed: bool) -> tuple[torch.Tensor | None, Strides]:
         """(where scales will be, their strides). Row-major ones of rank-wise layouts are a view of the slot, as rows
         are: HT's senders write them to their final place."""
-        columns, rows = self._sizes.scale_columns, self.rows
-        if columns == 0:
+        if not self.scales_shape:
             return None, ROW_MAJOR
-        if not self._packed:
-            scales = (
-                self._slot("scales", slot, columns, self._sizes.scale_dtype)
-                if self._lands
-                else torch.empty((*rows, columns), dtype=self._sizes.scale_dtype, device=self._device)
-            )
-            return scales, ROW_MAJOR
-        pad = round_up(rows[-1], 4)
-        scales = torch.empty((*rows[:-1], columns, pad), dtype=torch.int32, device=self._device)
-        return scales, Strides(1, 0 if self.compact and trimmed else pad, columns * pad)
+        dtype = self._sizes.scale_dtype
+        if self._lands and not self._packed:
+            return self._slot("scales", slot, self._sizes.scale_columns, dtype), ROW_MAJOR
+        return torch.empty(self.scales_shape, dtype=dtype, device=self._device), self.strides(trimmed)
+
+    def _shape_of_scales(self) -> tuple[int, ...]:
+        columns = self._sizes.scale_columns
+        if columns == 0:
+            return ()
+        return (*self.rows[:-1], columns, round_up(self.rows[-1], 4)) if self._packed else (*self.rows, columns)
+
+    def strides(self, trimmed: bool) -> Strides:
+        """Of scales."""
+        if not self._packed or not self.scales_shape:
+            return ROW_MAJOR
+        columns, pad = self.scales_shape[-2:]
+        return Strides(1, 0 if self.compact and trimmed else pad, columns * pad)
 
     def tokens(self, slot: int) -> torch.Tensor:
         """All rows of a slot."""

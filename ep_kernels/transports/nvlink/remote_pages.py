@@ -63,7 +63,6 @@ class RemotePages:
         if not self._words:
             raise TransportError("nvlink: out of memory")
         network = Network.of(config)
-        self.lib = network.lib
         memory = ChannelMemory(
             _address(page), PAGE_BYTES, _address(self._landing), PAGE_BYTES, self._lib.cd_words_handler(), self._words
         )
@@ -95,11 +94,10 @@ class RemotePages:
     def send(self, block: int, mask: int) -> None:
         """That block of the own page to those of `mask` that are of other hosts. Waits while the ring is full, which
         the proxy empties whatever peers do. Nothing after `close`."""
-        for rank in self._tickets if self._channel.pointer is not None else ():
+        for rank in self._tickets:
             if mask >> rank & 1:
                 self._told[rank] = self._joined[rank]
-                where = 8 * BLOCK_WORDS * block
-                while not self.lib.cn_push(self._channel.pointer, rank, where, 8 * BLOCK_WORDS, block):
+                while not self._channel.push(rank, 8 * BLOCK_WORDS * block, 8 * BLOCK_WORDS, block):
                     pass
 
     def send_again(self, block: int, mask: int) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
+from ep_kernels.transports.nvlink.addresses import RecordAddresses
 from ep_kernels.transports.nvlink.outputs import part
 from ep_kernels.transports.nvlink.plan import StateMap
 from ep_kernels.types import DispatchHandle
@@ -61,6 +62,50 @@ class DispatchState:
             self.routing.bytes(), self.carried.bytes(), self.routing_id.part(0, (8 * abi.OP_WORDS,), torch.uint8),
             self.topk_weights,
         ]  # fmt: skip
+
+
+class QuickState(DispatchState):
+    """Of a dispatch by a plan (`quick_calls`); its spans are made when they are first read.
+
+    Args:
+        words: what plans take of it.
+        block: memory of the dispatch.
+        former: whose routing it uses again, or None.
+        addresses: where what is in the block.
+        topk_weights, num_rows: see `DispatchState`.
+    """
+
+    __slots__ = ("addresses", "block", "former", "words")
+
+    def __init__(
+        self,
+        words: bytes,
+        block: torch.Tensor,
+        former: QuickState | None,
+        addresses: RecordAddresses,
+        topk_weights: torch.Tensor,
+        num_rows: int | None,
+    ) -> None:
+        self.words, self.block, self.addresses = words, block, addresses
+        self.former: QuickState | None = former if former is None or former.former is None else former.former
+        self.topk_weights, self.num_rows = topk_weights, num_rows
+
+    def __getattr__(self, name: str) -> Span:
+        at = self.addresses
+        if name == "carried":
+            self.carried = self._span(at.carried_at, at.state.carried_bytes)
+        elif name == "routing" and self.former is None:
+            self.routing = self._span(at.routing_at, at.state.routing_bytes)
+        elif name == "routing" and self.former is not None:
+            self.routing = self.former.routing
+        elif name == "routing_id":
+            self.routing_id = self.carried if self.former is None else self.former.routing_id
+        else:
+            raise AttributeError(name)
+        return getattr(self, name)  # type: ignore[no-any-return]
+
+    def _span(self, offset: int, num_bytes: int) -> Span:
+        return Span(self.block, offset, num_bytes, self.block.data_ptr() + offset)
 
 
 def restored(handle: DispatchHandle) -> DispatchHandle:

@@ -11,6 +11,7 @@ it is the caller who orders replays with each other and with operations outside 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,8 @@ class StreamOrder:
         self._handle = _LOOK_CLOSER  # of `_last`
         self._last: torch.cuda.Stream | None = None
         self._captured: torch.cuda.Stream | None = None
+        self.alone = ctypes.c_int64(_LOOK_CLOSER)
+        """The handle of the only stream of all launches so far; else -1."""
         self._event: torch.cuda.Event | None = None  # after the last launch; made when a second stream first shows
 
     def enter(self) -> int:
@@ -54,13 +57,14 @@ class StreamOrder:
             for other in (self._last, self._captured):
                 if other is not None and other != stream and _capturing(other):
                     stream.wait_event(other.record_event())
-            self._captured, self._handle = stream, _LOOK_CLOSER
+            self._captured, self._handle, self.alone.value = stream, _LOOK_CLOSER, _LOOK_CLOSER
             return
         last, self._last, self._handle = self._last, stream, stream.cuda_stream
         if last is not None and last != stream:
             if self._event is None:
                 self._event = last.record_event()
             stream.wait_event(self._event)
+        self.alone.value = self._handle if self._event is None else _LOOK_CLOSER
 
     def leave(self, kept: Any) -> None:
         """A kernel that uses the tensors in `kept` was launched on the stream that `enter` gave."""

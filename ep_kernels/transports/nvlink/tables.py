@@ -10,7 +10,7 @@ from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.transports.nvlink.rank_tables import RankTables
-from ep_kernels.types import Overflow
+from ep_kernels.types import Mode, Overflow
 
 _GONE_RANK = -2
 """Routing: every copy of the expert is on ranks that take no part."""
@@ -71,3 +71,12 @@ class Tables(RankTables):
         """See `RankTables.restart`."""
         super().restart(dispatch, combine, barrier)
         self._block_counts.zero_()
+
+
+def wire_bytes(config: MoEConfig, mode: Mode) -> tuple[int, int]:
+    """See `base.Transport.wire_bytes`."""
+    shape = plan.sizes_of(config).shape
+    if plan.algorithm(config, mode) is Mode.LL:
+        routing = shape.metadata_lines * abi.LINE_BYTES
+        return shape.row_packets * abi.PACKET_BYTES + routing, shape.combine_packets * abi.PACKET_BYTES
+    return shape.row_bytes + shape.scale_bytes + config.topk * abi.METADATA_BYTES, shape.combine_row_bytes

@@ -17,12 +17,14 @@ from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import links, plan, remote
+from ep_kernels.transports.nvlink import launch, links, plan, remote, tables
 from ep_kernels.transports.nvlink.domain import needs_boxes
 from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, LaunchEngine
 from ep_kernels.transports.nvlink.left_out import Unsent
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
 from ep_kernels.transports.nvlink.pending import NvlinkCombine, NvlinkDispatch
+from ep_kernels.transports.nvlink.quick import Surroundings, is_offered
+from ep_kernels.transports.nvlink.quick_calls import NvlinkQuickCalls
 from ep_kernels.transports.nvlink.remote import RemoteRanks
 from ep_kernels.transports.nvlink.routing_state import DispatchState, restored
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, Overflow
@@ -53,6 +55,7 @@ class NvlinkTransport(NvlinkMember):
         self._raises = config.overflow is Overflow.RAISE and may_overflow(config, local)
         compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
         self._exact = compact and config.exact_shapes
+        self._quick: NvlinkQuickCalls | None = None
 
     # Life.
 
@@ -75,12 +78,18 @@ class NvlinkTransport(NvlinkMember):
             group, shape = self._config.group, self._engine.sizes.shape
             self._remote = RemoteRanks(network, group.rank, group.size, shape, self._tables.host)
         self._load(self._engine.variants())
+        self._num_rows = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         return self._allocate(self._engine.region_bytes, self._engine.blank_bytes, _SMALLER)
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `base.Transport`."""
         links.check(self._config, tickets)
         super().import_regions(tickets)
+
+    def close(self) -> None:
+        """See `base.MemberTransport`."""
+        self._note_captures()
+        super().close()
 
     def _attach(self) -> None:
         self._engine.attach(self._domain.region.mapping, self._domain.addresses)
@@ -98,8 +107,28 @@ class NvlinkTransport(NvlinkMember):
         self._engine.restart_flags(dispatch, combine)
         self._tables.set_active(mask)
         self._engine.restart_slots()
+        self._note_captures()
+        self._quick = None  # of the epoch that has ended
+
+    def _note_captures(self) -> None:
+        if self._quick is not None and self._quick.was_captured:
+            self._captured = True
 
     # Operations.
+
+    def quick(self, number: int, mode: Mode) -> NvlinkQuickCalls | None:
+        """See `base.Transport`."""
+        library, mailbox, host = launch.load(), self._domain.mailbox, self._tables.host
+        if self._config.network is not None or not is_offered(library):
+            return None
+        from ep_kernels.transports.nvlink import driver
+
+        watched = [(address, 0) for address in host.fault_addresses] + mailbox.watched()
+        context = int(driver.call("cuCtxGetCurrent"))
+        around = Surroundings(self._device, self._streams.alone, watched, (host, mailbox), context, library)
+        engine, functions = self._engine, self._functions
+        self._quick = NvlinkQuickCalls(engine, around, functions, self, number, self._epoch, mode, self._raises)
+        return self._quick
 
     def check_results(self) -> None:
         """See `base.Transport`."""
@@ -125,9 +154,10 @@ class NvlinkTransport(NvlinkMember):
         rows = step.state.num_rows  # known where the routing is used again
         unknown = self._exact and rows is None
         if (unknown or self._raises) and not torch.cuda.is_current_stream_capturing():
-            self._settle()
+            self._num_rows.copy_(self._engine.number(step, "num_rows"), non_blocking=True)
+            self.settle()
             self.check_results()
-            rows = int(self._engine.number(step, "num_rows")) if unknown else rows
+            rows = int(self._num_rows) if unknown else rows
         return self._engine.finish(step, rows, self._epoch)
 
     def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -170,6 +200,10 @@ class NvlinkTransport(NvlinkMember):
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
         """See `base.Transport`."""
         return restored(handle)
+
+    def wire_bytes(self, mode: Mode) -> tuple[int, int]:
+        """See `base.Transport`."""
+        return tables.wire_bytes(self._config, mode)
 
     def ll_max_tokens(self) -> int:
         """See `base.Transport`."""

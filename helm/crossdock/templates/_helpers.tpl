@@ -1,5 +1,6 @@
+{{/* So short that NAME-worker-0-HASH, a label of the pods of a LeaderWorkerSet, has at most 63 characters. */}}
 {{- define "crossdock.name" -}}
-{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 42 | trimSuffix "-" -}}
 {{- end -}}
 
 {{- define "crossdock.selector" -}}
@@ -213,6 +214,10 @@ http: {{ .Values.tls.http }}
 {{- if and $worker.gpus (ne (int $worker.gpus) (int $worker.numWorkers)) -}}
 {{- fail (printf "worker.gpus: expected 0 or worker.numWorkers, which is %v, got %v" $worker.numWorkers $worker.gpus) -}}
 {{- end -}}
+{{- $ranks := mul $worker.hosts $worker.numWorkers | int -}}
+{{- if gt $ranks 64 -}}
+{{- fail (printf "worker.hosts, worker.numWorkers: expected a product of at most 64, the most ranks of a group, got %d" $ranks) -}}
+{{- end -}}
 {{- $transport := get $worker.config "transport" | default "" | toString -}}
 {{- if and (has $transport (include "crossdock.gpuTransports" . | fromJsonArray)) (not $worker.gpus) (not $worker.resourceClaims) -}}
 {{- fail (printf "worker.config.transport %s: expected worker.gpus or worker.resourceClaims beside it, got neither" $transport) -}}
@@ -231,6 +236,9 @@ http: {{ .Values.tls.http }}
 {{- $provider := get (get $worker.config "network" | default dict) "provider" | default "tcp" -}}
 {{- if and (eq $provider "verbs") (not $worker.rdma.resource) -}}
 {{- fail "worker.config.network.provider verbs: expected worker.rdma.resource beside it, which brings the devices, got none" -}}
+{{- end -}}
+{{- if and .Values.networkPolicy.enabled (regexMatch "libfabric\\(.*(tcp|udp|sockets)" $provider) -}}
+{{- fail (printf "worker.config.network.provider %s: expected networkPolicy.enabled=false beside it, since libfabric listens on ports of its own choice, got true" $provider) -}}
 {{- end -}}
 {{- if and .Values.tls.issuer (not .Values.tls.enabled) -}}
 {{- fail "tls.issuer: expected tls.enabled beside it, got false" -}}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,8 +15,11 @@ from typing import Annotated, Any
 import typer
 
 from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, security_of, show_json
+from crossdock.common.postmortem_record import is_number, parse
 
 Record = Mapping[str, Any]
+_MOST_LINE = 1 << 16
+"""Characters of a line of a log that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ def postmortem(
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 5.0,
     security: SecurityFile = None,
 ) -> None:
-    """Tell what happened when ranks waited in vain, in order, over all ranks. Exit status 1 if nothing did."""
+    """Show which waits for a rank have failed, in order, over all ranks. Exit status 1 if none has."""
     from crossdock.common.config import ConfigFileError
 
     if files and target:
@@ -52,26 +55,30 @@ def postmortem(
 
 
 def read(files: Iterable[Path]) -> list[Event]:
-    """The records in log files, in order. Raises ConfigFileError."""
+    """The records in log files, in order, each once. Raises ConfigFileError."""
     from crossdock.common.config import ConfigFileError
-    from crossdock.common.postmortem_record import parse
 
-    found = []
+    distinct = {}
     for path in files:
         try:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            for record in filter(None, map(parse, _lines(path))):
+                distinct[json.dumps(record, sort_keys=True)] = record
         except OSError as error:
             raise ConfigFileError(f"FILES: {path}: {error.strerror}") from None
-        found += [record for record in map(parse, lines) if record is not None]
-    distinct = {json.dumps(record, sort_keys=True): record for record in found}
     return in_order(distinct.values(), [])
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a file of any size; long ones in pieces."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while line := file.readline(_MOST_LINE):
+            yield line
 
 
 def fetch(target: str, timeout_s: float, security: Path | None) -> list[Event]:
     """What the control plane has kept, in order. Raises CallError."""
     from crossdock.common import rpc
     from crossdock.common.control_channel import call_leader
-    from crossdock.common.postmortem_record import parse
     from crossdock.protocol.v1.control_pb2 import GroupState, PostmortemsRequest
     from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
@@ -80,7 +87,7 @@ def fetch(target: str, timeout_s: float, security: Path | None) -> list[Event]:
         security_of(security),
         lambda channel: rpc.call_sync(ControlPlaneStub(channel).Postmortems, PostmortemsRequest(), timeout_s=timeout_s),
     )
-    records = [{**(parse(one.record) or {}), "uid": one.uid} for one in kept.postmortems]
+    records = [{**record, "uid": one.uid} for one in kept.postmortems if (record := parse(one.record)) is not None]
     changes = [
         Event(one.unix_s, f"epoch {one.epoch} is {GroupState.Name(one.state)}: {one.reason}") for one in kept.changes
     ]
@@ -89,8 +96,8 @@ def fetch(target: str, timeout_s: float, security: Path | None) -> list[Event]:
 
 def in_order(records: Iterable[Record], changes: Iterable[Event]) -> list[Event]:
     """Events by time."""
-    told = [Event(_number(record.get("unix_s")), words(record), record) for record in records]
-    return sorted([*told, *changes], key=lambda event: event.unix_s)
+    failed = [Event(_number(record.get("unix_s")), words(record), record) for record in records]
+    return sorted([*failed, *changes], key=lambda event: event.unix_s)
 
 
 def words(record: Record) -> str:
@@ -100,9 +107,10 @@ def words(record: Record) -> str:
         return f"{who}: {record.get('reason')}"
     peer = record["peer"]
     end = "its process is gone" if record.get("gone") else "it was given up" if record.get("given_up") else ""
+    phase = record.get("phase") if record.get("block") is None else f"{record.get('phase')}, block {record['block']}"
     parts = [
         f"{who}: {record.get('op')} {record.get('expected')} waited {_number(record.get('waited_s')):.3f} s for rank"
-        f" {peer} ({record.get('phase')}), which was last seen at {record.get('seen')}" + (f": {end}" if end else "")
+        f" {peer} ({phase}), which was last seen at {record.get('seen')}" + (f": {end}" if end else "")
     ]
     good = record.get("last_good")
     if isinstance(good, dict):
@@ -136,9 +144,11 @@ def conclusion(records: Sequence[Record]) -> str:
 
 
 def story(events: Sequence[Event]) -> list[str]:
-    """A line for each event, and the conclusion. Times are those of the hosts' own clocks."""
+    """A line for each event, printable, and the conclusion. Times are those of the hosts' own clocks."""
+    from crossdock.common.log import printable
+
     records = [event.record for event in events if event.record is not None]
-    lines = [f"{_clock(event.unix_s)}  {event.text}" for event in events]
+    lines = [f"{_clock(event.unix_s)}  {printable(event.text)}" for event in events]
     return [*lines, "", conclusion(records)]
 
 
@@ -162,7 +172,7 @@ def _longest(waits: object, most: int = 3) -> str:
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if is_number(value) else 0.0  # type: ignore[arg-type]
 
 
 def _clock(unix_s: float) -> str:

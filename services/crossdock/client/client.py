@@ -34,6 +34,7 @@ from crossdock.client.stream import WorkerStream
 from crossdock.common.security import security_of
 from crossdock.common.settings import SecurityConfig
 from crossdock.common.tasks import background, call_in_loop
+from crossdock.common.tracing import current_traceparent
 from crossdock.protocol.request_buffer import Places
 from crossdock.protocol.v1 import expert_pb2
 
@@ -254,7 +255,8 @@ class AsyncClient:
 
     def _request(self, layer: int, left_s: float) -> expert_pb2.ForwardRequest:
         """Without tensors."""
-        return expert_pb2.ForwardRequest(layer=layer, timeout_ms=max(1, int(left_s * 1000)), model=self._model)
+        timeout_ms, trace = max(1, int(left_s * 1000)), current_traceparent()
+        return expert_pb2.ForwardRequest(layer=layer, timeout_ms=timeout_ms, model=self._model, traceparent=trace)
 
     async def _service(self, left_s: float) -> ServingWorkers:
         if self._directory is None:

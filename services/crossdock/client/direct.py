@@ -24,6 +24,7 @@ from crossdock.client.errors import DeadlineExceeded, Overloaded, Unavailable, f
 from crossdock.client.shares import Parts, Share
 from crossdock.client.stream import WorkerStream
 from crossdock.common.tasks import background, call_in_loop
+from crossdock.common.tracing import current_traceparent
 from crossdock.protocol.request_buffer import (
     MAX_BUFFER_BYTES,
     MAX_PACKET_BYTES,
@@ -83,6 +84,7 @@ class RequestBuffer:
             topk_weights=described(torch.float32, few),
             timeout_ms=max(1, int(timeout_s * 1000)),
             model=model,
+            traceparent=current_traceparent(),
         )
         try:
             self._sock.send(request.SerializeToString())

@@ -6,7 +6,9 @@ Without a control plane the newest view stays valid: serving does not depend on 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -23,6 +25,8 @@ log = get(__name__)
 
 _RETRY_S = (0.1, 1.0)
 """First and longest pause before a broken Watch is retried."""
+_RECHECK_S = 2.0
+"""Pause between two checks of the leader while a call waits for a group that does not serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,9 @@ class Directory:
         def settled() -> bool:
             return self._service is not None or (self._known and not wait) or self._closed or self._refused is not None
 
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(settled)
-        except TimeoutError:
-            pass
+                await self._wait_for(settled)
         if self._service is None and self._refused is not None:
             raise NotAllowed(str(self._refused))
         if self._service is None:
@@ -92,9 +94,18 @@ class Directory:
         """The workers to send requests to; None: the group does not serve, as far as is known. Any thread."""
         return self._service
 
+    async def _wait_for(self, settled: Callable[[], bool]) -> None:
+        """Wait under the lock of `_changed`. A leader that was stopped or cut off sends no view: it is checked."""
+        while not settled():
+            try:
+                async with asyncio.timeout(_RECHECK_S):
+                    await self._changed.wait_for(settled)
+            except TimeoutError:
+                self.recheck()
+
     def recheck(self) -> None:
-        """Check the control plane after a worker of the newest view did not answer: a stopped or unreachable one breaks
-        no connection. If it is silent, follow another one."""
+        """Check the control plane after a worker of the newest view did not answer, or while the group does not serve:
+        a stopped or unreachable leader breaks no connection. If it is silent, follow another one."""
         if not self._task.done() and (self._check is None or self._check.done()):
             self._check = background(self._check_leader(), "the check of the leader")
 

@@ -20,6 +20,7 @@ from crossdock.common.settings import (
     KubernetesConfig,
     Rate,
     SecurityConfig,
+    TracingConfig,
     WorkerNetworkConfig,
 )
 
@@ -203,6 +204,8 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     torch_threads: Count | None = None
     """Threads of the expert GEMMs on a CPU. Null: 1; under `crossdock up` the host's processors per worker less one, at
     least 1. More threads than processors cost most of a host's throughput."""
+    tracing: TracingConfig | None = None
+    """Spans of requests for an OpenTelemetry collector. Null: none."""
     log: LogConfig = LogConfig()
 
 
@@ -382,15 +385,12 @@ def _is_text(kind: type[msgspec.Struct], key: str) -> bool:
     """Whether the field at this path holds text, so that `--set uid=7` means "7"."""
     node: Any = kind
     for name in key.split("."):
-        record = next((kind for kind in (node, *get_args(node)) if _is_struct(kind)), None)  # through "| None"
+        within = (node, *get_args(node))  # through "| None"
+        record = next((one for one in within if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
         fields = {field.name: field.type for field in msgspec.structs.fields(record)} if record else {}
         node = fields.get(name)
     bare = get_args(node)[0] if get_origin(node) is Annotated else node
     return bare is str or get_origin(bare) is Literal
-
-
-def _is_struct(node: object) -> bool:
-    return isinstance(node, type) and issubclass(node, msgspec.Struct)
 
 
 def _parse(override: str, text: str) -> object:

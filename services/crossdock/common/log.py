@@ -168,10 +168,10 @@ class _Formatter(logging.Formatter):
 
 
 def _one_line(record: logging.LogRecord) -> str:
-    return _printable(record.getMessage())
+    return printable(record.getMessage())
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """The same with an escape in the place of each character that is none of print: controls (ESC, C1), line and
     paragraph separators, directions, halves of pairs. Terminals act on these."""
     if text.isprintable():
@@ -187,4 +187,4 @@ def _value(value: object) -> str:
     if isinstance(value, BaseException):
         value = f"{type(value).__name__}: {value}"
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if text and _PLAIN.issuperset(text) else _printable(json.dumps(text, ensure_ascii=False))
+    return text if text and _PLAIN.issuperset(text) else printable(json.dumps(text, ensure_ascii=False))

@@ -141,6 +141,7 @@ class WorkerMetrics(GuardedMetrics):
     def __init__(self) -> None:
         super().__init__()
         self._declare_data_plane()
+        self._declare_device()
         self._declare_network()
         self._declare_service()
         self._declare_membership()
@@ -169,11 +170,21 @@ class WorkerMetrics(GuardedMetrics):
             "op",
             "transport",
         )
+        self.wire_bytes_total = self._counter(
+            "wire_bytes_total", "bytes", "The same as it travels: with scales, routing, padding", "op", "transport"
+        )
         self.samples_dropped_total = self._counter(
             "samples_dropped_total", "samples", "Samples of operations lost because their ring was full", "op"
         )
+
+    def _declare_device(self) -> None:
         self.device_memory_used_bytes = self._gauge(
             "device_memory_used_bytes", "bytes", "Memory of this rank's GPU in use, by all processes; 0 on a CPU"
+        )
+        self.transport_peak_bytes_per_second = self._gauge(
+            "transport_peak_bytes_per_second",
+            "bytes/s",
+            "Most that this rank can send or read: its GPU's NVLinks in one direction, or one processor's copy rate",
         )
 
     def _declare_network(self) -> None:
@@ -235,16 +246,12 @@ class WorkerMetrics(GuardedMetrics):
 
     def _declare_queue(self) -> None:
         self.queued_requests = self._gauge("queued_requests", "requests", "Requests waiting for a step")
-        self.queued_bytes = self._gauge(
-            "queued_bytes", "bytes", "Bytes of queued requests and of answers not yet written"
-        )
+        self.queued_bytes = self._gauge("queued_bytes", "bytes", "Bytes of queued requests and unwritten answers")
         self.telemetry_records_dropped_total = self._counter(
             "telemetry_records_dropped_total", "records", "Telemetry records dropped: queue full, or malformed"
         )
         self.open_streams = self._gauge("open_streams", "streams", "Forward streams that are open")
-        self.open_request_buffers = self._gauge(
-            "open_request_buffers", "buffers", "Request buffers that are open: memory shared with clients of this host"
-        )
+        self.open_request_buffers = self._gauge("open_request_buffers", "buffers", "Open request buffers (same host)")
         self.shared_bytes = self._gauge("shared_bytes", "bytes", "Bytes of request buffers, offered or open")
         self.streams_dropped_total = self._counter(
             "streams_dropped_total", "streams", "Forward streams closed because their client did not read its answers"
@@ -364,6 +371,9 @@ class FrameworkMetrics(_Metrics):
             "op",
             "mode",
             "phase",
+        )
+        self.ep_samples_dropped_total = self._counter(
+            "ep_samples_dropped_total", "samples", "Samples lost because their ring was full", "rank", "op"
         )
         self.ep_tokens_total = self._counter(
             "ep_tokens_total", "tokens", "Tokens of this rank in an operation", "rank", "op", "mode"

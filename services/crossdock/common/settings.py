@@ -206,6 +206,31 @@ class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         return msgspec.structs.replace(self, listen=count_up(self.listen, local_rank))
 
 
+_ENDPOINT = re.compile(r"https?://(\S+)")
+
+
+class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Spans of requests, exported to an OpenTelemetry collector. Needs the extra `otlp`."""
+
+    endpoint: str
+    """Where the collector takes OTLP over gRPC: http://HOST:PORT in plain text, https://HOST:PORT with TLS."""
+    ca_file: str = ""
+    """https: PEM of the authorities of the collector's certificate. Empty: those that gRPC brings."""
+    ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Share of the requests without a W3C `traceparent` that are traced. One with it is traced if its caller is."""
+
+    def __post_init__(self) -> None:
+        found = _ENDPOINT.fullmatch(self.endpoint)
+        if found is None:
+            raise ValueError(f"tracing.endpoint: expected http://HOST:PORT or https://HOST:PORT, got {self.endpoint!r}")
+        try:
+            split_address(found[1])
+        except AddressError as error:
+            raise ValueError(f"tracing.endpoint: {error}") from None
+        if self.ca_file and not self.endpoint.startswith("https:"):
+            raise ValueError("tracing.ca_file: expected an endpoint of https beside it, got http")
+
+
 class DockerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`crossdock up --runtime docker`: containers of our images, kept by a daemon that speaks Docker's API."""
 

@@ -26,7 +26,9 @@ SURE = 0.7
 """Confidence from which on a slow rank may be replaced."""
 LOOK_EVERY_S = 5.0
 MAX_REPORTS = 256
-_MOST_S = 1e9
+_LEAST_S, _MOST_S = 1e-9, 1e9
+_MOST_COUNT = 1 << 40
+"""Limits of a report's figures: MAX_REPORTS of them still add up in a message, and time divides."""
 _NEW = 0.1
 """Share of a calm interval in what is usual."""
 KINDS = {
@@ -62,6 +64,7 @@ class LatencyWatch:
     def __init__(self, metrics: ControlMetrics) -> None:
         self._metrics = metrics
         self._reports: dict[str, deque[tuple[float, pb.LatencyReport]]] = {}
+        self._totals: dict[str, pb.LatencyReport] = {}
         self._said = Said(_UNKNOWN, 0.0)
         self._last = _UNKNOWN
         self._look_at = 0.0
@@ -81,17 +84,20 @@ class LatencyWatch:
         if member is not None and report.interval_s and request.epoch == group.epoch:
             kept = self._reports.setdefault(uid, deque(maxlen=MAX_REPORTS))
             kept.append((now, pb.LatencyReport.FromString(report.SerializeToString())))
+            self._totals.pop(uid, None)
         request.stats.ClearField("latency")
 
     def forget(self, uid: str) -> None:
         """Drop the reports of a member that is gone."""
         self._reports.pop(uid, None)
+        self._totals.pop(uid, None)
 
     def tick(self, group: Group, now: float) -> None:
         """Look at the reports, at intervals."""
         if group.epoch != self._epoch or group.phase is not Phase.SERVING:
             self._epoch, self._usual, self._last = group.epoch, None, _UNKNOWN
             self._reports.clear()
+            self._totals.clear()
             self._say(_UNKNOWN, now)
             return
         if now < self._look_at:
@@ -122,11 +128,13 @@ class LatencyWatch:
         }
 
     def total(self, uid: str) -> pb.LatencyReport:
-        """A member's reports of the interval, added up."""
-        total = pb.LatencyReport()
-        for _, report in self._reports.get(uid, ()):
-            _add(total, report)
-        return total
+        """A member's reports of the interval, added up. Kept until the next report: any caller may ask for views."""
+        total = self._totals.get(uid)
+        if total is None and uid in self._reports:
+            total = self._totals[uid] = pb.LatencyReport()
+            for _, report in self._reports[uid]:
+                _add(total, report)
+        return pb.LatencyReport() if total is None else total
 
     def show(self, view: pb.GroupView, now: float) -> None:
         """Put the verdict, and each member's figures of the interval, into a view."""
@@ -149,6 +157,7 @@ class LatencyWatch:
         )
 
     def _expire(self, now: float) -> None:
+        self._totals.clear()
         for kept in self._reports.values():
             steps = sum(report.steps for _, report in kept)
             while len(kept) > LEAST and kept[0][0] <= now - INTERVAL_S:
@@ -187,7 +196,13 @@ def check(report: pb.LatencyReport, world_size: int) -> None:
     """Check the report of a heartbeat. Raises InvalidArgument."""
     if len(report.operations) > len(verdict.OPS):
         raise InvalidArgument(f"latency: expected <= {len(verdict.OPS)} operations, got {len(report.operations)}")
-    numbers = [report.interval_s, report.step_s, report.experts_s]
+    times = [report.interval_s, report.step_s, report.experts_s]
+    if any(0 < number < _LEAST_S for number in times):
+        raise InvalidArgument(f"latency: expected 0 or >= {_LEAST_S:g} seconds, got {times}")
+    counts = [report.steps, report.tokens, report.rows, report.hot_rows, *(one.count for one in report.operations)]
+    if max(counts) > _MOST_COUNT:
+        raise InvalidArgument(f"latency: expected counts <= {_MOST_COUNT}, got {max(counts)}")
+    numbers = [*times]
     for one in report.operations:
         if one.op not in verdict.OPS or len(one.late_s) > world_size:
             got = f"{one.op[:16]!r} and {len(one.late_s)}"

@@ -11,13 +11,14 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from crossdock.common.config import FrameworkConfig
 from crossdock.common.log import get
 from crossdock.common.metrics import FrameworkMetrics
 from ep_kernels import EpError, LatencySample, MoECommunicator, PeerTimeout
+from ep_kernels.telemetry import lost
 
 log = get(__name__)
 
@@ -33,11 +34,13 @@ class _WatchedCommunicator:
         rank: as a label; read at the start, because the group may end before the communicator.
         received: tokens of each rank, as far as they are counted.
         puzzling: reading it has failed unexpectedly, which the log shows.
+        next_seq: of each operation's next sample.
     """
 
     rank: str
     received: list[int]
     puzzling: bool = False
+    next_seq: dict[str, int] = field(default_factory=dict)
 
 
 class FrameworkTelemetry:
@@ -87,7 +90,7 @@ class FrameworkTelemetry:
             watched = list(self._watched.items())
         for comm, about in watched:
             try:
-                self._count(about.rank, comm.samples())
+                self._count(about, comm.samples())
                 self._count_received(about, comm.received(), comm.row_bytes)
             except EpError:
                 continue  # closed or broken meanwhile: its calls say so
@@ -96,8 +99,10 @@ class FrameworkTelemetry:
                     about.puzzling = True
                     log.exception("counts of a communicator are lost", rank=about.rank)
 
-    def _count(self, rank: str, samples: Iterable[LatencySample]) -> None:
-        metrics = self.metrics
+    def _count(self, about: _WatchedCommunicator, samples: Sequence[LatencySample]) -> None:
+        metrics, rank = self.metrics, about.rank
+        for op, number in lost(samples, about.next_seq).items():
+            metrics.ep_samples_dropped_total.labels(rank, op).inc(number)
         for sample in samples:
             waited = sample.peer_wait_ns
             for phase, time_ns in (

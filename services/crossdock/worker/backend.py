@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from crossdock.common.access import RateLimiter
 from crossdock.common.config import WorkerConfig
+from crossdock.common.tracing import Tracer
 from crossdock.worker.admission import RequestValidator
 from crossdock.worker.budget import Budget
 from crossdock.worker.engine import Engine
@@ -23,3 +24,4 @@ class Backend:
     budget: Budget
     limiter: RateLimiter
     """Requests of one client per second."""
+    tracer: Tracer | None = None

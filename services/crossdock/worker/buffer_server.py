@@ -27,8 +27,10 @@ from google.protobuf.message import DecodeError
 
 from crossdock.common import log, rpc
 from crossdock.common.tasks import call_in_loop
+from crossdock.common.tracing import RequestTrace
 from crossdock.protocol.request_buffer import MAX_BUFFER_BYTES, MAX_PACKET_BYTES, SharedMemory, host_identity
 from crossdock.protocol.v1 import expert_pb2
+from crossdock.worker import request_trace
 from crossdock.worker.answers import response_of
 from crossdock.worker.backend import Backend
 from crossdock.worker.work import Done, Failure, Refused, Work
@@ -268,18 +270,22 @@ class _Buffer:
             busy = "id: expected no request before the last one is answered"
             self._send(request.id, Failure(grpc.StatusCode.INVALID_ARGUMENT, busy))
             return
+        received_ns = time.monotonic_ns()
+        trace = request_trace.begin(backend.tracer, request, None, received_ns)
         try:
             if not backend.limiter.allow(self.offer.client):
                 limit = f"requests: expected at most {backend.limiter.rate:g} a second of one client, got more"
                 raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, limit))
-            self._work = self._work_of(request)
+            self._work = self._work_of(request, trace)
+            request_trace.admitted(self._work, received_ns)
             backend.engine.submit(self._work)
         except Refused as refused:
             self._work = None
-            backend.telemetry.answered(refused.failure.code, 0, 0.0)
             self._send(request.id, refused.failure)
+            code, why = refused.failure.code, refused.failure.message
+            backend.telemetry.answered(code, 0, 0.0, trace=trace, why=why)
 
-    def _work_of(self, request: expert_pb2.ForwardRequest) -> Work:
+    def _work_of(self, request: expert_pb2.ForwardRequest, trace: RequestTrace | None) -> Work:
         """Raises Refused."""
         tokens = self._backend.validator.validate(request, memory=self._memory)
         timeout_s = request.timeout_ms * 1e-3 or self._backend.config.request_timeout_s
@@ -295,6 +301,7 @@ class _Buffer:
             arrived_ns=now_ns,
             reply=functools.partial(self._reply, request.id),
             y=self._memory.tensor(tokens.x.dtype, shape, self._backend.validator.places(shape[0]).y),
+            trace=trace,
         )
 
     def _reply(self, request_id: int, answer: Done | Failure) -> None:
@@ -303,10 +310,10 @@ class _Buffer:
         self._send(request_id, answer)
         if work is None:
             return
-        code = grpc.StatusCode.OK if isinstance(answer, Done) else answer.code
+        code, why = (grpc.StatusCode.OK, "") if isinstance(answer, Done) else (answer.code, answer.message)
         queue_s = answer.timing.queue_ns * 1e-9 if isinstance(answer, Done) else 0.0
         seconds = (time.monotonic_ns() - work.arrived_ns) * 1e-9
-        self._backend.telemetry.answered(code, work.num_tokens, seconds, queue_s)
+        self._backend.telemetry.answered(code, work.num_tokens, seconds, queue_s, work.trace, why)
 
     def _send(self, request_id: int, answer: Done | Failure) -> None:
         response = response_of(request_id, answer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ from crossdock.worker.weights import FLOAT, MX_BLOCK, Format, Stack, from_fp8, f
 
 __all__ = ["Checkpoint", "CheckpointError", "ModelSpec"]
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_DATA = {"float": _FLOATS, "fp8": (torch.float8_e4m3fn,), "mxfp4": (torch.uint8,)}
+_SCALES = {"fp8": (*_FLOATS, torch.float8_e8m0fnu), "mxfp4": (torch.uint8,)}
+"""dtypes of matrices and of their scales, by format."""
 _SAMPLE_BYTES = 256
 """Bytes of one matrix of each expert that go into the fingerprint, and of its scales: two fine-tunes, or quantisations,
 of one model differ. DeepSeek-V3 has 58 layers of 256 experts: 30,000 reads of a page, 120 MB."""
@@ -213,17 +217,18 @@ class Checkpoint:
             "mxfp4": (rows, columns // MX_BLOCK, MX_BLOCK // 2),
         }[format.kind]
         data = name + self._data_suffix
-        dtype = self._check_shape(data, (*stack, *expected))
-        kind = {torch.float8_e4m3fn: "fp8", torch.uint8: "mxfp4"}.get(dtype, "float")
-        if kind != format.kind:
+        if format.kind == "mxfp4" and columns % MX_BLOCK:
             where = self._shards.file(data)
-            raise CheckpointError(f"{where}: {data}: expected {format} as in other experts, got {dtype}")
+            raise CheckpointError(f"{where}: {data}: expected a multiple of {MX_BLOCK} columns in mxfp4, got {columns}")
+        dtype = self._check_shape(data, (*stack, *expected))
+        self._check_dtype(data, _DATA[format.kind], f"{format} as in other experts")
         yield data, dtype, expected
         if format.kind != "float":
             grid = format.grid(rows, columns) if format.kind == "fp8" else (rows, columns // MX_BLOCK)
             self._check_scales(name + format.suffix, (*stack, *grid))
         if self._bias:
             self._check_shape(f"{name}_bias", (*stack, rows))
+            self._check_dtype(f"{name}_bias", _FLOATS)
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> torch.dtype:
         dtype, shape = self._shards.describe(name)
@@ -231,8 +236,15 @@ class Checkpoint:
             raise CheckpointError(f"{self._shards.file(name)}: {name}: expected {list(expected)}, got {list(shape)}")
         return dtype
 
+    def _check_dtype(self, name: str, expected: Sequence[torch.dtype], words: str = "") -> None:
+        dtype, _ = self._shards.describe(name)
+        if dtype not in expected:
+            words = words or f"one of {', '.join(map(str, expected))}"
+            raise CheckpointError(f"{self._shards.file(name)}: {name}: expected {words}, got {dtype}")
+
     def _check_scales(self, name: str, expected: tuple[int, ...]) -> None:
         """A scale of a whole tensor may have fewer dimensions."""
+        self._check_dtype(name, _SCALES[self._format.kind])
         fewer = (expected[:-1], expected[:-2]) if self._format.block == (0, 0) and self._format.kind == "fp8" else ()
         if self._shards.describe(name)[1] not in fewer:
             self._check_shape(name, expected)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 
 from ep_kernels import ConfigError
+from ep_kernels.topology import probe
+
+_COPY_BYTES, _COPIES = 32 << 20, 5
+"""Larger than a processor's caches; the fastest copy counts."""
 
 
 class DeviceLost(RuntimeError):
@@ -59,6 +66,23 @@ def enter(device: torch.device) -> None:
 def uuid_of(device: torch.device) -> str:
     """The GPU's UUID as NVML writes it; "" for a CPU."""
     return "" if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def peak_bytes_per_s(device: torch.device) -> float:
+    """Most bytes per second between this device and its peers: the sum of a GPU's NVLinks in one direction as NVML
+    tells it, 0 if it does not; of a CPU what one thread copies now."""
+    if device.type == "cpu":
+        source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+        copied = torch.zeros_like(source)
+        return _COPY_BYTES / min(_seconds(lambda: copied.copy_(source)) for _ in range(_COPIES))
+    own = uuid_of(device)
+    return 1e9 * sum(gpu.nvlink_gbps for gpu in probe().gpus if gpu.uuid == own)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def used_bytes(device: torch.device) -> int:

@@ -27,6 +27,7 @@ import torch
 
 from crossdock.common import log
 from crossdock.common.postmortem_record import POSTMORTEM
+from crossdock.worker import request_trace
 from crossdock.worker.batcher import Batcher
 from crossdock.worker.device_stream import stream_of
 from crossdock.worker.expert_mlps import ExpertMLPs
@@ -197,6 +198,7 @@ class Engine:
             words = comm.exchange(self._propose(batch).words())
             proposals = {rank: Proposal.parse(each) for rank, each in enumerate(words) if each is not None}
             if batch is not None:
+                request_trace.stepped(batch, comm.rank, self._epoch, self._num_steps, time.monotonic_ns())
                 self._finish(batch, [rank for rank, proposal in proposals.items() if proposal.failed])
                 batch = None
             if self._tables is not None:
@@ -249,6 +251,7 @@ class Engine:
         for piece in slices:
             if piece.start == 0:
                 piece.work.timing = Timing(queue_ns=now_ns - piece.work.arrived_ns)
+                request_trace.taken(piece.work, now_ns)
         if self._tables is not None:
             slices = [piece for piece in slices if not self._is_lost(piece.work, plan.layer)]
         batch = stepper.step(plan.layer, plan.max_tokens, slices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from crossdock.worker.names import HINT
 from crossdock.worker.shards import CheckpointError, read_json
 from crossdock.worker.weights import Format
 
+_MOST = 1 << 20
+"""Of any size or number: loops go over layers and experts."""
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -56,12 +59,12 @@ class ModelConfig:
         return value
 
     def number(self, *names: str) -> int:
-        """The first of `names` that is set; an int > 0."""
+        """The first of `names` that is set; an int in 1.._MOST."""
         for name in names:
             value = self._data.get(name)
             if value is not None:
-                if type(value) is not int or value < 1:
-                    raise CheckpointError(f"{self.path}: {name}: expected a positive int, got {value!r}")
+                if type(value) is not int or not 1 <= value <= _MOST:
+                    raise CheckpointError(f"{self.path}: {name}: expected a positive int up to {_MOST}, got {value!r}")
                 return value
         raise CheckpointError(f"{self.path}: {names[0]} is missing")
 
@@ -113,8 +116,8 @@ class ModelConfig:
         value: Any = self._data.get(name, DEFAULTS.get(self.model_type, {}).get(name))
         if value is None and optional:
             return None
-        if type(value) not in (int, float) or value <= 0:
-            raise CheckpointError(f"{self.path}: {name}: expected a number above 0, got {value!r}")
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise CheckpointError(f"{self.path}: {name}: expected a finite number above 0, got {value!r}")
         return float(value)
 
     def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
@@ -125,7 +128,7 @@ class ModelConfig:
                 break
         if name is None:
             return stored if stored in _FLOATS.values() else torch.bfloat16
-        if name not in _FLOATS:
+        if not isinstance(name, str) or name not in _FLOATS:
             raise CheckpointError(f"{self.path}: dtype: expected one of {sorted(_FLOATS)}, got {name!r}")
         return _FLOATS[name]
 
@@ -154,13 +157,15 @@ class ModelConfig:
     def _compressed(self, found: dict[str, Any]) -> Format:
         """Of compressed-tensors: one group, its weights fp8."""
         groups = found.get("config_groups")
-        weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
-        if not weights or not all(isinstance(each, dict) and each == weights[0] for each in weights):
+        each_group = groups.values() if isinstance(groups, dict) else ()
+        all_weights = [group.get("weights") if isinstance(group, dict) else None for group in each_group]
+        weights = all_weights[0] if all_weights else None
+        if not isinstance(weights, dict) or any(each != weights for each in all_weights):
             raise CheckpointError(f"{self.path}: config_groups: expected groups with equal weights, got {groups!r}")
-        kind = weights[0].get("type"), weights[0].get("num_bits")
-        strategy = weights[0].get("strategy")
+        kind = weights.get("type"), weights.get("num_bits")
+        strategy = weights.get("strategy")
         if kind != ("float", 8) or strategy not in ("channel", "tensor", "block"):
             got = f"{kind[1]}-bit {kind[0]} by {strategy}"
             raise CheckpointError(f"{self.path}: expected 8-bit float by channel, block or tensor, got {got}: {HINT}")
-        block = {"channel": (1, 0), "tensor": (0, 0)}.get(strategy) or self._block(weights[0].get("block_structure"))
+        block = {"channel": (1, 0), "tensor": (0, 0)}.get(strategy) or self._block(weights.get("block_structure"))
         return Format("fp8", block, "_scale")

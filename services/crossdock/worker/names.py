@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from crossdock.worker.families import PREFIXES, Family, Naming, namings
 from crossdock.worker.shards import CheckpointError
 
-_IN_A_LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?P<rest>.*)")
+_IN_A_LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>[0-9]{1,9})\.(?P<rest>.*)")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 _SUFFIXES = ("", "_blocks")
 """Of a matrix' name: none, or MXFP4's."""

@@ -32,6 +32,7 @@ from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.common.rpc import ListenError
 from crossdock.common.security import Security, SecurityError, security_of, warn_of_plain_text
+from crossdock.common.tracing import Tracer, TracingError, tracer_of
 from crossdock.protocol.v1 import control_pb2, expert_pb2, expert_pb2_grpc
 from crossdock.protocol.wire import NAMES
 from crossdock.topo.facts import host_facts
@@ -41,7 +42,7 @@ from crossdock.worker.budget import Budget
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.control_client import ControlPlaneClient, JoinRefused
 from crossdock.worker.data_network import announced
-from crossdock.worker.device import DeviceLost, used_bytes, uuid_of
+from crossdock.worker.device import DeviceLost, peak_bytes_per_s, used_bytes, uuid_of
 from crossdock.worker.engine import Engine
 from crossdock.worker.expert_mover import ExpertMover
 from crossdock.worker.model import Model
@@ -73,6 +74,7 @@ def run_worker(config: WorkerConfig) -> int:
     give_memory_back()
     try:
         security = security_of(config.security)
+        tracer = tracer_of(config.tracing, "crossdock-worker", _uid_of(config, identity))
         model = Model(config, Checkpoint.open(config.model))
     except (CheckpointError, EpError) as error:
         _log.error("cannot serve this model", error=str(error))
@@ -80,13 +82,16 @@ def run_worker(config: WorkerConfig) -> int:
     except SecurityError as error:
         _log.error("cannot use certificates or tokens", error=str(error))
         return EXIT_BAD_CONFIG
+    except TracingError as error:
+        _log.error("cannot export traces", error=str(error))
+        return EXIT_BAD_CONFIG
     except DeviceLost as error:
         _log.error("cannot use the device", error=str(error))
         return EXIT_DEVICE_LOST
     try:
         metrics = WorkerMetrics()
         with grpc_core_log(metrics.grpc_core_log_lines_total):
-            return asyncio.run(_Process(config, identity, model, security, metrics).run())
+            return asyncio.run(_Process(config, identity, model, security, tracer, metrics).run())
     except ListenError as error:
         _log.error("cannot listen", error=str(error))
         return EXIT_BAD_CONFIG
@@ -109,16 +114,18 @@ class _Process:
         identity: Identity,
         model: Model,
         security: Security | None,
+        tracer: Tracer | None,
         metrics: WorkerMetrics,
     ) -> None:
         self._config, self._identity, self._model, self._security = config, identity, model, security
-        self._metrics = metrics
+        self._tracer, self._metrics = tracer, metrics
         self._telemetry = WorkerTelemetry(self._metrics, model.row_bytes, config.transport)
         self._engine = Engine(config.max_tokens_per_step, self._telemetry, model.device)
         self._budget = Budget(config.max_queued_bytes_per_client, config.max_queued_bytes)
         self._metrics.queued_requests.set_function(self._engine.num_queued)
         self._metrics.queued_bytes.set_function(lambda: self._budget.num_bytes)
         self._metrics.device_memory_used_bytes.set_function(lambda: used_bytes(model.device))
+        self._metrics.transport_peak_bytes_per_second.set(peak_bytes_per_s(model.device))
         self._metrics.max_tokens_per_step.set(config.max_tokens_per_step)
         self._health = rpc.Health([SERVICE_NAME])
         self._status = WorkerStatus(self._metrics, self._health.set)
@@ -209,6 +216,7 @@ class _Process:
             self._telemetry,
             self._budget,
             RateLimiter(self._config.max_requests_per_s),
+            self._tracer,
         )
         self._service = ExpertService(backend, self._describe, self._drain)
         self._metrics.open_streams.set_function(lambda: self._service.num_streams)
@@ -227,6 +235,8 @@ class _Process:
         http.close()
         self._liveness.close()
         self._telemetry.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
         _log.info("stopped")
 
     async def _drain(self) -> None:
@@ -236,11 +246,10 @@ class _Process:
 
     def _registration(self, address: str, http: HttpServer) -> control_pb2.RegisterRequest:
         config, identity = self._config, self._identity
-        uid = config.uid or f"{identity.pod_name or identity.hostname}/{config.local_rank}"
         host = host_facts(identity.hostname)
         outside = config.advertise or seen_from_outside(address, "", identity.hostname)
         return control_pb2.RegisterRequest(
-            worker=control_pb2.WorkerId(uid=uid, incarnation=time.time_ns()),
+            worker=control_pb2.WorkerId(uid=_uid_of(config, identity), incarnation=time.time_ns()),
             host=host,
             local_rank=config.local_rank,
             gpu_uuid=uuid_of(self._model.device),
@@ -291,6 +300,10 @@ class _Process:
             world_size=seat.size if seat else 0,
             serving=self._status.ready()[0],
         )
+
+
+def _uid_of(config: WorkerConfig, identity: Identity) -> str:
+    return config.uid or f"{identity.pod_name or identity.hostname}/{config.local_rank}"
 
 
 def _broken(line: asyncio.Task[None]) -> int:

@@ -10,7 +10,7 @@ import torch
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.expert_mlps import expert_bytes
 
-_GIB = 1 << 30
+_GIB, _MOST_GIB = 1 << 30, 1 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By name in a worker's config."""
 
@@ -56,11 +56,13 @@ def describe(model: Path, ranks: int, expert_dtype: str = "", rank_gib: float | 
         rank_gib: memory of each rank in GiB; None: what is free here.
 
     Raises:
-        CheckpointError: not a checkpoint that is served, or no such dtype or number of ranks.
+        CheckpointError: not a checkpoint that is served, or no such dtype, number of ranks or size of memory.
     """
     if expert_dtype not in ("", *DTYPES) or ranks < 1:
         wanted = f"'' or one of {', '.join(DTYPES)}, and at least 1"
         raise CheckpointError(f"--expert-dtype, --ranks: expected {wanted}, got {expert_dtype!r}, {ranks}")
+    if rank_gib is not None and not 0 < rank_gib < _MOST_GIB:
+        raise CheckpointError(f"--rank-gib: expected more than 0 and less than {_MOST_GIB}, got {rank_gib:g}")
     checkpoint = Checkpoint.open(model)
     spec, dtype, widen = checkpoint.spec, DTYPES.get(expert_dtype, checkpoint.spec.dtype), bool(expert_dtype)
     slots = -(-spec.num_experts // ranks)

@@ -28,8 +28,10 @@ import grpc
 from crossdock.common import log, rpc
 from crossdock.common.access import CALL_PERMITS, CALLER, host_of
 from crossdock.common.tasks import call_in_loop
+from crossdock.common.tracing import RequestTrace, TraceContext, context_of_call
 from crossdock.protocol import tensor_messages
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
+from crossdock.worker import request_trace
 from crossdock.worker.admission import REQUEST_BYTES, Tokens
 from crossdock.worker.answers import response_of
 from crossdock.worker.backend import Backend
@@ -111,7 +113,8 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         """Many requests in flight, answered in any order: ForwardResponse messages."""
         if self._ended is not None:
             raise self._ended
-        stream = _Stream(self._backend, _client_of(context), self._make_room)
+        parent = context_of_call(context) if self._backend.tracer is not None else None
+        stream = _Stream(self._backend, _client_of(context), self._make_room, parent)
         self._streams.add(stream)
         stream.reader = asyncio.create_task(stream.read(requests))
         try:
@@ -168,8 +171,10 @@ class _Answer:
 class _Stream:
     """One client's stream. Lives on the event loop; only `reply` callbacks come from the engine's thread."""
 
-    def __init__(self, backend: Backend, client: Hashable, make_room: Callable[..., None]) -> None:
-        self._backend, self._make_room = backend, make_room
+    def __init__(
+        self, backend: Backend, client: Hashable, make_room: Callable[..., None], parent: TraceContext | None = None
+    ) -> None:
+        self._backend, self._make_room, self._parent = backend, make_room, parent
         self._loop = asyncio.get_running_loop()
         self.reader: asyncio.Task[None] | None = None
         self._pending: dict[int, _Pending] = {}
@@ -267,13 +272,15 @@ class _Stream:
         for each in pending.values():
             each.timer.cancel()
             self._backend.engine.withdraw(each.work, Failure(grpc.StatusCode.CANCELLED, why))
-            self._backend.telemetry.answered(grpc.StatusCode.CANCELLED, 0, 0.0)
+            self._backend.telemetry.answered(grpc.StatusCode.CANCELLED, 0, 0.0, trace=each.work.trace, why=why)
 
     def _take(self, received: Request) -> None:
         request = received.message
         if request.cancel:
             self._withdraw(request.id, Failure(grpc.StatusCode.CANCELLED, "cancelled by the client"))
             return
+        received_ns = time.monotonic_ns()
+        trace = request_trace.begin(self._backend.tracer, request, self._parent, received_ns)
         try:
             limiter = self._backend.limiter
             if not limiter.allow(self.client):
@@ -281,12 +288,17 @@ class _Stream:
                 raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, limit)
             if request.id in self._pending:
                 raise _refused(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
-            self._submit(request, self._backend.validator.validate(request, received.data))
+            tokens = self._backend.validator.validate(request, received.data)
+            self._submit(request, tokens, received_ns, trace)
         except Refused as refused:
-            self._backend.telemetry.answered(refused.failure.code, 0, 0.0)
+            code, why = refused.failure.code, refused.failure.message
+            _log.debug("request refused", request=request.id, client=self.client, code=code.name, why=why)
+            self._backend.telemetry.answered(code, 0, 0.0, trace=trace, why=why)
             self._events.put_nowait(_Answer(request.id, refused.failure))
 
-    def _submit(self, request: expert_pb2.ForwardRequest, tokens: Tokens) -> None:
+    def _submit(
+        self, request: expert_pb2.ForwardRequest, tokens: Tokens, received_ns: int, trace: RequestTrace | None
+    ) -> None:
         """Give a checked request to the engine. Raises Refused."""
         backend, request_id = self._backend, request.id
         timeout_s = request.timeout_ms * 1e-3 or backend.config.request_timeout_s
@@ -301,7 +313,9 @@ class _Stream:
             deadline_ns=now_ns + int(timeout_s * 1e9),
             arrived_ns=now_ns,
             reply=lambda answer: self._reply(request_id, answer),
+            trace=trace,
         )
+        request_trace.admitted(work, received_ns)
         try:
             self._quota.charge(tokens.num_bytes)
         except BudgetExceeded as error:
@@ -334,7 +348,13 @@ class _Stream:
         code = grpc.StatusCode.OK if isinstance(answer, Done) else answer.code
         seconds = (time.monotonic_ns() - pending.work.arrived_ns) * 1e-9
         queue_s = answer.timing.queue_ns * 1e-9 if isinstance(answer, Done) else 0.0
-        self._backend.telemetry.answered(code, pending.work.num_tokens, seconds, queue_s)
+        why, trace = "" if isinstance(answer, Done) else answer.message, pending.work.trace
+        if why:
+            write = _log.warning if code is grpc.StatusCode.INTERNAL else _log.debug
+            traced = {} if trace is None else {"trace": trace.trace_id}
+            where = {"layer": pending.work.layer, "client": self.client, **traced}
+            write("request failed", request=request_id, code=code.name, why=why, **where)
+        self._backend.telemetry.answered(code, pending.work.num_tokens, seconds, queue_s, trace, why)
         self._events.put_nowait(_Answer(request_id, answer, pending.num_bytes))
 
     def _has_room(self, request: Request) -> bool:

@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: unreadable: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
@@ -66,7 +66,7 @@ class Shards:
             files = read_json(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
                 raise CheckpointError(f"{index}: expected weight_map: tensor name -> file name")
-            outside = sorted(name for name in set(files.values()) if Path(name).name != name)
+            outside = sorted(name for name in set(files.values()) if not _is_file_name(name))
             if outside:
                 raise CheckpointError(f"{index}: expected file names of this directory, got {outside[0]!r}")
             return files
@@ -158,6 +158,10 @@ class Shards:
         """Unmap every file. The next read maps again."""
         self._open.clear()
         self._keys.clear()
+
+
+def _is_file_name(name: str) -> bool:
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 class _RawFile:

@@ -7,6 +7,7 @@ Only errors of the communicator about its peers, and a lost GPU, leave `step` as
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,12 +36,14 @@ class Batch:
         z: [T, H] in the communicator's output dtype, in host memory.
         error: of this rank's experts, or empty.
         record: numbers for telemetry.
+        start_ns: monotonic time at which dispatch began.
     """
 
     slices: Sequence[Slice]
     z: torch.Tensor
     error: str
     record: StepRecord
+    start_ns: int
 
 
 class Stepper:
@@ -69,6 +72,7 @@ class Stepper:
             torch.empty(0, config.topk, dtype=torch.int32),
             torch.empty(0, config.topk, dtype=torch.float32),
         )
+        self._wire_bytes: dict[int, tuple[int, int]] = {}
         self._none_on_device = [part.to(stream.device) for part in self._none]
         owners = ExpertMap.contiguous(config.num_experts, comm.size).replicas
         self._rank_of_slot = torch.tensor([copies[0][0] for copies in owners] + [comm.rank])
@@ -85,6 +89,7 @@ class Stepper:
         """
         stream, parts = self._stream, _parts(slices) or [[part] for part in self._none]
         parts[1] = self._slots(layer, parts[1])
+        start_ns = time.monotonic_ns()
         with stream.running():
             out, handle, error = self._dispatch(stream.copy_in(parts), max_tokens)
             stream.mark()
@@ -96,8 +101,13 @@ class Stepper:
         self._comm.check()
         held = self._tables.held(layer) if self._tables is not None else None
         num_tokens = sum(piece.num_tokens for piece in slices)
-        record = StepRecord(num_tokens, result.rows_per_expert, remote_rows, *result.phases_ns, layer, held)
-        return Batch(slices, result.z, f"layer {layer}: {error or failed}" if error or failed else "", record)
+        exemplar = next((piece.work.trace.exemplar for piece in slices if piece.work.trace is not None), None)
+        if max_tokens not in self._wire_bytes:
+            self._wire_bytes[max_tokens] = self._comm.wire_bytes(max_tokens)
+        counts = num_tokens, result.rows_per_expert, remote_rows
+        record = StepRecord(*counts, *result.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
+        why = f"layer {layer}: {error or failed}" if error or failed else ""
+        return Batch(slices, result.z, why, record, start_ns)
 
     def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:
         """Slots of the experts chosen by the tokens of a step."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import grpc
 import torch
 
+from crossdock.common.tracing import RequestTrace
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -76,6 +78,7 @@ class Work:
         y: [T, H] filled by the steps: where its sender wants it, or None until the first one ended.
         stream: of the client; its requests are served in order within a layer, streams of one client take turns.
         answered: True once `reply` was called (or must not be any more).
+        trace: of the request; None: not traced.
     """
 
     client: Hashable
@@ -91,6 +94,7 @@ class Work:
     y: torch.Tensor | None = None
     timing: Timing = field(default_factory=Timing)
     answered: bool = False
+    trace: RequestTrace | None = None
 
     @property
     def num_tokens(self) -> int:

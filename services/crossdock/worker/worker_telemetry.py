@@ -19,10 +19,12 @@ import torch
 
 from crossdock.common import log
 from crossdock.common.metrics import BatchedHistogram, Counter, WorkerMetrics
+from crossdock.common.tracing import RequestTrace
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.latency_report import LatencySums
 from crossdock.worker.network_counts import NetworkCounts
 from ep_kernels import LatencySample, MoECommunicator
+from ep_kernels.telemetry import lost
 
 _log = log.get(__name__)
 
@@ -43,6 +45,8 @@ class StepRecord:
         dispatch_ns, experts_ns, combine_ns: time in each phase.
         layer: MoE layer number.
         experts: logical expert of each slot in that layer; None: those of `WorkerTelemetry.holds`.
+        exemplar: labels of a traced request of the step.
+        wire_bytes: of one row in dispatch and in combine, as it travels.
     """
 
     num_tokens: int
@@ -53,6 +57,18 @@ class StepRecord:
     combine_ns: int
     layer: int = 0
     experts: tuple[int, ...] | None = None
+    exemplar: dict[str, str] | None = None
+    wire_bytes: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _EndedTrace:
+    """A request that ended at monotonic `end_ns`, and why it failed."""
+
+    trace: RequestTrace
+    code: grpc.StatusCode
+    why: str
+    end_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +78,7 @@ class _Look:
     comm: MoECommunicator | None
 
 
-_Record = StepRecord | list[LatencySample] | _Look
+_Record = StepRecord | list[LatencySample] | _Look | _EndedTrace
 
 
 class WorkerTelemetry:
@@ -90,7 +106,8 @@ class WorkerTelemetry:
         self._phases = [
             metrics.step_phase_duration_seconds.labels(phase) for phase in ("dispatch", "experts", "combine")
         ]
-        self._bytes = [metrics.payload_bytes_total.labels(op, transport) for op in ("dispatch", "combine")]
+        moved = metrics.payload_bytes_total, metrics.wire_bytes_total
+        self._payload, self._wire = ([one.labels(op, transport) for op in ("dispatch", "combine")] for one in moved)
         self._next_collect_s = 0.0
         self._num_tokens = self._num_requests = self._num_steps = 0
         self._rate = (time.monotonic(), 0)
@@ -146,17 +163,28 @@ class WorkerTelemetry:
         """The last operations that were collected. Any thread."""
         return self._latency.recent()
 
-    def answered(self, code: grpc.StatusCode, num_tokens: int, seconds: float, queue_s: float = 0.0) -> None:
-        """Count a request that was answered, or refused after 0 seconds. Any thread."""
+    def answered(
+        self,
+        code: grpc.StatusCode,
+        num_tokens: int,
+        seconds: float,
+        queue_s: float = 0.0,
+        trace: RequestTrace | None = None,
+        why: str = "",
+    ) -> None:
+        """Count a request that was answered, or refused after 0 seconds; end its trace. Any thread."""
+        exemplar = None if trace is None else trace.exemplar
         with self._answers_lock:
             self._num_requests += 1
             self._num_tokens += num_tokens if code is grpc.StatusCode.OK else 0
         if code is grpc.StatusCode.OK:
             self._metrics.tokens_total.inc(num_tokens)
-            self._metrics.queue_duration_seconds.observe(queue_s)
+            self._metrics.queue_duration_seconds.observe(queue_s, exemplar)
         if seconds:
-            self._metrics.request_duration_seconds.labels(code.name).observe(seconds)
+            self._metrics.request_duration_seconds.labels(code.name).observe(seconds, exemplar)
         self._metrics.requests_total.labels(code.name).inc()
+        if trace is not None and not self._put(_EndedTrace(trace, code, why, time.monotonic_ns())):
+            trace.release()
 
     def dropped_stream(self) -> None:
         """Count a stream that was closed because its client does not read (service)."""
@@ -190,12 +218,14 @@ class WorkerTelemetry:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def _put(self, record: _Record) -> None:
-        """Queue a record, or drop it if the queue is full."""
+    def _put(self, record: _Record) -> bool:
+        """Queue a record, or drop it if the queue is full: False."""
         try:
             self._queue.put_nowait(record)
         except queue.Full:
             self._metrics.telemetry_records_dropped_total.inc()
+            return False
+        return True
 
     def _drain(self) -> None:
         while (record := self._queue.get()) is not None:
@@ -210,6 +240,8 @@ class WorkerTelemetry:
     def _count(self, record: _Record) -> None:
         if isinstance(record, StepRecord):
             self._count_step(record)
+        elif isinstance(record, _EndedTrace):
+            record.trace.end(record.code, record.why, record.end_ns)
         elif not isinstance(record, _Look):
             self._count_samples(record)
         elif record.comm is None:
@@ -226,9 +258,10 @@ class WorkerTelemetry:
         self._metrics.last_step_timestamp_seconds.set_to_current_time()
         durations = (record.dispatch_ns, record.experts_ns, record.combine_ns)
         for histogram, nanoseconds in zip(self._phases, durations, strict=True):
-            histogram.observe(nanoseconds * 1e-9)
-        for counter, row_bytes in zip(self._bytes, self._row_bytes, strict=True):
-            counter.inc(record.remote_rows * row_bytes)
+            histogram.observe(nanoseconds * 1e-9, record.exemplar)
+        for counters, row_bytes in ((self._payload, self._row_bytes), (self._wire, record.wire_bytes)):
+            for counter, num_bytes in zip(counters, row_bytes, strict=True):
+                counter.inc(record.remote_rows * num_bytes)
         held = self._expert_ids if record.experts is None else record.experts
         computed = {expert: rows for expert, rows in zip(held, record.rows_per_expert.tolist(), strict=False) if rows}
         self._latency.add_step(sum(durations), record.experts_ns, record.num_tokens, computed)
@@ -246,13 +279,11 @@ class WorkerTelemetry:
     def _count_samples(self, samples: Sequence[LatencySample]) -> None:
         """Count the samples of one communicator."""
         self._latency.add_samples(samples)
+        for op, number in lost(samples, self._next_seq).items():
+            self._metrics.samples_dropped_total.labels(op).inc(number)
         kinds: dict[tuple[str, str], list[LatencySample]] = {}
         for sample in samples:
             kinds.setdefault((sample.op, sample.mode), []).append(sample)
-            expected = self._next_seq.get(sample.op, 0)
-            if 0 < expected < sample.seq:
-                self._metrics.samples_dropped_total.labels(sample.op).inc(sample.seq - expected)
-            self._next_seq[sample.op] = sample.seq + 1
         for (op, mode), chosen in kinds.items():
             send, wait, total = self._histograms(op, mode)
             send.observe_many(one.send_ns * 1e-9 for one in chosen)

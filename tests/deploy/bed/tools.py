@@ -86,6 +86,7 @@ MODULES = {
         Module("helm3", {"helm3": "helm.sh/helm/v3/cmd/helm"}, _helm_stamps()),
         Module("helm4", {"helm4": "helm.sh/helm/v4/cmd/helm"}),
         Module("prometheus", {"prometheus": "github.com/prometheus/prometheus/cmd/prometheus"}, tags=_DISCOVERY),
+        Module("otelcol", {"otelcol": "crossdock.test/otelcol"}),
         Module(
             "operator",
             {name: f"{_OPERATOR}/cmd/{name}" for name in ("operator", "prometheus-config-reloader")},

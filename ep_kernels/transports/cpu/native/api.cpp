@@ -1,5 +1,6 @@
 // The C ABI of dispatch and combine, which native.py calls; member_api.cpp has what all members share. Nothing throws
 // across it; every function returns a Status or a plain value.
+#include <cerrno>
 #include <cstring>
 #include <new>
 #include <vector>
@@ -19,6 +20,7 @@ constexpr uint64_t abi_hash() {
                             offsetof(cd::Meeting, exchange),
                             offsetof(cd::Meeting, resync),
                             offsetof(cd::Control, dispatch_arrived),
+                            offsetof(cd::Control, combine_arrived),
                             offsetof(cd::Control, dispatch_published),
                             offsetof(cd::SlotMeta, source),
                             offsetof(cd::SlotMeta, parts),
@@ -80,6 +82,8 @@ CD_API int cd_attach_network(cd::Member* m, uint8_t* landing) { return moe(m).at
 CD_API cd::NetHandler cd_network_handler() { return cd::on_network; }
 CD_API void cd_set_outbox(cd::Member* m, cd::Outbox* outbox) { moe(m).outbox = outbox; }
 CD_API void cd_set_hosts(cd::Member* m, const int32_t* host) { moe(m).set_hosts(host); }
+// A second thread for what comes from this host. 0 or an errno.
+CD_API int cd_give_hand(cd::Member* m) { return moe(m).hand.start() ? 0 : EAGAIN; }
 CD_API int cd_attach_landing(cd::Member* m, int rank, int landing_fd) {
   return moe(m).attach_landing(rank, landing_fd);
 }
@@ -89,6 +93,7 @@ CD_API void cd_sent(cd::Member* m, cd::Sent* out) {
 
 CD_API int cd_dispatch_free(cd::Member* m) { return cd::dispatch_free(moe(m)); }
 CD_API int cd_dispatch_send(cd::Member* m, cd::DispatchOp* op) { return cd::dispatch_send(moe(m), *op); }
+CD_API int cd_dispatch_place(cd::Member* m, cd::DispatchOp* op) { return cd::dispatch_place(moe(m), *op); }
 CD_API int cd_dispatch_receive(cd::Member* m, cd::DispatchOp* op) { return cd::dispatch_receive(moe(m), *op); }
 CD_API int cd_combine_send(cd::Member* m, cd::CombineOp* op) { return cd::combine_send(moe(m), *op); }
 CD_API int cd_combine_receive(cd::Member* m, cd::CombineOp* op) { return cd::combine_receive(moe(m), *op); }

@@ -55,6 +55,8 @@ struct CombineOp {
 // Waits until no peer reads the slot of the next dispatch any more.
 Status dispatch_free(Comm& c);
 Status dispatch_send(Comm& c, DispatchOp& op);
+// The receive half: how many rows there will be, and where; then the rows.
+Status dispatch_place(Comm& c, DispatchOp& op);
 Status dispatch_receive(Comm& c, DispatchOp& op);
 Status combine_send(Comm& c, CombineOp& op);
 Status combine_receive(Comm& c, CombineOp& op);

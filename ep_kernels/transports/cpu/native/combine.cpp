@@ -16,141 +16,12 @@
 // Memory order: as in dispatch.cpp, with `combine_published` and `combine_consumed`. A registered buffer is lent to the
 // peers until they have consumed the combine; `outputs_busy` remembers that for the next writer of the buffer.
 #include <algorithm>
-#include <cstring>
 
-#include "args.hpp"
+#include "partials.hpp"
 #include "remote.hpp"
 
 namespace cd {
 namespace {
-
-constexpr int64_t kChunk = 1024;  // columns worked on at a time: a multiple of the fp8 block, small enough for L1
-constexpr int kMaxTopk = 32;
-
-// A partial in the making: rows and weights of one (token, rank), in ascending k.
-struct Terms {
-  const uint8_t* row[kMaxTopk];
-  float weight[kMaxTopk];
-  int n = 0;
-  void push(const uint8_t* r, float w) {
-    row[n] = r;
-    weight[n++] = w;
-  }
-};
-
-// acc [n] = sum of the terms' columns first .. first+n, +0 if there are none.
-void reduce(const Comm& c, const Terms& terms, bool weighted, int64_t first, int64_t n, float* acc) {
-  const Type type = c.g.out_type;
-  const int64_t at = first * size_of(type);
-  if (terms.n == 0) std::fill_n(acc, n, 0.0f);
-  for (int i = 0; i < terms.n; ++i) {
-    const uint8_t* row = terms.row[i] + at;
-    if (weighted) {
-      (i ? c.ops.scale_add : c.ops.scale)(acc, row, type, terms.weight[i], n);
-    } else {
-      (i ? c.ops.add : c.ops.load)(acc, row, type, n);
-    }
-  }
-}
-
-// acc becomes what it would be after travelling in the combine dtype.
-void cross(const Comm& c, float* acc, int64_t n) {
-  if (c.g.combine_type != Type::e4m3) return c.ops.round(acc, c.g.combine_type, n);
-  uint8_t q[kChunk];
-  float scales[kChunk / 128];
-  c.ops.quantize(q, scales, acc, false, n);
-  c.ops.dequantize(acc, q, scales, n);
-}
-
-// A partial of one row without a weight has the row's own bits: the combine dtype is e4m3 or that of the rows.
-bool is_row(const Comm& c, const Terms& terms, bool weighted) {
-  return terms.n == 1 && !weighted && c.g.combine_type != Type::e4m3;
-}
-
-// Writes a partial of this rank to place `at` of the slot.
-void stage_partial(Comm& c, const Terms& terms, bool weighted, int slot, int64_t at) {
-  const Geometry& g = c.g;
-  uint8_t* out = c.own.partials(slot) + at * c.map.c_row_bytes;
-  if (is_row(c, terms, weighted)) {
-    c.ops.copy(out, terms.row[0], c.map.c_row_bytes);
-    return;
-  }
-  float acc[kChunk];
-  float* scales = c.own.partial_scales(slot) + at * blocks_of(g.hidden);
-  for (int64_t first = 0; first < g.hidden; first += kChunk) {
-    const int64_t n = std::min(kChunk, g.hidden - first);
-    reduce(c, terms, weighted, first, n, acc);
-    if (g.combine_type == Type::e4m3) {
-      c.ops.quantize(out + first, scales + first / 128, acc, false, n);
-    } else {
-      c.ops.store(out + first * size_of(g.combine_type), acc, g.combine_type, n);
-    }
-  }
-}
-
-// Pre-reduces every (source, token) held here of the sources in `among`; table[s][t][0] = its partial, -1 = none.
-// Exact: table[s][t][k]. The partials of one source follow each other, the sources ascend; first [R+1] says where each
-// begins.
-void stage_partials(Comm& c, const CombineOp& op, int slot, uint64_t among, int64_t* first) {
-  const Geometry& g = c.g;
-  const Routing& r = op.routing;
-  const bool expert_rows = per_expert(g.layout), weighted = expert_rows && op.apply_weights && !g.exact;
-  const int width = expert_rows ? g.topk : 1;
-  int64_t next = 0;
-  for (int s = 0; s < g.ranks; ++s) {
-    first[s] = next;
-    if (!(among >> s & 1)) continue;
-    for (int64_t t = 0; t < r.source_tokens[s]; ++t) {
-      const int64_t token = int64_t(s) * g.max_tokens + t;
-      int32_t* table = c.own.table(slot) + token * g.topk;
-      Terms terms;
-      for (int k = 0; k < width; ++k) {
-        const int32_t row = r.rows[token * width + k];
-        if (g.exact) table[k] = row < 0 ? -1 : int32_t(next);
-        if (row < 0) continue;
-        terms.push(op.y + row * c.map.y_row_bytes, weighted ? r.row_weights[token * g.topk + k] : 1.0f);
-        if (g.exact) {
-          stage_partial(c, terms, false, slot, next++);
-          terms.n = 0;
-        }
-      }
-      if (g.exact) continue;
-      table[0] = terms.n ? int32_t(next) : -1;
-      if (terms.n) stage_partial(c, terms, weighted, slot, next++);
-    }
-  }
-  first[g.ranks] = next;
-}
-
-// Registered rows: the table alone, for sources of this host. table[s][t][k] = row of the expert outputs (rank-wise:
-// k = 0 only).
-void stage_table(Comm& c, const CombineOp& op, int slot) {
-  const Geometry& g = c.g;
-  const int width = per_expert(g.layout) ? g.topk : 1;
-  for (int s = 0; s < g.ranks; ++s) {
-    if (!c.is_here(s)) continue;
-    const int64_t token = int64_t(s) * g.max_tokens;
-    int32_t* table = c.own.table(slot) + token * g.topk;
-    const int32_t* rows = op.routing.rows + token * width;
-    for (int64_t t = 0; t < op.routing.source_tokens[s]; ++t) memcpy(table + t * g.topk, rows + t * width, width * 4);
-  }
-}
-
-// Numbers that travel beside the rows: [s][t][k], whether home reads them or not.
-void stage_row_weights(Comm& c, const CombineOp& op, int slot) {
-  const Geometry& g = c.g;
-  const bool expert_rows = per_expert(g.layout);
-  for (int s = 0; s < g.ranks; ++s) {
-    for (int64_t t = 0; t < op.routing.source_tokens[s]; ++t) {
-      const int64_t token = int64_t(s) * g.max_tokens + t;
-      float* out = c.own.row_weights(slot) + token * g.topk;
-      for (int k = 0; k < g.topk; ++k) {
-        const int64_t row = op.routing.rows[expert_rows ? token * g.topk + k : token];
-        out[k] = row < 0 ? 0.0f : op.row_weights[expert_rows ? row : row * g.topk + k];
-      }
-    }
-  }
-}
 
 // Home's view of one rank's contribution in this combine.
 struct Contribution {
@@ -192,23 +63,48 @@ void fetch(const Comm& c, const Addend& a, int64_t first, int64_t n, float* acc)
   }
 }
 
+// The word of a slot of a rank of another host.
+uint64_t arrived(const Comm& c, int r, int slot) {
+  return c.peer[r].control().combine_arrived[slot].v.load(std::memory_order_acquire);
+}
+
+// The tokens of this rank, home chunk by chunk.
 class Home {
  public:
-  Home(Comm& c, const CombineOp& op, int slot) : c_(c), op_(op), by_domain_(c.g.by_domain && !c.g.exact) {
+  Home(Comm& c, const CombineOp& op, int slot)
+      : c_(c), op_(op), slot_(slot), by_domain_(c.g.by_domain && !c.g.exact) {
     for (int r = 0; r < c.g.ranks; ++r) {
       if (c.is_active(r)) from_[r] = contribution_of(c, r, slot);
     }
   }
 
-  void run() {
-    for (int64_t t = 0; t < op_.routing.tokens; ++t) {
+  // Sums the tokens of a chunk of which everything is here. False: there is none.
+  bool step() {
+    uint32_t here = missing_;
+    for (uint64_t left = c_.peers() & ~c_.here; left && here; left &= left - 1) {
+      const uint64_t word = arrived(c_, __builtin_ctzll(left), slot_);
+      here &= word >> kChunks == op_.seq ? uint32_t(word) : 0;
+    }
+    if (here) sum_up(__builtin_ctz(here));
+    return here != 0;
+  }
+
+  // When all have published.
+  void finish() {
+    while (missing_) sum_up(__builtin_ctz(missing_));
+  }
+
+ private:
+  void sum_up(int chunk) {
+    const Span tokens = chunk_of(op_.routing.tokens, c_.map.c_row_bytes, chunk);
+    for (int64_t t = tokens.begin; t < tokens.end; ++t) {
       collect(t);
       by_domain_ ? sum_by_domain(op_.z + t * c_.map.y_row_bytes) : sum(op_.z + t * c_.map.y_row_bytes);
       if (op_.weights_home) carry_weights(t);
     }
+    missing_ &= ~(1u << chunk);
   }
 
- private:
   const int32_t* dest(int64_t t) const { return op_.routing.dest + t * c_.g.topk; }
   int rank_of(int32_t place) const { return place / c_.g.stride; }
 
@@ -277,7 +173,7 @@ class Home {
     }
     const bool expert_rows = per_expert(c_.g.layout);
     a.weighted = expert_rows && op_.apply_weights;
-    for (int k = 0; k < (expert_rows ? c_.g.topk : 1); ++k) {
+    for (int k = 0; k < width_of(c_); ++k) {
       if (expert_rows && (dest(t)[k] < 0 || rank_of(dest(t)[k]) != r)) continue;
       if (table[k] < 0) continue;
       a.terms.push(from_[r].rows + table[k] * c_.map.y_row_bytes, op_.routing.weights[t * c_.g.topk + k]);
@@ -287,9 +183,9 @@ class Home {
   void sum(uint8_t* z) {
     const Type type = c_.g.out_type;
     const bool weighted = c_.g.exact;
-    for (int64_t first = 0; first < c_.g.hidden; first += kChunk) {
-      const int64_t n = std::min(kChunk, c_.g.hidden - first);
-      alignas(64) float total[kChunk], value[kChunk];
+    for (int64_t first = 0; first < c_.g.hidden; first += kColumns) {
+      const int64_t n = std::min(kColumns, c_.g.hidden - first);
+      alignas(64) float total[kColumns], value[kColumns];
       if (n_ == 0) std::fill_n(total, n, 0.0f);
       for (int i = 0; i < n_; ++i) {
         float* into = i == 0 && !weighted ? total : value;
@@ -311,9 +207,9 @@ class Home {
 
   // CombineOrder::DOMAIN. The addends of one host follow each other.
   void sum_by_domain(uint8_t* z) {
-    for (int64_t first = 0; first < c_.g.hidden; first += kChunk) {
-      const int64_t n = std::min(kChunk, c_.g.hidden - first);
-      alignas(64) float total[kChunk], part[kChunk], value[kChunk];
+    for (int64_t first = 0; first < c_.g.hidden; first += kColumns) {
+      const int64_t n = std::min(kColumns, c_.g.hidden - first);
+      alignas(64) float total[kColumns], part[kColumns], value[kColumns];
       if (n_ == 0) std::fill_n(total, n, 0.0f);
       for (int i = 0; i < n_;) {
         float* into = i == 0 ? total : part;
@@ -340,7 +236,9 @@ class Home {
 
   Comm& c_;
   const CombineOp& op_;
+  const int slot_;
   const bool by_domain_;
+  uint32_t missing_ = (1u << kChunks) - 1;  // chunks
   Contribution from_[kMaxRanks];
   Addend addends_[kMaxRanks];
   int n_ = 0;
@@ -358,50 +256,22 @@ void record(Comm& c, const CombineOp& op, int slot, int64_t receive_ns) {
 
 }  // namespace
 
-Status combine_send(Comm& c, CombineOp& op) {
-  op.clock.start_ns = now_ns();
-  op.seq = c.next[int(Op::combine)];
-  const int slot = c.slot_of(op.seq);
-  if (op.seq > c.base[int(Op::combine)] + c.g.in_flight) {
-    const Status status = c.wait({Op::combine, Phase::credit, op.seq - c.g.in_flight}, [&](int r) {
-      return c.peer[r].control().combine_consumed[slot].v.load(std::memory_order_acquire);
-    });
-    if (status != kOk) return status;
-  }
-  c.take(Op::combine);
-  SlotMeta& meta = *c.own.combine_meta(slot);
-  // A buffer is lent to one combine at a time: outputs_busy holds one number.
-  const bool lend = op.outputs_slot >= 0 && c.outputs_busy[op.outputs_slot] == 0;
-  meta.source = lend ? Source::outputs : Source::staged;
-  meta.outputs_slot = op.outputs_slot;
-  int64_t first[kMaxRanks + 1];
-  if (lend) {
-    c.outputs_busy[op.outputs_slot] = op.seq;
-    stage_table(c, op, slot);
-  }
-  if (const uint64_t staged = lend ? ~c.here : ~0ull; staged) stage_partials(c, op, slot, staged, first);
-  if (op.row_weights) stage_row_weights(c, op, slot);
-  meta.tokens = op.routing.tokens;
-  meta.origin = op.routing.origin;
-  meta.seq = op.seq;
-  meta.published_ns = now_ns();
-  send_combine(c, op, slot, first);
-  c.publish(c.own.control().combine_published[slot], op.seq);
-  op.clock.send_ns = now_ns() - op.clock.start_ns;
-  return kOk;
-}
-
 Status combine_receive(Comm& c, CombineOp& op) {
   const int64_t receive_ns = now_ns();
   const int slot = c.slot_of(op.seq);
-  const Status status = c.wait({Op::combine, Phase::payload, op.seq}, [&](int r) {
+  const Want want{Op::combine, Phase::payload, op.seq, receive_ns};
+  const auto published = [&](int r) {
     return c.peer[r].control().combine_published[slot].v.load(std::memory_order_acquire);
-  });
+  };
+  Status status = c.wait(want, [&](int r) { return c.is_here(r) ? published(r) : arrived(c, r, slot) >> kChunks; });
   if (status != kOk) return status;
   const Status same = c.agree({Op::combine, Phase::routing, op.routing.origin},
                               [&](int r) { return c.peer[r].combine_meta(slot)->origin; });
   if (same == kOk) {
-    Home(c, op, slot).run();
+    Home home(c, op, slot);
+    status = c.wait(want, published, [&] { return home.step(); });
+    if (status != kOk) return status;
+    home.finish();
     record(c, op, slot, receive_ns);
   }
   c.publish(c.own.control().combine_consumed[slot], op.seq);

@@ -1,5 +1,6 @@
 // A member that moves tokens: its region and its peers' by the byte map, the routing tables, and what crosses hosts.
 #pragma once
+#include "hand.hpp"
 #include "member.hpp"
 #include "region.hpp"
 #include "ring.hpp"
@@ -39,6 +40,10 @@ struct Comm : Member {
   Sent traffic[3] = {};                         // by Kind
   std::atomic<uint64_t> down{0};                // bit per rank whose connection with this one has ended
   std::atomic<int64_t> down_ns[kMaxRanks] = {};
+  std::atomic<uint32_t> joins{0};               // connections made so far
+  uint32_t joins_seen = 0;
+
+  Hand hand;  // if processors are plenty
 
   Array<int32_t> all_first, all_places;  // every copy of every expert: place = rank * stride + slot
   Array<int32_t> first, places;          // those on active ranks
@@ -63,6 +68,7 @@ struct Comm : Member {
   void forget() override;
   void tell(Told what, int slot, uint64_t seq) override;
   Status flush(uint64_t mask, Want want) override;
+  bool has_joined() override;
   uint64_t gone_remotes(uint64_t among, Want want) const override;
 
   int slot_of(uint64_t seq) const { return int(seq % uint64_t(g.in_flight)); }

@@ -233,58 +233,83 @@ void deliver_weights(Comm& c, const DispatchOp& op, int slot) {
   }
 }
 
-// Which chunks have been placed, and which can be.
+// Which chunks have been placed, and which can be. A rank with a hand gives it rows of this host.
 class Delivery {
  public:
   Delivery(Comm& c, const DispatchOp& op, int slot) : c_(c), op_(op), slot_(slot) {
     for (int s = 0; s < c.g.ranks; ++s) {
       const int64_t tokens = op.routing.source_tokens[s], step = chunk_tokens(tokens, c.g.row_bytes);
-      missing_[s] = (1u << (tokens + step - 1) / step) - 1;
+      missing_[s].store((1u << (tokens + step - 1) / step) - 1);
     }
+    if (c.hand.is_there() && op.num_rows * c.g.row_bytes > kCached) c.hand.begin(&Delivery::help, this);
+  }
+  Delivery(const Delivery&) = delete;
+  Delivery& operator=(const Delivery&) = delete;
+  ~Delivery() {
+    for (int s = 0; s < c_.g.ranks; ++s) missing_[s].store(0);  // what is left after a failure nobody shall place
+    if (c_.hand.is_there()) c_.hand.finish();
   }
 
   // Places a chunk that is here: of another host first, since it was just written. False: none is here.
   bool step() {
-    int local = -1;
-    for (int s = 0; s < c_.g.ranks; ++s) {
-      if (!missing_[s]) continue;
-      if (c_.is_here(s)) {
-        if (local < 0) local = s;
-      } else if (const uint32_t here = missing_[s] & arrived(s)) {
-        place(s, __builtin_ctz(here));
-        return true;
-      }
+    for (uint64_t left = c_.peers() & ~c_.here; left; left &= left - 1) {
+      const int s = __builtin_ctzll(left);
+      if (place_one(s, arrived(s))) return true;
     }
-    if (local >= 0) place(local, __builtin_ctz(missing_[local]));
-    return local >= 0;
+    return place_local();
   }
 
   // When all have published.
   void finish() {
     for (int s = 0; s < c_.g.ranks; ++s) {
-      while (missing_[s]) place(s, __builtin_ctz(missing_[s]));
+      while (place_one(s, ~0u)) {
+      }
     }
   }
 
  private:
+  static void help(void* self) {
+    while (static_cast<Delivery*>(self)->place_local()) {
+    }
+  }
+
+  bool place_local() {
+    for (int s = 0; s < c_.g.ranks; ++s) {
+      if (c_.is_here(s) && place_one(s, ~0u)) return true;
+    }
+    return false;
+  }
+
+  // Of the chunks in `among`, one that nobody has placed. False: there is none.
+  bool place_one(int s, uint32_t among) {
+    for (;;) {
+      uint32_t missing = missing_[s].load(std::memory_order_relaxed);
+      if (!(missing & among)) return false;
+      const int chunk = __builtin_ctz(missing & among);
+      if (!missing_[s].compare_exchange_weak(missing, missing & ~(1u << chunk))) continue;
+      const Span tokens = chunk_of(op_.routing.source_tokens[s], c_.g.row_bytes, chunk);
+      deliver(c_, op_, slot_, s, tokens.begin, tokens.end);
+      return true;
+    }
+  }
+
   uint32_t arrived(int s) const {
     const uint64_t word = c_.peer[s].control().dispatch_arrived[slot_].v.load(std::memory_order_acquire);
     return word >> kChunks == op_.seq ? uint32_t(word & ((1u << kChunks) - 1)) : 0;
   }
 
-  void place(int s, int chunk) {
-    const int64_t tokens = op_.routing.source_tokens[s], step = chunk_tokens(tokens, c_.g.row_bytes);
-    deliver(c_, op_, slot_, s, chunk * step, std::min(tokens, (chunk + 1) * step));
-    missing_[s] &= ~(1u << chunk);
-  }
-
   Comm& c_;
   const DispatchOp& op_;
   const int slot_;
-  uint32_t missing_[kMaxRanks];
+  std::atomic<uint32_t> missing_[kMaxRanks];  // chunks that nobody has begun to place
 };
 
-void record(Comm& c, const DispatchOp& op, int slot, int64_t receive_ns) {
+uint64_t published(const Comm& c, int r, int slot) {
+  return c.peer[r].control().dispatch_published[slot].v.load(std::memory_order_acquire);
+}
+
+void record(Comm& c, const DispatchOp& op, int slot) {
+  const int64_t receive_ns = op.clock.receive_ns;
   Sample sample{int32_t(Op::dispatch), op.routing.mode, op.routing.tokens, c.g.ranks, op.seq,
                 op.clock.start_ns,     op.clock.send_ns, op.clock.send_ns + now_ns() - receive_ns, {}};
   for (uint64_t left = c.peers(); left; left &= left - 1) {
@@ -338,15 +363,11 @@ Status dispatch_send(Comm& c, DispatchOp& op) {
   return kOk;
 }
 
-Status dispatch_receive(Comm& c, DispatchOp& op) {
-  const int64_t receive_ns = now_ns();
+Status dispatch_place(Comm& c, DispatchOp& op) {
+  op.clock.receive_ns = now_ns();
   const int slot = c.slot_of(op.seq);
-  const Want want{Op::dispatch, Phase::payload, op.seq, receive_ns};
-  const auto published = [&](int r) {
-    return c.peer[r].control().dispatch_published[slot].v.load(std::memory_order_acquire);
-  };
-  const Status routed = c.wait(want, [&](int r) {
-    if (c.is_here(r)) return published(r);
+  const Status routed = c.wait({Op::dispatch, Phase::payload, op.seq, op.clock.receive_ns}, [&](int r) {
+    if (c.is_here(r)) return published(c, r, slot);
     return c.peer[r].control().dispatch_arrived[slot].v.load(std::memory_order_acquire) >> kChunks;
   });
   if (routed != kOk) return routed;
@@ -369,11 +390,19 @@ Status dispatch_receive(Comm& c, DispatchOp& op) {
     op.packed_stride = int32_t((plane + 3) / 4 * 4);
   }
   if (per_expert(c.g.layout)) deliver_weights(c, op, slot);
-  Delivery delivery(c, op, slot);
-  const Status status = c.wait(want, published, [&] { return delivery.step(); });
-  if (status != kOk) return status;
-  delivery.finish();
-  record(c, op, slot, receive_ns);
+  return kOk;
+}
+
+Status dispatch_receive(Comm& c, DispatchOp& op) {
+  const int slot = c.slot_of(op.seq);
+  const Want want{Op::dispatch, Phase::payload, op.seq, op.clock.receive_ns};
+  {
+    Delivery delivery(c, op, slot);
+    const Status status = c.wait(want, [&](int r) { return published(c, r, slot); }, [&] { return delivery.step(); });
+    if (status != kOk) return status;
+    delivery.finish();
+  }
+  record(c, op, slot);
   return give_back(c, op, slot, kOk);
 }
 

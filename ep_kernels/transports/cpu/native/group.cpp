@@ -7,10 +7,13 @@
 // one. Survivors of a lost rank have stopped anywhere. Each publishes its four counters under the new epoch and
 // takes the maximum over all survivors; numbers below it are dead, so no stale word can look like a new one. When a
 // rank passes, every survivor has entered, so nobody reads slots of the old membership any more and all of them are
-// free. Two entries by parity suffice for the same reason as in exchange. A rank that was left out may live and go on
-// reading; `membership`, changed before any slot is written again, tells it (Member::confirm). A barrier reads nothing
-// and does not ask: a rank that leaves in good order meets the others in one, and they may go on before it has
-// returned. Ranks of other hosts cannot read later: what their connection brings is theirs (remote.hpp).
+// free. Two entries by parity suffice for the same reason as in exchange. A connection that one side has lost and the
+// other has not is made anew while they wait (resync's caller does); then each tells its numbers again.
+//
+// A rank that was left out may live and go on reading; `membership`, changed before any slot is written again, tells it
+// (Member::confirm). A barrier reads nothing and does not ask: a rank that leaves in good order meets the others in
+// one, and they may go on before it has returned. Ranks of other hosts cannot read later: what their connection brings
+// is theirs (remote.hpp).
 #include "group.hpp"
 
 #include <algorithm>
@@ -73,25 +76,43 @@ Status wait_for_peer(Member& m, int64_t timeout_ns) {
   }
 }
 
-Status resync(Member& m, uint64_t mask, uint64_t epoch) {
-  const uint64_t tag = epoch + 1;
+// Publishes what this rank knows, and its mask.
+static Status enter(Member& m, uint64_t mask, uint64_t tag) {
   if (const Status status = m.flush(mask, {Op::set_active, Phase::credit, tag}); status != kOk) return status;
   m.activate(mask);
-  Resync& mine = m.own_meeting->resync[m.resyncs++ % 2];
+  Resync& mine = m.own_meeting->resync[++m.resyncs % 2];
   std::copy_n(m.next, 4, mine.counters);
   mine.tag = tag;
   mine.epoch_tag.store(tag, std::memory_order_release);
+  m.entered = tag;
+  m.entered_ns = now_ns();
+  m.has_joined();  // what follows goes over connections that stand
   m.ring_peers();
-  m.tell(Told::resync, int(&mine - m.own_meeting->resync), tag);
+  m.tell(Told::resync, int(m.resyncs % 2), tag);
+  return kOk;
+}
+
+Status resync(Member& m, uint64_t mask, uint64_t epoch, int64_t limit_ns) {
+  const uint64_t tag = epoch + 1;
+  if (m.entered != tag || m.active != mask) {
+    if (const Status status = enter(m, mask, tag); status != kOk) return status;
+  }
   const auto entry = [&](int r) -> const Resync* {
     for (const Resync& e : m.meeting[r]->resync) {
       if (e.epoch_tag.load(std::memory_order_acquire) == tag) return &e;
     }
     return nullptr;
   };
-  const Status status =
-      m.wait({Op::set_active, Phase::arrival, tag}, [&](int r) { return entry(r) ? tag : uint64_t(0); });
+  const auto tell_again = [&] {  // what went over the connection before a new one may be lost
+    if (m.has_joined()) m.tell(Told::resync, int(m.resyncs % 2), tag);
+    return false;
+  };
+  const Want want{Op::set_active, Phase::arrival, tag, m.entered_ns, limit_ns ? now_ns() + limit_ns : 0};
+  const Status status = m.wait(want, [&](int r) { return entry(r) ? tag : uint64_t(0); }, tell_again);
+  if (status == kNothing) return status;
+  m.entered = 0;
   if (status != kOk) return status;
+  tell_again();
   for (uint64_t left = m.peers(); left; left &= left - 1) {
     const Resync* theirs = entry(__builtin_ctzll(left));
     for (int i = 0; i < 4; ++i) m.set_upcoming(Op(i), std::max(m.next[i], theirs->counters[i]));

@@ -9,7 +9,8 @@ Status barrier(Member& m);
 Status exchange(Member& m, const int64_t* words, int64_t* all);
 // Sleeps until a peer is in an exchange that this rank has not entered, or wake(): kOk; kNothing at the timeout.
 Status wait_for_peer(Member& m, int64_t timeout_ns);
-// Agreement of the survivors on the next sequence numbers, under a new epoch and mask.
-Status resync(Member& m, uint64_t mask, uint64_t epoch);
+// Agreement of the survivors on the next sequence numbers, under a new epoch and mask. kNothing: not within `limit_ns`,
+// or a connection has ended; the same call goes on. 0: no limit but the deadline.
+Status resync(Member& m, uint64_t mask, uint64_t epoch, int64_t limit_ns);
 
 }  // namespace cd

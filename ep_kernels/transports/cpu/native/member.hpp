@@ -56,7 +56,7 @@ struct Sample {
 };
 
 struct Clock {
-  int64_t start_ns, send_ns;
+  int64_t start_ns, send_ns, receive_ns;  // when it began, how long the send half took, when the receive half began
 };
 
 // What a wait is for.
@@ -65,6 +65,9 @@ struct Want {
   Phase phase;
   uint64_t seq;
   int64_t since_ns = 0;  // from when the deadline counts; 0: from the first look
+  // From when on the wait ends with kNothing; it does so, too, where a connection has ended that may be made again. 0:
+  // never.
+  int64_t until_ns = 0;
 };
 
 // A wait that may go on over several calls.
@@ -128,6 +131,8 @@ struct Member {
   uint64_t next[4] = {1, 1, 1, 1};  // next sequence number of dispatch (or a collective), combine, barrier, exchange
   uint64_t base[4] = {0, 0, 0, 0};  // numbers up to here belong to an older membership: no credit is owed for them
   uint64_t resyncs = 0;
+  uint64_t entered = 0;    // tag of the set_active that has begun and not ended
+  int64_t entered_ns = 0;
   uint64_t membership = 0;  // as in Meeting
 
   std::atomic<uint32_t> stop{0};   // abort(): every wait ends
@@ -152,6 +157,7 @@ struct Member {
   virtual void forget() {}  // a new membership: credit of the old one is void
   virtual void tell(Told, int, uint64_t) {}
   virtual Status flush(uint64_t, Want) { return kOk; }
+  virtual bool has_joined() { return false; }  // a connection was made since this was asked last
   virtual uint64_t gone_remotes(uint64_t, Want) const { return 0; }
 
   bool is_active(int r) const { return active >> r & 1; }
@@ -247,9 +253,12 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
         const int r = __builtin_ctzll(gone);
         // Whatever it published before it died counts.
         const uint64_t last = seen(r);
-        if (last < want.seq) return fail(want, r, last, is_here(r) ? Why::gone : Why::disconnected, waiting.started);
+        if (last >= want.seq) continue;
+        if (want.until_ns && !is_here(r)) return kNothing;
+        return fail(want, r, last, is_here(r) ? Why::gone : Why::disconnected, waiting.started);
       }
     }
+    if (want.until_ns && now >= want.until_ns) return kNothing;
     sleep_on_bell(bell_before, kSliceNs);
   }
 }

@@ -51,24 +51,34 @@ constexpr bool per_expert(Layout l) { return l == Layout::expert_major || l == L
 
 struct Control {
   Meeting meeting;
-  // In a mirror: (seq << kChunks | bit per chunk of rows that is there), once the slot's head, places and weights are.
-  Word dispatch_arrived[kMaxSlots];
+  // In a mirror: (seq << kChunks | bit per chunk of rows that is there), once all else of the slot is.
+  Word dispatch_arrived[kMaxSlots], combine_arrived[kMaxSlots];
   Word dispatch_published[kMaxSlots], dispatch_consumed[kMaxSlots];
   Word combine_published[kMaxSlots], combine_consumed[kMaxSlots];
 };
 
 enum class Source : int32_t { staged = 0, outputs = 1 };
 
-// Messages of a slot to one other host: those with rows of a dispatch by chunk, all others together.
+// Messages of a slot to one other host: those with rows by chunk, all others together.
 struct Parts {
   int32_t others;
   int32_t rows[kChunks];
 };
 
-// A chunk: the tokens that one bit of `dispatch_arrived` stands for. At least 256 KiB of rows, the last one apart.
+// A chunk: the tokens of one rank that a bit of `arrived` stands for. At least 256 KiB of rows, the last one apart.
 constexpr int64_t chunk_tokens(int64_t tokens, int64_t row_bytes) {
   const int64_t least = ((256 << 10) + row_bytes - 1) / row_bytes, even = (tokens + kChunks - 1) / kChunks;
   return even > least ? even : least;
+}
+
+struct Span {
+  int64_t begin, end;
+};
+
+// Tokens of chunk `i` of so many.
+constexpr Span chunk_of(int64_t tokens, int64_t row_bytes, int i) {
+  const int64_t step = chunk_tokens(tokens, row_bytes), begin = i * step, end = begin + step;
+  return {begin < tokens ? begin : tokens, end < tokens ? end : tokens};
 }
 
 // Head of a dispatch or combine slot; valid once the slot's `published` word carries its sequence number.

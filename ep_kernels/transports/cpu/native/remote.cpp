@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "partials.hpp"
+
 namespace cd {
 namespace {
 
@@ -75,6 +77,32 @@ void for_each_run(const Comm& c, int slot, int lowest, int64_t begin, int64_t en
   }
 }
 
+// Calls fn(rank) for the active ranks of the host of rank `to`: whose partials that host gets.
+template <typename Fn>
+void for_each_source(const Comm& c, int to, Fn fn) {
+  for (uint64_t left = ranks_of(c, c.host[to]); left; left &= left - 1) fn(__builtin_ctzll(left));
+}
+
+// Calls fn(offset in the region, bytes) for the partials of a chunk of each of these sources: rows, then scales.
+template <typename Fn>
+void for_each_partials(const Comm& c, const CombineOp& op, int slot, int to, int chunk, Fn fn) {
+  const Geometry& g = c.g;
+  const uint64_t rows = uint64_t(c.own.c(slot) + c.map.c_rows), scales = uint64_t(c.own.c(slot) + c.map.c_scales);
+  for_each_source(c, to, [&](int s) {
+    const Span span = chunk_of(op.routing.source_tokens[s], c.map.c_row_bytes, chunk);
+    const int32_t* table = c.own.table(slot) + int64_t(s) * g.max_tokens * g.topk;
+    int64_t first = 0, n = 0;  // they follow each other
+    for (int64_t t = span.begin; t < span.end; ++t) {
+      for (int k = 0; k < partials_of_token(c); ++k) {
+        if (const int32_t at = table[t * g.topk + k]; at >= 0 && n++ == 0) first = at;
+      }
+    }
+    if (n == 0) return;
+    fn(rows + uint64_t(first * c.map.c_row_bytes), n * c.map.c_row_bytes);
+    if (c.map.c_scale_bytes) fn(scales + uint64_t(first * c.map.c_scale_bytes), n * c.map.c_scale_bytes);
+  });
+}
+
 // How many messages `post` makes of that.
 int messages_of(const Outbox& box, uint64_t offset, int64_t bytes) {
   int messages = 0;
@@ -121,45 +149,29 @@ Landing* landing_of(Comm& c, Op op, int rank, int slot, uint32_t seq) {
   return &l;
 }
 
-// Whether head and all parts but rows of a dispatch have come.
-bool is_led(const Landing& l, const SlotMeta& meta, const Parts& all) {
-  return l.head && (meta.seq & kSeqMask) == l.seq && l.parts.others == all.others;
-}
-
-// A message of a dispatch. True: readers can go on.
-bool dispatch_came(Comm& c, int rank, Imm kind, int slot, int chunk, uint32_t seq) {
-  Landing* l = landing_of(c, Op::dispatch, rank, slot, seq);
+// A message of a dispatch or combine. True: readers can go on.
+bool slot_came(Comm& c, Op op, int rank, Imm kind, int slot, int chunk, uint32_t seq) {
+  Landing* l = landing_of(c, op, rank, slot, seq);
   if (!l) return false;
-  if (kind == Imm::dispatch_head) l->head = true;
-  if (kind == Imm::dispatch_part) ++l->parts.others;
-  if (kind == Imm::dispatch_rows) ++l->parts.rows[chunk];
+  if (kind == Imm::dispatch_head || kind == Imm::combine_head) l->head = true;
+  if (kind == Imm::dispatch_part || kind == Imm::combine_part) ++l->parts.others;
+  if (kind == Imm::dispatch_rows || kind == Imm::combine_rows) ++l->parts.rows[chunk];
   const RegionView<uint8_t> mirror = mirror_of(c, rank);
-  SlotMeta& meta = *mirror.dispatch_meta(slot);
+  Control& words = mirror.control();
+  const bool out = op == Op::dispatch;
+  SlotMeta& meta = out ? *mirror.dispatch_meta(slot) : *mirror.combine_meta(slot);
   const Parts& all = meta.parts[c.host[c.g.rank]];
-  if (!is_led(*l, meta, all)) return false;
+  if (!l->head || (meta.seq & kSeqMask) != l->seq || l->parts.others != all.others) return false;
   uint64_t here = 0;
   for (int i = 0; i < kChunks; ++i) here |= uint64_t(l->parts.rows[i] == all.rows[i]) << i;
-  Word& word = mirror.control().dispatch_arrived[slot];
+  Word& word = out ? words.dispatch_arrived[slot] : words.combine_arrived[slot];
   const uint64_t now = meta.seq << kChunks | here;
   if (now <= word.v.load(std::memory_order_relaxed)) return false;
   grow(word, now);
   if (here == kAllChunks) {
     meta.published_ns = now_ns();
-    grow(mirror.control().dispatch_published[slot], meta.seq);
+    grow(out ? words.dispatch_published[slot] : words.combine_published[slot], meta.seq);
   }
-  return true;
-}
-
-// The same of a combine.
-bool combine_came(Comm& c, int rank, Imm kind, int slot, uint32_t seq) {
-  Landing* l = landing_of(c, Op::combine, rank, slot, seq);
-  if (!l) return false;
-  kind == Imm::combine_head ? void(l->head = true) : void(++l->parts.others);
-  const RegionView<uint8_t> mirror = mirror_of(c, rank);
-  SlotMeta& meta = *mirror.combine_meta(slot);
-  if (!is_led(*l, meta, meta.parts[c.host[c.g.rank]])) return false;
-  meta.published_ns = now_ns();
-  grow(mirror.control().combine_published[slot], meta.seq);
   return true;
 }
 
@@ -168,16 +180,17 @@ void arrived(Comm& c, int rank, uint32_t imm) {
   const int place = int(imm >> kSeqBits & 0x3ff), slot = place & ((1 << kSlotBits) - 1), chunk = place >> kSlotBits;
   const uint32_t low = imm & kSeqMask;
   Control& words = mirror_of(c, rank).control();
-  if (slot >= c.g.in_flight && (kind < Imm::barrier || kind == Imm::dispatch_rows)) return;
+  if (slot >= c.g.in_flight && (kind < Imm::barrier || kind >= Imm::dispatch_rows)) return;
   switch (kind) {
     case Imm::dispatch_part:
     case Imm::dispatch_head:
     case Imm::dispatch_rows:
-      if (!dispatch_came(c, rank, kind, slot, chunk, low)) return;
+      if (!slot_came(c, Op::dispatch, rank, kind, slot, chunk, low)) return;
       break;
     case Imm::combine_part:
     case Imm::combine_head:
-      if (!combine_came(c, rank, kind, slot, low)) return;
+    case Imm::combine_rows:
+      if (!slot_came(c, Op::combine, rank, kind, slot, chunk, low)) return;
       break;
     case Imm::dispatch_consumed:
       grow(words.dispatch_consumed[slot], whole(low, c.upcoming(Op::dispatch)));
@@ -296,30 +309,39 @@ void send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, int64_t begin
   if (c.num_rails) wake(*c.outbox);
 }
 
-void send_combine(Comm& c, const CombineOp& op, int slot, const int64_t* first) {
+void send_tables(Comm& c, const CombineOp& op, int slot) {
   const Geometry& g = c.g;
   const uint64_t at = uint64_t(c.own.c(slot));
   const uint32_t part = imm_of(Imm::combine_part, slot, op.seq);
   for (int i = 0; i < c.num_rails; ++i) {
-    const int to = c.rails[i], lowest = c.host[to];
-    int parts = 0;
-    const auto send = [&](Kind kind, int64_t offset, int64_t bytes) {
-      if (bytes > 0) parts += post(c, to, kind, at + uint64_t(offset), bytes, part);
-    };
-    for (int s = 0; s < g.ranks; ++s) {
-      if (c.host[s] != lowest || !c.is_active(s)) continue;
-      const int64_t records = int64_t(op.routing.source_tokens[s]) * g.topk * 4;
-      const int64_t begin = int64_t(s) * g.max_tokens * g.topk * 4;
-      const int64_t partials = first[s + 1] - first[s];
-      send(Kind::rows, c.map.c_rows + first[s] * c.map.c_row_bytes, partials * c.map.c_row_bytes);
-      send(Kind::rows, c.map.c_scales + first[s] * c.map.c_scale_bytes, partials * c.map.c_scale_bytes);
-      send(Kind::records, c.map.c_table + begin, records);
-      if (op.row_weights) send(Kind::records, c.map.c_row_weights + begin, records);
+    const int to = c.rails[i];
+    Parts& parts = c.own.combine_meta(slot)->parts[c.host[to]] = {};
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      for_each_partials(c, op, slot, to, chunk, [&](uint64_t offset, int64_t bytes) {
+        parts.rows[chunk] += messages_of(*c.outbox, offset, bytes);
+      });
     }
-    c.own.combine_meta(slot)->parts[lowest].others = parts;
+    const auto for_each_record = [&](auto fn) {
+      for_each_source(c, to, [&](int s) {
+        const uint64_t begin = at + uint64_t(int64_t(s) * g.max_tokens * g.topk * 4);
+        const int64_t bytes = int64_t(op.routing.source_tokens[s]) * g.topk * 4;
+        if (bytes) fn(begin + uint64_t(c.map.c_table), bytes);
+        if (bytes && op.row_weights) fn(begin + uint64_t(c.map.c_row_weights), bytes);
+      });
+    };
+    for_each_record([&](uint64_t offset, int64_t bytes) { parts.others += messages_of(*c.outbox, offset, bytes); });
+    post(c, to, Kind::records, at, head_bytes(g.ranks), imm_of(Imm::combine_head, slot, op.seq));
+    for_each_record([&](uint64_t offset, int64_t bytes) { post(c, to, Kind::records, offset, bytes, part); });
   }
+  if (c.num_rails) wake(*c.outbox);
+}
+
+void send_partials(Comm& c, const CombineOp& op, int slot, int chunk) {
+  const uint32_t imm = imm_of(Imm::combine_rows, chunk << kSlotBits | slot, op.seq);
   for (int i = 0; i < c.num_rails; ++i) {
-    post(c, c.rails[i], Kind::records, at, head_bytes(g.ranks), imm_of(Imm::combine_head, slot, op.seq));
+    for_each_partials(c, op, slot, c.rails[i], chunk, [&](uint64_t offset, int64_t bytes) {
+      post(c, c.rails[i], Kind::rows, offset, bytes, imm);
+    });
   }
   if (c.num_rails) wake(*c.outbox);
 }
@@ -356,6 +378,12 @@ Status Comm::flush(uint64_t mask, Want want) {
   return kOk;
 }
 
+bool Comm::has_joined() {
+  const uint32_t now = joins.load(std::memory_order_acquire), before = joins_seen;
+  joins_seen = now;
+  return now != before;
+}
+
 uint64_t Comm::gone_remotes(uint64_t among, Want want) const {
   uint64_t gone = 0;
   const uint64_t ended_here = down.load(std::memory_order_acquire);
@@ -382,7 +410,8 @@ void on_network(void* context, int32_t rank, NetEvent event, uint64_t value) {
     case NetEvent::up:
       mirror_of(c, rank).control().meeting.gone.v.store(0, std::memory_order_release);
       c.down.fetch_and(~(1ull << rank), std::memory_order_release);
-      return;
+      c.joins.fetch_add(1, std::memory_order_release);
+      return c.ring(c.g.rank);
     case NetEvent::left_out:
       c.left_out[rank].store(value, std::memory_order_release);
       return c.ring(c.g.rank);

@@ -6,9 +6,10 @@
 // rail's proxy stores them when everything that they promise has come, in whatever order, and rings the host's bells.
 //
 // An immediate: kind << 28 | slot << 18 | low bits of the sequence number. A slot is complete when its head has come
-// and as many parts as the head says. Numbers below the one that a slot waits for are stale and dropped. Rows of a
-// dispatch carry their chunk, too, above the slot: a receiver places the rows of a chunk while others are under way, as
-// soon as it knows the places of all.
+// and as many parts as the head says. Numbers below the one that a slot waits for are stale and dropped. Rows carry
+// their chunk, too, above the slot: a receiver places the rows of a chunk of a dispatch while others are under way, as
+// soon as it knows the places of all, and sums the tokens of a chunk of a combine as soon as all ranks' rows of it are
+// here.
 //
 // Example: 2 hosts of 2 ranks. Rank 0 dispatches 4 tokens; 0, 1 and 3 have experts on ranks 2 or 3. It pushes for rank
 // 2, its rail there: the meta (the head, which says 2 other parts and 2 of chunk 0), places, weights, then rows 0-1 and
@@ -31,6 +32,7 @@ enum class Imm : uint32_t {
   exchange = 7,  // slot: parity
   resync = 8,    // slot: index
   dispatch_rows = 9,  // chunk << kSlotBits | slot
+  combine_rows = 10,  // the same
 };
 
 constexpr int kSeqBits = 18;
@@ -46,8 +48,10 @@ void send_word(Comm& c, Imm kind, int slot, uint64_t seq);
 // Head, places and weights, when the slot has them; then each chunk, when the rows of its tokens are staged.
 void send_routes(Comm& c, const DispatchOp& op, int slot);
 void send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, int64_t begin, int64_t end);
-// first [R+1]: where the staged partials of each source begin.
-void send_combine(Comm& c, const CombineOp& op, int slot, const int64_t* first);
+// The same: head and tables (and row weights), which say where partials will lie; then those of each chunk of all
+// sources.
+void send_tables(Comm& c, const CombineOp& op, int slot);
+void send_partials(Comm& c, const CombineOp& op, int slot, int chunk);
 
 // Called by the proxy. context: the Comm.
 void on_network(void* context, int32_t rank, NetEvent event, uint64_t value);

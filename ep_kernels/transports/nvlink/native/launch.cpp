@@ -3,13 +3,12 @@
 // The driver is found by dlopen, its records are declared here as far as a launch needs them: they are part of the
 // driver's ABI, which CUDA 12.0 fixed. Nothing throws and nothing is kept between calls, so threads may launch at
 // once.
+#include "launch.hpp"
+
 #include <dlfcn.h>
 
 #include <atomic>
-#include <cstddef>
-#include <cstdint>
 
-#define CD_API extern "C" __attribute__((visibility("default")))
 #ifndef CD_BUILD_ID
 #define CD_BUILD_ID "unknown"
 #endif
@@ -48,13 +47,16 @@ LaunchFn launch_kernel = nullptr;
 CapturingFn is_capturing = nullptr;
 TextFn error_name = nullptr, error_text = nullptr;
 
-enum Flags : uint32_t { kIsCooperative = 1, kIsOverlapped = 2 };
-
+using ContextFn = int (*)(void** context);
+using QueryFn = int (*)(void* stream);
 using CopyFn = int (*)(uint64_t to, uint64_t from, size_t num_bytes, void* stream);
 using WordFn = int (*)(void* stream, uint64_t address, uint64_t value, unsigned flags);
 constexpr unsigned kGreaterOrEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ; as a write: CU_STREAM_WRITE_VALUE_DEFAULT
 constexpr int kNotSupported = 801;       // CUDA_ERROR_NOT_SUPPORTED
+constexpr int kNotReady = 600;           // CUDA_ERROR_NOT_READY
 
+ContextFn get_context = nullptr;
+QueryFn query_stream = nullptr;
 CopyFn copy_async = nullptr;
 WordFn wait_value = nullptr, write_value = nullptr;
 
@@ -77,6 +79,8 @@ CD_API const char* cd_open(const char* driver) {
   if (!launch || !name || !text) return "it has no cuLaunchKernelEx, so the driver is older than CUDA 12.0";
   launch_kernel = launch;
   is_capturing = reinterpret_cast<CapturingFn>(dlsym(library, "cuStreamIsCapturing"));
+  get_context = reinterpret_cast<ContextFn>(dlsym(library, "cuCtxGetCurrent"));
+  query_stream = reinterpret_cast<QueryFn>(dlsym(library, "cuStreamQuery"));
   copy_async = reinterpret_cast<CopyFn>(dlsym(library, "cuMemcpyAsync"));
   wait_value = reinterpret_cast<WordFn>(dlsym(library, "cuStreamWaitValue64_v2"));
   write_value = reinterpret_cast<WordFn>(dlsym(library, "cuStreamWriteValue64_v2"));
@@ -92,14 +96,6 @@ CD_API const char* cd_error(int status, int described) {
   return text ? text : "";
 }
 
-// A launch of which only stream and arguments are still open. kIsCooperative: all blocks are resident together, or the
-// launch is refused. kIsOverlapped: the grid may be set up while the kernel before it on the stream still runs, and
-// must itself wait for that kernel's end.
-struct Prepared {
-  void* function;
-  uint32_t blocks, threads, shared_bytes, flags;
-};
-
 // The driver's status. `arguments`: addresses of the parameters.
 CD_API int cd_launch(const Prepared* p, void* stream, void** arguments) {
   Attribute attributes[2];
@@ -110,15 +106,27 @@ CD_API int cd_launch(const Prepared* p, void* stream, void** arguments) {
   return launch_kernel(&config, p->function, arguments, nullptr);
 }
 
-constexpr int kCaptured = -1;
-
-// The same for a kernel with one parameter, at this address; kCaptured where a CUDA graph took the launch.
 CD_API int cd_launch_one(const Prepared* p, void* stream, void* argument) {
   const int status = cd_launch(p, stream, &argument);
-  int capturing = 0;
-  if (status || !is_capturing || is_capturing(stream, &capturing)) return status;
-  return capturing ? kCaptured : 0;
+  return status ? status : cd::is_captured(stream) ? kCaptured : 0;
 }
+
+bool cd::is_captured(void* stream) {
+  int capturing = 0;
+  return is_capturing && !is_capturing(stream, &capturing) && capturing;
+}
+
+void* cd::current_context() {
+  void* context = nullptr;
+  if (get_context) get_context(&context);
+  return context;
+}
+
+int cd::copy(uint64_t to, uint64_t from, size_t num_bytes, void* stream) {
+  return copy_async ? copy_async(to, from, num_bytes, stream) : kNotSupported;
+}
+
+bool cd::is_busy(void* stream) { return query_stream && query_stream(stream) == kNotReady; }
 
 // One thing that a stream does. kCopy: `amount` bytes from `from` to `to`. kWait: until the 8 bytes at `to` are
 // `amount` or more, modulo 2^64. kWrite: `amount` into the 8 bytes at `to`, after all that came before.

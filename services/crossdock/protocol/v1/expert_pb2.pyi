@@ -51,7 +51,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., num_layers: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., num_experts: _Optional[int] = ..., hidden_size: _Optional[int] = ..., topk: _Optional[int] = ..., dtype: _Optional[str] = ..., max_tokens_per_step: _Optional[int] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., serving: bool = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("id", "layer", "x", "topk_ids", "topk_weights", "timeout_ms", "cancel", "model")
+    __slots__ = ("id", "layer", "x", "topk_ids", "topk_weights", "timeout_ms", "cancel", "model", "traceparent")
     ID_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     X_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class ForwardRequest(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     id: int
     layer: int
     x: Tensor
@@ -68,7 +69,8 @@ class ForwardRequest(_message.Message):
     timeout_ms: int
     cancel: bool
     model: str
-    def __init__(self, id: _Optional[int] = ..., layer: _Optional[int] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., cancel: bool = ..., model: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, id: _Optional[int] = ..., layer: _Optional[int] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., cancel: bool = ..., model: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
     __slots__ = ("id", "y", "error", "timing")

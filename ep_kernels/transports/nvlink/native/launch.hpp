@@ -1,0 +1,33 @@
+// What one launch needs beside its arguments; found in the driver by `cd_open` (launch.cpp).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#define CD_API extern "C" __attribute__((visibility("default")))
+
+// A launch of which only stream and arguments are still open. kIsCooperative: all blocks are resident together, or the
+// launch is refused. kIsOverlapped: the grid may be set up while the kernel before it on the stream still runs, and
+// must itself wait for that kernel's end.
+struct Prepared {
+  void* function;
+  uint32_t blocks, threads, shared_bytes, flags;
+};
+enum Flags : uint32_t { kIsCooperative = 1, kIsOverlapped = 2 };
+
+constexpr int kCaptured = -1;
+
+// Launch a kernel with one parameter, at this address. The driver's status; kCaptured where a CUDA graph took it.
+CD_API int cd_launch_one(const Prepared* p, void* stream, void* argument);
+
+namespace cd {
+
+// Whether a graph captures the stream; no where the driver cannot say.
+bool is_captured(void* stream);
+// The context that is current on this thread; null where the driver cannot say.
+void* current_context();
+// Bytes between any two memories, in the order of the stream. The driver's status.
+int copy(uint64_t to, uint64_t from, size_t num_bytes, void* stream);
+// Whether the stream still has work. No on any error: whoever asks synchronises next, and hears of it.
+bool is_busy(void* stream);
+
+}  // namespace cd

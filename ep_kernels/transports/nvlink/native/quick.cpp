@@ -1,0 +1,201 @@
+// A plain operation in one call from Python: its arguments are looked at, its record is filled, its kernel launched.
+//
+// "Plain" is what `Plan` says; for anything else the call begins nothing and says None, and the operation takes the
+// long way, which names what is wrong. So no error text is here.
+#include <sched.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "launch.hpp"
+#include "python.hpp"
+
+namespace {
+
+constexpr int kMostDims = 3, kMostTensors = 7, kMostAddresses = 24;
+constexpr int64_t kTokens = -1, kRows = -2;  // instead of a length: that of the operation
+constexpr uint32_t kOptional = 1, kAligned = 2;
+constexpr uint64_t kAlignment = 16;  // bytes, as the copy engine requires
+constexpr int kLook = 256;           // spins between two looks at the watched words
+constexpr int kLookFar = 1 << 16;    // and between two at the stream
+
+python::Interpreter py;
+const python::Exchange* exchange = nullptr;
+python::Object* tensor_type = nullptr;
+
+// What a tensor must be.
+struct Expected {
+  uint32_t dtype, flags;
+  int32_t ndim, pad;
+  int64_t shape[kMostDims];
+};
+
+// A word that ends plain operations: more than `most` in it.
+struct Watch {
+  const volatile uint64_t* word;
+  uint64_t most;
+};
+
+// Where a call finds something, as an address: `offset` from base number `base`.
+struct Place {
+  uint32_t base, pad;
+  uint64_t offset;
+};
+constexpr int kFormer = 1, kTensors = 5;  // bases: 0 = none, those of `State`, those of the tensors
+
+// What a dispatch leaves to operations that follow it; Python keeps it as bytes.
+struct State {
+  uint64_t routing, routing_id, carried, weights;
+  int64_t tokens, rows;
+};
+
+// `QuickPlan` of quick.py.
+struct Plan {
+  Prepared launch;
+  unsigned char* record;   // of the launch, all but what is set below
+  uint64_t num_tokens_at;  // two int32: T, slot
+  uint64_t addresses_at;
+  uint32_t num_addresses, num_tensors;
+  Place addresses[kMostAddresses];
+  Expected tensors[kMostTensors];
+  Place state[4];
+  uint32_t makes_state, takes_state;
+  int64_t most_tokens, rows;  // `rows`: received, where no call knows better; -1 = as the numbers say
+  const Watch* watches;
+  uint64_t num_watches;
+  void* context;                  // which must be current
+  const volatile int64_t* stream; // the only one of all launches so far, which must be the current one
+  int32_t device_type, device_id;
+  uint32_t not_captured, was_captured;
+  volatile int32_t* numbers;  // pinned [2]: num_rows and num_dropped, to be waited for; or null
+  Place numbers_from;
+};
+
+bool is_quiet(const Plan* plan) {
+  for (const Watch* w = plan->watches; w < plan->watches + plan->num_watches; ++w)
+    if (*w->word > w->most) return false;
+  return true;
+}
+
+bool is_contiguous(const python::Tensor& t) {
+  int64_t stride = 1;
+  bool is_dense = true;
+  for (int d = t.ndim - 1; d >= 0; --d) {
+    if (t.shape[d] == 0) return true;
+    if (t.shape[d] != 1 && t.strides && t.strides[d] != stride) is_dense = false;
+    stride *= t.shape[d];
+  }
+  return is_dense;
+}
+
+// Whether an argument is what it must be; then its address.
+bool is_expected(const Plan* plan, const Expected& want, python::Object* given, State* op, uint64_t* address) {
+  *address = 0;
+  if (given == py.none) return want.flags & kOptional;
+  python::Object* type = py.type_of(given);
+  py.drop(type);  // its object keeps it
+  if (type != tensor_type) return false;
+  python::Tensor t;
+  if (exchange->view(given, &t)) return py.clear_error(), false;
+  if (t.dtype != want.dtype || t.ndim != want.ndim || t.device_type != plan->device_type ||
+      t.device_id != plan->device_id)
+    return false;
+  if (op->tokens < 0 && want.shape[0] == kTokens) op->tokens = t.shape[0];  // the first tensor of a new routing
+  for (int d = 0; d < t.ndim; ++d) {
+    const int64_t length = want.shape[d];
+    if (t.shape[d] != (length == kTokens ? op->tokens : length == kRows ? op->rows : length)) return false;
+  }
+  *address = reinterpret_cast<uint64_t>(t.data) + t.byte_offset;
+  return is_contiguous(t) && !((want.flags & kAligned) && *address % kAlignment);
+}
+
+uint64_t at(const uint64_t* bases, const Place& place) { return bases[place.base] + place.offset; }  // base 0 is 0
+
+// Waits until the kernel's numbers are there. False: it may be that they never come.
+bool await(const Plan* plan, void* stream) {
+  for (int spin = 1;; ++spin) {
+    if (plan->numbers[0] >= 0 && plan->numbers[1] >= 0) return true;
+    if (spin % kLook) continue;
+    const bool is_over = !is_quiet(plan) || (spin % kLookFar == 0 && !cd::is_busy(stream));
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (is_over) return plan->numbers[0] >= 0 && plan->numbers[1] >= 0;
+    if (spin % kLookFar == 0) sched_yield();
+  }
+}
+
+// The driver's status; `op->rows` is -1 where numbers were waited for in vain.
+int start(Plan* plan, const uint64_t* bases, void* stream, State* op) {
+  if (plan->numbers) plan->numbers[0] = plan->numbers[1] = -1;
+  int status = cd_launch_one(&plan->launch, stream, plan->record);
+  if (status == kCaptured) plan->was_captured = 1, status = 0;
+  if (status || !plan->numbers) return status;
+  const auto to = reinterpret_cast<uint64_t>(plan->numbers);
+  const auto from = at(bases, plan->numbers_from);
+  const bool have_come = !cd::copy(to, from, 2 * sizeof(int32_t), stream) && await(plan, stream);
+  if (!have_come) op->rows = -1;
+  else if (op->rows < 0) op->rows = plan->numbers[0];
+  return 0;
+}
+
+// (slot, state of a former dispatch or None, tensors...) -> the state as bytes (an integer where none is made), the
+// driver's status where it is not 0, or None.
+python::Object* call(python::Object* self, python::Object* const* given, python::Size count) {
+  auto* plan = static_cast<Plan*>(py.as_pointer(self));
+  python::Object* none = (py.keep(py.none), py.none);
+  if (count != plan->num_tensors + 2 || !is_quiet(plan) || cd::current_context() != plan->context) return none;
+  void* stream = nullptr;
+  if (plan->device_type == python::kCuda && exchange->stream(plan->device_type, plan->device_id, &stream)) {
+    py.clear_error();
+    return none;
+  }
+  if (reinterpret_cast<int64_t>(stream) != *plan->stream) return none;
+  if (plan->not_captured && cd::is_captured(stream)) return none;
+  State op = {0, 0, 0, 0, -1, plan->rows};
+  uint64_t bases[kTensors + kMostTensors] = {};
+  if (plan->takes_state) {
+    const char* former = py.bytes_of(given[1]);
+    if (!former) return py.clear_error(), none;
+    memcpy(&op, former, sizeof(op));
+    memcpy(bases + kFormer, former, 4 * sizeof(uint64_t));
+  }
+  for (uint32_t i = 0; i < plan->num_tensors; ++i)
+    if (!is_expected(plan, plan->tensors[i], given[i + 2], &op, &bases[kTensors + i])) return none;
+  if (op.tokens < 0 || op.tokens > plan->most_tokens) return none;
+  const int32_t numbers[2] = {static_cast<int32_t>(op.tokens), static_cast<int32_t>(py.as_integer(given[0]))};
+  memcpy(plan->record + plan->num_tokens_at, numbers, sizeof(numbers));
+  uint64_t addresses[kMostAddresses];
+  for (uint32_t i = 0; i < plan->num_addresses; ++i) addresses[i] = at(bases, plan->addresses[i]);
+  memcpy(plan->record + plan->addresses_at, addresses, plan->num_addresses * sizeof(uint64_t));
+  void* thread = py.leave();
+  const int status = start(plan, bases, stream, &op);
+  py.enter(thread);
+  py.drop(none);
+  if (status || !plan->makes_state) return py.new_integer(status);
+  uint64_t made[4];
+  for (int i = 0; i < 4; ++i) made[i] = at(bases, plan->state[i]);
+  memcpy(&op, made, sizeof(made));
+  return py.new_bytes(reinterpret_cast<const char*>(&op), sizeof(op));
+}
+
+python::Method method = {"quick", call, python::kFastCall, nullptr};
+
+}  // namespace
+
+CD_API size_t cd_quick_plan_bytes() { return sizeof(Plan); }
+
+// Call first. `offered`: torch's DLPackExchangeAPI; `type`: torch.Tensor. 0, or 1 where Python or torch are not as they
+// are declared here.
+CD_API int cd_quick_open(const python::Exchange* offered, python::Object* type) {
+  if (!py.find() || !offered || offered->major != python::kMajor || !offered->view || !offered->stream) return 1;
+  exchange = offered;
+  tensor_type = type;
+  return 0;
+}
+
+// What calls one plan, for as long as the plan lives. With the GIL.
+CD_API python::Object* cd_quick(Plan* plan) {
+  python::Object* self = py.new_integer(reinterpret_cast<long long>(plan));
+  python::Object* made = py.new_function(&method, self, nullptr, nullptr);
+  py.drop(self);
+  return made;
+}
