@@ -19,6 +19,7 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ import torch
 from benchmarks import facts
 from benchmarks.service.beside import EchoProcess, InProcess, tokens_per_s
 from benchmarks.service.load import Job, LoadProcesses, Measured, Sizes
+from benchmarks.service.rolling import load_checkpoint
 from crossdock.common.config import ControlConfig, WorkerConfig
 from crossdock.demo.models import write_checkpoint
 from crossdock.host.supervisor import Supervisor
@@ -38,6 +40,7 @@ TOKENS, CLIENTS = (1, 8, 128, 1024), (1, 8, 64)
 OPEN_SHARE = 0.6
 """Rate of the open loop, of what the closed loop has reached."""
 FORM_S = 120.0
+ROLLING_CLIENTS, ROLLING_TOKENS, ROLLING_S = 4, 8, 5.0
 PHASES = ("queue", "dispatch", "experts", "combine")
 _HISTOGRAMS = {"queue_duration_seconds": "queue", "request_duration_seconds": "request"}
 _SAMPLE = r"^crossdock_(\w+?)_(sum|count)(\{.*?\})? (\S+)$"
@@ -111,11 +114,15 @@ class Bench:
     ) -> None:
         self.shape, self._folder, self._load, self._arguments = shape, folder / shape, load, arguments
         self._echo_at = echo_at
-        self.sizes, inner = SHAPES[shape]
+        self.sizes = SHAPES[shape][0]
         self._folder.mkdir()
-        self.model = write_checkpoint(
-            "qwen3_moe", self._folder / "model", dtype=torch.bfloat16, num_layers=2, hidden_size=self.sizes.hidden,
-            intermediate_size=inner, num_experts=self.sizes.experts, topk=self.sizes.topk,
+        self.model = self._write("model", seed=0)
+
+    def _write(self, name: str, seed: int) -> Path:
+        sizes, inner = SHAPES[self.shape]
+        return write_checkpoint(
+            "qwen3_moe", self._folder / name, dtype=torch.bfloat16, num_layers=2, hidden_size=sizes.hidden,
+            intermediate_size=inner, num_experts=sizes.experts, topk=sizes.topk, seed=seed,
         )  # fmt: skip
 
     def rows(self) -> Iterator[Row]:
@@ -134,6 +141,8 @@ class Bench:
             for path in ("shared", "grpc"):
                 if path in self._arguments.paths:
                     yield from self._service(path, supervisor.control_address, seconds)
+            if "rolling" in self._arguments.paths:
+                yield from self._rolling(supervisor.control_address)
 
     def _in_process(self, seconds: float) -> Iterator[Row]:
         experts = InProcess(self.model)
@@ -163,6 +172,18 @@ class Bench:
             own, attached = tokens_per_s(self.model, target, path == "shared")
             yield Row(self.shape, "own experts, tokens/s", "", 1, 0, 0, 0, round(own, 1))
             yield Row(self.shape, f"attached by {path}, tokens/s", "", 1, 0, 0, 0, round(attached, 1))
+
+    def _rolling(self, target: str) -> Iterator[Row]:
+        """Calls while nothing happens, and while all layers get the weights of another checkpoint."""
+        other = self._write("other", seed=1)
+        for path, begin in (("rolling: before", None), ("rolling: during", lambda: load_checkpoint(target, other))):
+            job = Job(target, self.sizes, ROLLING_TOKENS, LAYER, ROLLING_CLIENTS, ROLLING_S)
+            with ThreadPoolExecutor(1) as thread:
+                done = thread.submit(begin) if begin is not None else None
+                row = self._measured(path, job)
+                if done is not None:
+                    print(f"all layers have the other checkpoint after {done.result():.2f} s", flush=True)
+            yield row
 
     def _measured(self, path: str, job: Job) -> Row:
         before = Counters(self._pages)
@@ -200,7 +221,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for service.csv and run.json; none: print only")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each case")
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--paths", default="in-process,echo,shared,grpc")
+    parser.add_argument("--paths", default="in-process,echo,shared,grpc,rolling")
     parser.add_argument("--tokens", type=numbers, default=TOKENS)
     parser.add_argument("--clients", type=numbers, default=CLIENTS)
     parser.add_argument("--open", type=int, default=1, help="0: no open loop")

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
+from crossdock.control.expert_reports import Goal, Kind, Move, Report
 from crossdock.control.group_state import Group
-from crossdock.control.placement_manager import Goal, Kind, PlacementManager, Report, _Move
+from crossdock.control.placement_manager import PlacementManager
 from crossdock.control.placement_service import PlacementService, _CachedPlan
 from crossdock.control.plans import Plan
 from crossdock.protocol.v1 import control_pb2 as pb
@@ -59,7 +60,7 @@ class Side:
             self.highest,
             self.tables,
             self.domains,
-            None if self.way is None else _Move(self.way[0], 0.0, self.way[1]),
+            None if self.way is None else Move(self.way[0], 0.0, self.way[1]),
             dict(self.reports),
             frozenset(),
             [] if self.kind is None else [[0.0] * self.kind.num_experts for _ in self.kind.layers],

@@ -8,7 +8,8 @@ import pytest
 
 from crossdock.common.config import PlacementConfig
 from crossdock.control.balancer import copies_of
-from crossdock.control.placement_manager import Kind, PlacementManager, Report
+from crossdock.control.expert_reports import Kind, Report
+from crossdock.control.placement_manager import PlacementManager
 from crossdock.control.plans import Plan, domain_imbalance, total_imbalance
 from crossdock.control.tables import Table
 

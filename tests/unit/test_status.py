@@ -69,6 +69,18 @@ def test_the_ways_of_clients_are_counted() -> None:
     assert [(one["request_buffers"], one["streams"]) for one in told] == [(0, 2), (3, 0)]  # type: ignore[attr-defined]
 
 
+def test_weights_of_another_checkpoint_are_named() -> None:
+    what = view()
+    what.model = "f00d" * 8
+    for member in what.members:
+        member.stats.models.add(fingerprint="f00d" * 8, layers=3)
+    assert "weights:" not in rendered(what)
+    what.members[1].stats.models[0].layers = 1
+    what.members[1].stats.models.add(fingerprint="beef" * 8, layers=2)
+    assert "f00df00df00d in 1 layers, beefbeefbeef in 2 layers" in rendered(what)
+    assert as_dict(what)["members"][1]["models"] == {"f00d" * 8: 1, "beef" * 8: 2}  # type: ignore[index]
+
+
 def test_addresses_in_plain_text_that_other_hosts_reach_are_named() -> None:
     what = view()
     assert sorted(plain_text(what, "127.0.0.1:7400")) == ["a:1", "a:3"]

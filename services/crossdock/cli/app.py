@@ -30,6 +30,7 @@ from crossdock.cli.console import (
     show_json,
 )  # fmt: skip
 from crossdock.cli.doctor import doctor
+from crossdock.cli.load import load as load_checkpoint
 from crossdock.cli.members import cordon, drain, uncordon
 from crossdock.cli.postmortem import postmortem
 from crossdock.cli.top import top
@@ -314,7 +315,7 @@ def memory(
         console().print(regions.as_table(config, hosts))
 
 
-for _command in (doctor, tune, drain, cordon, uncordon, postmortem, top, trace):
+for _command in (doctor, tune, drain, cordon, uncordon, load_checkpoint, postmortem, top, trace):
     app.command()(_command)
 
 

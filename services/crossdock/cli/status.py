@@ -60,7 +60,7 @@ def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: i
         if member.sick
     ]
     out = [Text(_out(one), style="yellow") for one in view.barred]
-    ways = [*_ways(view), *_clients(view)]
+    ways = [*_models(view), *_ways(view), *_clients(view)]
     notes = [*left_out, *ways, *verdict_line(view.verdict), *sick, *out, *reason, *plain_text_warning(exposed)]
     return Group(headline(view, target), Text(), rank_table(view, columns, rows), *notes)
 
@@ -122,6 +122,16 @@ def _clients(view: GroupView) -> list[Text]:
     return [Text(f"clients: {buffers} request buffers (shared memory), {streams} gRPC streams", style="dim")]
 
 
+def _models(view: GroupView) -> list[Text]:
+    """Which checkpoints the layers are of, where it is not the one that the workers were started with."""
+    held = {tuple((one.fingerprint, one.layers) for one in member.stats.models) for member in view.members}
+    held.discard(())
+    if held <= {((view.model, layers),) for each in held for _, layers in each}:
+        return []
+    shown = " | ".join(", ".join(f"{name[:12]} in {layers} layers" for name, layers in each) for each in sorted(held))
+    return [Text(f"weights: {shown} (started with {view.model[:12]})")]
+
+
 def _span(ranks: list[int]) -> str:
     whole = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
     return f"{ranks[0]}-{ranks[-1]}" if whole else ", ".join(map(str, ranks))
@@ -170,6 +180,7 @@ def _member(member: Member) -> dict[str, object]:
         "requests_total": stats.requests_total,
         "steps_total": stats.steps_total,
         "queued_requests": stats.queued_requests,
+        "models": {one.fingerprint: one.layers for one in stats.models},
         "request_buffers": stats.request_buffers,
         "streams": stats.streams,
     }

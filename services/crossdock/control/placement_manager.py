@@ -13,6 +13,10 @@ wrong answer.
 `form` freezes the placement at which an epoch begins (`epoch_goal`): until the epoch serves, every rank must fetch the
 same one. Only a serving epoch gets another goal.
 
+Another checkpoint is loaded in the same way (`load`): tables hold weight ids (checkpoints.py), so a layer that is to
+have other weights is a layer that changes. If such a move fails, or an epoch ends during it, layers may differ; then
+`settle` moves all of them to the checkpoint that is wanted, which is the former one after a failure.
+
 All of this is soft state: after a restart it is restored from the reports. Until all of them agree `version` is 0.
 """
 
@@ -24,61 +28,14 @@ from dataclasses import dataclass, field
 
 from crossdock.common.config import PlacementConfig
 from crossdock.control.balancer import check, filled, first_table
+from crossdock.control.checkpoints import NO_CHECKPOINTS, Checkpoints, experts_of, number_of, weights_of
+from crossdock.control.expert_reports import Goal, Kind, Move, Outcome, Report
 from crossdock.control.plans import Plan, Snapshot
 from crossdock.control.tables import Shape, Table
 
 _MAX_WEIGHT = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """The experts of a model: E, and the numbers of its MoE layers."""
-
-    num_experts: int
-    layers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Expert report of one rank. `layers`: experts by slot, for each MoE layer in order. `rows`: rows computed by each
-    of them since the last report; empty for none."""
-
-    version: int
-    switched: int
-    to_switch: int
-    error: str
-    layers: tuple[tuple[int, ...], ...]
-    rows: tuple[tuple[int, ...], ...]
-
-    @property
-    def done(self) -> bool:
-        """Whether the rank has finished its move."""
-        return self.switched == self.to_switch and not self.error
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """One version of the tables, by layer."""
-
-    version: int
-    tables: tuple[Table, ...]
-
-
-@dataclass(slots=True)
-class _Move:
-    """The current move."""
-
-    before: tuple[Table, ...]
-    began: float
-    rolling_back: bool = False
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How a move ended: result is "done" or "rolled_back"."""
-
-    result: str
-    text: str
+_SETTLE_S = 2.0
+"""Pause between attempts to make all layers have one checkpoint."""
 
 
 @dataclass(slots=True)
@@ -94,6 +51,7 @@ class PlacementManager:
         version: of the current placement or the goal of a move; 0 = unknown. Versions are never reused, for any model.
         epoch_goal: placement of all ranks at the start of the epoch of the last `form`.
         last_change: outcome of the last move, as text.
+        checkpoints: of the group.
     """
 
     config: PlacementConfig
@@ -105,7 +63,7 @@ class PlacementManager:
     _highest: int = 0
     _tables: tuple[Table, ...] = ()
     _domains: tuple[int, ...] = ()
-    _move: _Move | None = None
+    _move: Move | None = None
     _reports: dict[int, Report] = field(default_factory=dict)
     _missing: frozenset[int] = frozenset()
     """Inactive ranks of the recovered group, until the group re-forms."""
@@ -114,6 +72,9 @@ class PlacementManager:
     _decayed_at: float = 0.0
     _counting_since: float = math.inf
     _searched_at: float = -math.inf
+    checkpoints: Checkpoints = NO_CHECKPOINTS
+    _settled_at: float = -math.inf
+    _apart_since: float = math.inf
 
     # The group.
 
@@ -146,13 +107,15 @@ class PlacementManager:
         known = max([self._highest, *(report.version for report in self._reports.values())])
         shape = self.shape
         if not reached or any(_slots(table) != shape.num_slots for table in reached):
-            reached = (first_table(shape, self.config.min_copies),) * len(self.kind.layers)
+            first = first_table(shape, self.config.min_copies)
+            reached = (weights_of(first, shape.num_experts, self.checkpoints.settled),) * len(self.kind.layers)
         if reached != self._tables or self._move is not None or not self.version:
             self._set_goal(known + 1, reached)
         self._missing = frozenset()
         self.epoch_goal = Goal(self.version, self._tables)
         if self._move is not None:
-            self.last_change = "rolled back: the epoch ended during the move"
+            again = self.checkpoints.wanted != self.checkpoints.settled
+            self.last_change = f"{'loading again' if again else 'rolled back'}: the epoch ended during the move"
         self._move = None
         self._reports.clear()
 
@@ -182,10 +145,11 @@ class PlacementManager:
         self._decay(now)
         for load, held, rows in zip(self._loads, report.layers, report.rows, strict=True):
             for expert, count in zip(held, rows, strict=False):
-                load[expert] += count * self._weight
+                load[expert % len(load)] += count * self._weight
         self._reports[rank] = report
         if self._move is None:
             self._adopt()
+            self._take_over(now)
             return None
         return self._follow(rank, report, now)
 
@@ -243,18 +207,64 @@ class PlacementManager:
             return None
         slots = sum(len(held) for held in self._tables[0])
         shape = Shape(self.kind.num_experts, slots, self._domains)
-        return Snapshot(self.version, shape, self._tables, self.rows_per_s(now), self.config.min_copies)
+        tables = tuple(experts_of(table, shape.num_experts) for table in self._tables)
+        return Snapshot(self.version, shape, tables, self.rows_per_s(now), self.config.min_copies)
 
     def start(self, plan: Plan, now: float) -> bool:
         """Start a move. False if the plan is outdated or moves nothing."""
         if plan.base != self.version or self.is_moving or not plan.moves:
             return False
-        self._move = _Move(self._tables, now)
-        self._set_goal(self._highest + 1, plan.after)
+        assert self.kind is not None
+        size = self.kind.num_experts
+        after = [weights_of(table, size, number) for table, number in zip(plan.after, self.numbers, strict=True)]
+        self._move = Move(self._tables, now)
+        self._set_goal(self._highest + 1, tuple(after))
         self.last_change = (
             f"moving {plan.moves} copies: imbalance {plan.imbalance:.3f}, then {plan.imbalance_after:.3f}"
         )
         return True
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Number of each layer's checkpoint, by the goal."""
+        size = self.kind.num_experts if self.kind is not None else 1
+        return tuple(number_of(table, size) for table in self._tables)
+
+    def learn(self, checkpoints: Checkpoints) -> None:
+        """A member knows these: the newest are right."""
+        if checkpoints.version > self.checkpoints.version:
+            self.checkpoints = checkpoints
+
+    def load(self, path: str, fingerprint: str, now: float) -> int:
+        """Start to load another checkpoint in every layer; its number."""
+        self.checkpoints = self.checkpoints.with_next(path, fingerprint, self._highest + 1)
+        self._move_to_wanted(now)
+        self.last_change = f"loading {path}"
+        return self.checkpoints.wanted
+
+    def settle(self, now: float) -> bool:
+        """Make all layers of a complete, serving group have the wanted checkpoint. True: there is another goal."""
+        known = self.checkpoints
+        if not self.version or self.is_moving:
+            return False
+        if set(self.numbers) == {known.wanted}:
+            if known.settled == known.wanted:
+                return False
+            self.checkpoints = known.arrived(self._highest + 1)
+            self._set_goal(self._highest + 1, self._tables)  # nothing changes but what the workers know
+            self.last_change = self.last_change or "loaded"
+            return True
+        if now - self._settled_at < _SETTLE_S:
+            return False
+        self._settled_at = now
+        self._move_to_wanted(now)
+        return True
+
+    def _move_to_wanted(self, now: float) -> None:
+        assert self.kind is not None
+        self._move = Move(self._tables, now, loading=True)
+        goal = [weights_of(table, self.kind.num_experts, self.checkpoints.wanted) for table in self._tables]
+        self._set_goal(self._highest + 1, tuple(goal))
 
     def is_worth_it(self, plan: Plan) -> bool:
         """Whether a plan gains enough for an automatic move."""
@@ -262,7 +272,10 @@ class PlacementManager:
 
     def expire(self, now: float) -> Outcome | None:
         """Roll back a move that has timed out."""
-        if self._move is None or now - self._move.began < self.config.move_timeout_s:
+        if self._move is None:
+            return None
+        times = len(self._tables) if self._move.loading else 1
+        if now - self._move.began < times * self.config.move_timeout_s:
             return None
         late = [str(rank) for rank in range(self.world_size) if not self._is_done(rank)]
         return self._roll_back(f"ranks {', '.join(late)} took longer than {self.config.move_timeout_s:g} s", now)
@@ -273,11 +286,11 @@ class PlacementManager:
             return self._roll_back(f"rank {rank}: {report.error}", now)
         if not all(self._is_done(each) for each in range(self.world_size)):
             return None
-        took_s, rolling_back, self._move = now - self._move.began, self._move.rolling_back, None
+        took_s, move, self._move = now - self._move.began, self._move, None
         self._adopt()
-        if rolling_back:
-            return None
-        self.last_change = f"moved in {took_s:.1f} s"
+        if move.rolling_back or (move.loading and self.checkpoints.wanted == self.checkpoints.settled):
+            return None  # `last_change` says why it was rolled back
+        self.last_change = f"{'loaded' if move.loading else 'moved'} in {took_s:.1f} s"
         return Outcome("done", self.last_change)
 
     def _roll_back(self, why: str, now: float) -> Outcome | None:
@@ -287,7 +300,9 @@ class PlacementManager:
             self._move = None
             return None
         reached = self._reached()
-        self._move = _Move(reached, now, rolling_back=True)
+        if self._move.loading:
+            self.checkpoints = self.checkpoints.given_up(self._highest + 1)
+        self._move = Move(reached, now, rolling_back=True)
         self._set_goal(self._highest + 1, reached)
         self.last_change = f"rolled back: {why}"
         return Outcome("rolled_back", self.last_change)
@@ -317,15 +332,35 @@ class PlacementManager:
             return
         if done[0].version < self.version or not self._domains:
             return
-        tables = tuple(self._table_of(number) for number in range(len(self.kind.layers)))
-        if tables == self._tables and done[0].version == self.version:
+        tables = self._held()
+        if tables and (tables != self._tables or done[0].version != self.version):
+            self._set_goal(done[0].version, tables)
+
+    def _take_over(self, now: float) -> None:
+        """After a restart, if the ranks do not come to agree since some heard of a move and others did not: what they
+        hold becomes a new goal for all."""
+        expected = self.world_size - len(self._missing)
+        if self.version or self.kind is None or len(self._reports) < expected or not self._domains:
+            self._apart_since = math.inf
             return
+        self._apart_since = min(self._apart_since, now)
+        if now - self._apart_since >= _SETTLE_S and (tables := self._held()):
+            known = max(self._highest, *(report.version for report in self._reports.values()))
+            self._move = Move(tables, now, rolling_back=True)
+            self._set_goal(known + 1, tables)
+
+    def _held(self) -> tuple[Table, ...]:
+        """What all ranks hold; empty if it is no valid table (they switched between two reports)."""
+        assert self.kind is not None
+        tables, size = tuple(self._table_of(number) for number in range(len(self.kind.layers))), self.kind.num_experts
         try:
             for table in tables:
-                check(table, Shape(self.kind.num_experts, _slots(table), self._domains))
+                check(experts_of(table, size), Shape(size, _slots(table), self._domains))
+                if weights_of(table, size, number_of(table, size)) != table:
+                    return ()
         except ValueError:
-            return
-        self._set_goal(done[0].version, tables)
+            return ()
+        return tables
 
     def _set_goal(self, version: int, tables: tuple[Table, ...]) -> None:
         self.version, self._tables, self._highest = version, tables, max(version, self._highest)
@@ -334,7 +369,11 @@ class PlacementManager:
         held = [
             None if rank in self._missing else self._reports[rank].layers[number] for rank in range(self.world_size)
         ]
-        return filled(held, self.shape) if self._missing else tuple(one for one in held if one is not None)
+        if not self._missing:
+            return tuple(one for one in held if one is not None)
+        size, known = self.shape.num_experts, tuple(one for one in held if one is not None)
+        experts = [None if one is None else experts_of((one,), size)[0] for one in held]
+        return weights_of(filled(experts, self.shape), size, number_of(known, size))
 
     def _decay(self, now: float) -> None:
         """Decay former counts relative to new ones, which get the growing factor `_weight`."""

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from crossdock.common import log as logs
 from crossdock.common import rpc
@@ -16,8 +16,17 @@ from crossdock.common.metrics import ControlMetrics
 from crossdock.common.tasks import background
 from crossdock.control import views
 from crossdock.control.balancer import imbalance
+from crossdock.control.checkpoints import (
+    MAX_CHARS,
+    MAX_NUMBER,
+    Checkpoints,
+    experts_of,
+    number_of,
+    weights_of,
+)
+from crossdock.control.expert_reports import Goal, Kind, Outcome, Report
 from crossdock.control.group_state import Group, Phase
-from crossdock.control.placement_manager import Goal, Kind, Outcome, PlacementManager, Report
+from crossdock.control.placement_manager import PlacementManager
 from crossdock.control.plans import Plan, Snapshot, domain_imbalance, rank_shares
 from crossdock.control.tables import Table
 from crossdock.protocol.v1 import control_pb2 as pb
@@ -93,10 +102,15 @@ class PlacementService:
             raise rpc.InvalidArgument(str(error)) from None
         return kind
 
-    def set_kind(self, kind: Kind | None) -> None:
-        """Set the model of a registered worker."""
+    def set_kind(self, kind: Kind | None, checkpoints: Checkpoints | None = None) -> None:
+        """Set the model of a registered worker, and what it knows of checkpoints."""
         if kind is not None:
             self._manager.set_kind(kind)
+            self._manager.learn(checkpoints or Checkpoints())
+
+    def checkpoints_of(self, message: pb.RegisterRequest | pb.ExpertReport) -> Checkpoints:
+        """What a worker knows of checkpoints. Raises InvalidArgument."""
+        return Checkpoints.parse(message.checkpoints, views.greatest(self.version or None, time.time()))
 
     def group_changed(self, before: Group, after: Group) -> None:
         """Update the placement; called before watchers are notified."""
@@ -129,13 +143,19 @@ class PlacementService:
             self._manager.check_report(member.rank, report)
         except ValueError as wrong:
             raise rpc.InvalidArgument(str(wrong)) from None
-        return member.rank, report
+        numbers, size = [layer.checkpoint for layer in message.layers], self._manager.kind.num_experts
+        if max(numbers, default=0) >= MAX_NUMBER:
+            raise rpc.InvalidArgument(f"experts.layers.checkpoint: expected < {MAX_NUMBER}, got {max(numbers)}")
+        known = self.checkpoints_of(message)
+        weights = tuple(weights_of((one,), size, number)[0] for one, number in zip(held, numbers, strict=True))
+        return member.rank, replace(report, layers=weights, checkpoints=known)
 
     def record_report(self, epoch: int, rank: int, report: Report) -> None:
         """Record a checked report of `epoch`, unless its heartbeat has ended that epoch."""
         group = self._group()
         if group.phase is not Phase.SERVING or group.epoch != epoch:
             return
+        self._manager.learn(report.checkpoints)
         before = self.version
         self._publish(self._manager.record_report(rank, report, self._clock()), before)
 
@@ -143,6 +163,10 @@ class PlacementService:
         """Advance time."""
         now, before = self._clock(), self.version
         self._publish(self._manager.expire(now), before)
+        if not self._obstacle(self._group().epoch) and self._manager.settle(now):
+            log.info("checkpoint", placement=self.version, wanted=self._manager.checkpoints.wanted)
+            self._metrics.placement_version.set(self.version)
+            self._announce()
         if serving and self._manager.is_due(now) and (self._rebalance_task is None or self._rebalance_task.done()):
             self._rebalance_task = background(self._rebalance_if_worth(), "placement planning")
 
@@ -156,8 +180,10 @@ class PlacementService:
         if request.epoch != group.epoch or goal is None:
             raise rpc.FailedPrecondition(f"placement: expected one of epoch {group.epoch}, got {request.epoch}")
         response = pb.PlacementResponse(version=goal.version, num_slots=len(_row(goal.tables[0])))
+        size = manager.kind.num_experts if manager.kind is not None else 1
         for table in goal.tables:
-            response.layers.add(experts=_row(table))
+            response.layers.add(experts=_row(experts_of(table, size)), checkpoint=number_of(table, size))
+        response.checkpoints.CopyFrom(manager.checkpoints.message())
         return response
 
     def stop(self) -> None:
@@ -165,6 +191,24 @@ class PlacementService:
         self._stopped = True
         if self._rebalance_task is not None:
             self._rebalance_task.cancel()
+
+    def load(self, request: pb.LoadRequest) -> pb.LoadResponse:
+        """Start to load another checkpoint. Raises FailedPrecondition, InvalidArgument."""
+        if why := self._obstacle(self._group().epoch):
+            raise rpc.FailedPrecondition(f"load: {why}")
+        if (
+            not request.path
+            or not request.fingerprint
+            or max(map(len, (request.path, request.fingerprint))) > MAX_CHARS
+        ):
+            raise rpc.InvalidArgument(f"path, fingerprint: expected texts of 1..{MAX_CHARS} characters")
+        if not (request.path + request.fingerprint).isprintable():
+            raise rpc.InvalidArgument("path, fingerprint: expected printable characters")
+        number = self._manager.load(request.path, request.fingerprint, self._clock())
+        self._metrics.placement_version.set(self.version)
+        log.info("loading started", placement=self.version, checkpoint=number, path=request.path)
+        self._announce()
+        return pb.LoadResponse(version=self.version, number=number, layers=len(self._manager.tables))
 
     async def rebalance(self) -> pb.RebalanceResponse:
         """Make a plan and start it. Raises FailedPrecondition."""
@@ -194,6 +238,7 @@ class PlacementService:
         response = pb.ExpertsResponse(
             version=self.version, world_size=manager.world_size, last_change=manager.last_change
         )
+        response.checkpoints.CopyFrom(manager.checkpoints.message())
         if manager.kind is None or not self.version:
             return response
         response.layers_switched, response.layers_moving = manager.moving

@@ -122,9 +122,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         views.check_incarnation(request.worker.incarnation, time.time_ns())
         self._keys.check(request.worker, context)
         event = views.register_event(request, self._limits, self._max_epoch(), self._labels().get(host.hostname))
-        kind = self._experts.kind_of(request)
+        kind, known = self._experts.kind_of(request), self._experts.checkpoints_of(request)
         response = pb.RegisterResponse(lease_s=self._group.settings.lease_s)
-        if not self._admit(event, request, response, lambda: self._experts.set_kind(kind)):
+        if not self._admit(event, request, response, lambda: self._experts.set_kind(kind, known)):
             return response
         self._keys.bind(request.worker, context)
         host.DiscardUnknownFields()
@@ -220,6 +220,10 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceResponse:
         """Move experts now."""
         return await self._experts.rebalance()
+
+    async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:
+        """Load another checkpoint now."""
+        return self._experts.load(request)
 
     async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:
         """Bar workers from registering again; with `drain`, the answers to their heartbeats ask them to leave."""

@@ -7,7 +7,7 @@ Nothing is checked again later: a rank that fails alone in the middle of a step 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import grpc
@@ -39,10 +39,12 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class RequestValidator:
-    """Checks requests for one model, served in `dtype`."""
+    """Checks requests for one model, served in `dtype`. `fingerprints`: of the checkpoints that its layers are of;
+    None: the model's own."""
 
     spec: ModelSpec
     dtype: torch.dtype
+    fingerprints: Callable[[], Collection[str]] | None = None
 
     def validate(
         self,
@@ -59,9 +61,11 @@ class RequestValidator:
                 copied before they are checked.
         """
         spec = self.spec
-        if request.model and request.model != spec.fingerprint:
-            message = f"model: expected {spec.fingerprint}, got {request.model[:64]}"
-            raise Refused(Failure(grpc.StatusCode.FAILED_PRECONDITION, message))
+        if request.model:
+            known = self.fingerprints() if self.fingerprints is not None else (spec.fingerprint,)
+            if request.model not in known:
+                message = f"model: expected {' or '.join(sorted(known))}, got {request.model[:64]}"
+                raise Refused(Failure(grpc.StatusCode.FAILED_PRECONDITION, message))
         if request.layer not in spec.moe_layers:
             raise _invalid(f"layer: expected one of {_ranges(spec.moe_layers)}, got {request.layer}")
         try:

@@ -182,6 +182,7 @@ class ControlPlaneClient:
                 "Placement", request, self._group_call_s, retry_s=self._group_call_s
             )
             if stream == self._num_streams:
+                self._registration.checkpoints.CopyFrom(answer.checkpoints)  # for whatever leader comes next
                 return answer
 
     def serving(self, epoch: int) -> None:

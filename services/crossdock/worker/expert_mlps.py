@@ -55,6 +55,7 @@ class ExpertMLPs:
         num_experts: L.
         num_bytes: bytes of weights held.
         ids: per layer the logical expert of each slot.
+        checkpoints: per layer the number of the checkpoint that its weights are of.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ExpertMLPs:
         self._format, self._device = first.format, first.data.device
         self.num_experts = first.data.shape[0]
         self.ids = dict.fromkeys(weights, tuple(range(self.num_experts))) if ids is None else dict(ids)
+        self.checkpoints = dict.fromkeys(weights, 0)
         self.num_bytes = sum(stack.num_bytes for pair in weights.values() for stack in pair)
         plain = self._format.kind == "float"
         aligned = all(stack.columns * dtype.itemsize % 16 == 0 for stack in (first, down))
@@ -97,7 +99,7 @@ class ExpertMLPs:
 
     @staticmethod
     def load(
-        checkpoint: Checkpoint,
+        checkpoint: Checkpoint | Mapping[int, Checkpoint],
         expert_ids: Sequence[int] | Mapping[int, Sequence[int]],
         *,
         dtype: torch.dtype,
@@ -108,7 +110,7 @@ class ExpertMLPs:
         """Read these experts of every MoE layer, and no others, one at a time: peak memory is what is held, plus one.
 
         Args:
-            checkpoint: an opened checkpoint.
+            checkpoint: an opened checkpoint; for all layers, or by layer, all of one shape.
             expert_ids: logical expert id of each local slot, in slot order; for all layers, or by layer.
             dtype: float32 | bfloat16 | float16, of float weights and of products.
             widen: make floats of quantised weights here, instead of in each step.
@@ -119,30 +121,38 @@ class ExpertMLPs:
             CheckpointError: unreadable weights.
             ValueError: no expert_ids, or one out of range.
         """
-        spec = checkpoint.spec
+        some = next(iter(checkpoint.values())) if isinstance(checkpoint, Mapping) else checkpoint
+        spec, of = some.spec, checkpoint if isinstance(checkpoint, Mapping) else {}
         ids = _by_layer(expert_ids, spec.moe_layers)
-        reader = _Reader(checkpoint, (dtype, widen), device, sum(len(row) for row in ids.values()), progress)
-        weights = {layer: reader.layer(layer, row) for layer, row in ids.items()}
+        reader = _Reader(some, (dtype, widen), device, sum(len(row) for row in ids.values()), progress)
+        weights = {layer: reader.layer(layer, row, of=of.get(layer)) for layer, row in ids.items()}
         return ExpertMLPs(weights, spec.gating, dtype, ids)
 
     def stage(
-        self, checkpoint: Checkpoint, layer: int, expert_ids: Sequence[int], progress: Progress | None = None
+        self,
+        checkpoint: Checkpoint,
+        layer: int,
+        expert_ids: Sequence[int],
+        progress: Progress | None = None,
+        *,
+        number: int = 0,
     ) -> Weights:
-        """Weights of a layer for other experts than are held: those that are held are copied, the others are read.
-        Changes nothing here; `replace` takes them.
+        """Weights of a layer for other experts than are held, or of another checkpoint: those that are held are copied,
+        the others are read. Changes nothing here; `replace` takes them.
 
-        Args, Raises: as `load`; as many expert_ids as there are slots.
+        Args, Raises: as `load`; as many expert_ids as there are slots; number: of the checkpoint.
         """
         if len(expert_ids) != self.num_experts:
             raise ValueError(f"expert_ids: expected {self.num_experts} of them, got {len(expert_ids)}")
-        fresh = len(set(expert_ids) - set(self.ids[layer]))
+        same = number == self.checkpoints[layer]
+        known, weights = (self.ids[layer], self._weights[layer]) if same else ((), None)
         held = self.dtype, self._format.kind == "float"
-        reader = _Reader(checkpoint, held, self._device, fresh, progress)
-        return reader.layer(layer, expert_ids, self.ids[layer], self._weights[layer])
+        reader = _Reader(checkpoint, held, self._device, len(set(expert_ids) - set(known)), progress)
+        return reader.layer(layer, expert_ids, known, weights)
 
-    def replace(self, layer: int, expert_ids: Sequence[int], first: Stack, down: Stack) -> None:
-        """Hold other weights for a layer, of the same shapes. Not while a step uses it."""
-        self._weights[layer] = first, down
+    def replace(self, layer: int, expert_ids: Sequence[int], first: Stack, down: Stack, *, checkpoint: int = 0) -> None:
+        """Hold other weights for a layer, of the same shapes. Not while a step uses it. checkpoint: its number."""
+        self._weights[layer], self.checkpoints[layer] = (first, down), checkpoint
         self.ids[layer] = tuple(expert_ids)
 
     @torch.no_grad()
@@ -330,10 +340,15 @@ class _Reader:
         self._bytes_of_one, self._num_done, self._num = expert_bytes(checkpoint, *held), 0, num_experts
 
     def layer(
-        self, layer: int, ids: Sequence[int], held: Sequence[int] = (), weights: Weights | None = None
+        self,
+        layer: int,
+        ids: Sequence[int],
+        held: Sequence[int] = (),
+        weights: Weights | None = None,
+        of: Checkpoint | None = None,
     ) -> Weights:
-        """The experts `ids` by slot; those among `held` are copied out of `weights`."""
-        spec = self._checkpoint.spec
+        """The experts `ids` by slot; those among `held` are copied out of `weights`. of: read from this one instead."""
+        spec, checkpoint = self._checkpoint.spec, of or self._checkpoint
         if not ids or not all(0 <= expert < spec.num_experts for expert in ids):
             raise ValueError(f"expert_ids: expected some in 0..{spec.num_experts - 1}, got {list(ids)}")
         first, down = self._checkpoint.stacks(len(ids), self._held[0], self._device, widen=self._held[1])
@@ -342,7 +357,7 @@ class _Reader:
                 for target, source in zip((first, down), weights, strict=True):
                     target[slot].copy_(source[held.index(expert)])
                 continue
-            self._checkpoint.read_expert(layer, expert, first[slot], down[slot])
+            checkpoint.read_expert(layer, expert, first[slot], down[slot])
             self._num_done += 1
             if self._progress is not None:
                 self._progress(self._num_done * self._bytes_of_one, self._num * self._bytes_of_one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from crossdock.common import log, rpc
 from crossdock.common.tasks import log_failure
@@ -75,6 +76,14 @@ class ExpertMover:
                 held.rows.extend(counts)
         return report
 
+    def fingerprints(self) -> dict[str, int]:
+        """Number of layers by the fingerprint of their checkpoint; while this rank does not serve, of what it loaded
+        at its start."""
+        spec, tables = self._model.spec, self._tables
+        weights = tables.weights() if tables is not None else ()
+        found = Counter(each.fingerprint or spec.fingerprint for each in weights)
+        return dict(found) or {spec.fingerprint: len(spec.moe_layers)}
+
     async def _set_target(self, seat: Seat, tables: ExpertTables) -> None:
         try:
             placement = await self.fetch(seat)
@@ -102,4 +111,5 @@ class ExpertMover:
             self._engine.wake()
 
     def _load_layer(self, tables: ExpertTables, task: LoadTask) -> None:
-        tables.stage(task, self._model.stage(task.layer, task.ids, lambda done, total: tables.check(task)))
+        weights = self._model.stage(task.layer, task.ids, lambda done, total: tables.check(task), task.weights)
+        tables.stage(task, weights)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from crossdock.common import log
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.expert_mlps import ExpertMLPs, Weights
-from crossdock.worker.placement import Placement, SlotMap
+from crossdock.worker.placement import FROM_CONFIG, Placement, SlotMap, WeightsOf
 
 _log = log.get(__name__)
 
@@ -37,11 +37,12 @@ class MoveCancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadTask:
-    """Experts to load: `ids` of this rank, by slot, for `layer`."""
+    """Experts to load: `ids` of this rank, by slot, for `layer`, with the weights of a checkpoint."""
 
     version: int
     layer: int
     ids: tuple[int, ...]
+    weights: WeightsOf = FROM_CONFIG
 
 
 class ExpertTables:
@@ -67,6 +68,7 @@ class ExpertTables:
     ) -> None:
         self._num_experts, self._rank, self._experts, self._on_switch = num_experts, rank, experts, on_switch
         self._rows = dict(placement.layers)
+        self._weights = {layer: placement.weights(layer) for layer in placement.layers}
         self._live = placement.live_slots(mask) if mask is not None else None
         self._routes = {layer: SlotMap(row, num_experts, self._live) for layer, row in self._rows.items()}
         self._target, self._newest = placement, placement
@@ -108,8 +110,19 @@ class ExpertTables:
             if self._newest is not self._target:  # not in effect yet, but a new leader must not reuse its version
                 report = control_pb2.ExpertReport(version=self._newest.version, to_switch=1)
             for layer in self._rows:
-                report.layers.add(experts=self._held(layer))
+                report.layers.add(experts=self._held(layer), checkpoint=self._weights[layer].number)
+            report.checkpoints.CopyFrom(self._newest.refs)
             return report
+
+    def weights(self) -> tuple[WeightsOf, ...]:
+        """Whose weights each layer has now."""
+        with self._changed:
+            return tuple(self._weights.values())
+
+    @property
+    def checkpoints(self) -> control_pb2.Checkpoints:
+        """As last told by the control plane."""
+        return self._newest.refs
 
     def has_pending_change(self) -> bool:
         """Whether the next progress word will differ from the last one."""
@@ -124,7 +137,8 @@ class ExpertTables:
             if self._closed:
                 raise MoveCancelled
             layer = self._changed_layers[self._switched]
-            return LoadTask(self._target.version, layer, self._target.of_rank(layer, self._rank))
+            weights = self._target.weights(layer)
+            return LoadTask(self._target.version, layer, self._target.of_rank(layer, self._rank), weights)
 
     def check(self, task: LoadTask) -> None:
         """Raise MoveCancelled if the task is obsolete."""
@@ -174,7 +188,11 @@ class ExpertTables:
 
     def _start(self, placement: Placement) -> None:
         self._target, self._staged, self._error, self._switched = placement, None, "", 0
-        self._changed_layers = tuple(layer for layer, row in placement.layers.items() if row != self._rows[layer])
+        self._changed_layers = tuple(
+            layer
+            for layer, row in placement.layers.items()
+            if row != self._rows[layer] or placement.weights(layer) != self._weights[layer]
+        )
         _log.info("move started", placement=placement.version, layers=len(self._changed_layers))
         self._changed.notify_all()
 
@@ -182,10 +200,11 @@ class ExpertTables:
         assert self._staged is not None
         begun_ns, layer = time.monotonic_ns(), self._changed_layers[self._switched]
         (weights, route), self._staged = self._staged, None
-        before = self._held(layer)
+        before = self._held(layer) if self._weights[layer] == self._target.weights(layer) else ()
         self._rows[layer], self._routes[layer] = self._target.layers[layer], route
+        self._weights[layer] = self._target.weights(layer)
         if self._experts is not None and weights is not None:
-            self._experts.replace(layer, self._held(layer), *weights)
+            self._experts.replace(layer, self._held(layer), *weights, checkpoint=self._weights[layer].number)
         self._switched += 1
         self._changed.notify_all()
         self._on_switch(len(set(self._held(layer)) - set(before)), time.monotonic_ns() - begun_ns)

@@ -14,7 +14,8 @@ from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.data_network import network_of, with_device
 from crossdock.worker.expert_mlps import ExpertMLPs, Weights
 from crossdock.worker.grouped.support import compile_into
-from crossdock.worker.placement import Placement
+from crossdock.worker.open_checkpoints import OpenCheckpoints
+from crossdock.worker.placement import FROM_CONFIG, Placement, WeightsOf
 from crossdock.worker.room import DTYPES, check_room
 from crossdock.worker.seat import ControlGroup
 from ep_kernels import Capabilities, CombineOrder, Layout, Mode, MoECommunicator, MoEConfig, Overflow
@@ -47,6 +48,7 @@ class Model:
 
     def __init__(self, config: WorkerConfig, checkpoint: Checkpoint) -> None:
         self._config, self._checkpoint, self.spec = config, checkpoint, checkpoint.spec
+        self._checkpoints = OpenCheckpoints(checkpoint)
         self.dtype = DTYPES[config.dtype] if config.dtype else checkpoint.spec.dtype
         self._crossover: int | None = config.ll_max_tokens
         self._network = network_of(config)
@@ -83,38 +85,56 @@ class Model:
         num_slots = len(ids[self.spec.moe_layers[0]])
         if self._experts is not None and self._experts.num_experts == num_slots:
             for layer, row in ids.items():
-                if self._experts.ids[layer] != row:
-                    self._experts.replace(layer, row, *self._stage(self._experts, layer, row, progress))
+                weights = placement.weights(layer)
+                staged = self.stage(layer, row, progress, weights)
+                if staged is not None:
+                    self._experts.replace(layer, row, *staged, checkpoint=weights.number)
             return self._experts
         self._experts = None  # two sets might not fit
         if num_slots:
-            check_room(self._checkpoint, num_slots, self.device, self._held_dtype, widen=self._widen)
-            with self._room(num_slots):
-                self._experts = ExpertMLPs.load(
-                    self._checkpoint,
-                    ids,
-                    dtype=self._held_dtype,
-                    widen=self._widen,
-                    device=self.device,
-                    progress=progress,
-                )
+            self._experts = self._load_all(placement, ids, num_slots, progress)
         return self._experts
 
-    def stage(self, layer: int, ids: Sequence[int], progress: Callable[[int, int], None]) -> Weights | None:
-        """Weights of one layer for other experts than are loaded; None: they are these. Blocks; not beside `load`.
+    def _load_all(
+        self,
+        placement: Placement,
+        ids: dict[int, tuple[int, ...]],
+        num_slots: int,
+        progress: Callable[[int, int], None],
+    ) -> ExpertMLPs:
+        check_room(self._checkpoint, num_slots, self.device, self._held_dtype, widen=self._widen)
+        sources = {layer: self._checkpoints.open(placement.weights(layer)) for layer in ids}
+        with self._room(num_slots):
+            made = ExpertMLPs.load(
+                sources, ids, dtype=self._held_dtype, widen=self._widen, device=self.device, progress=progress
+            )
+        made.checkpoints.update({layer: placement.weights(layer).number for layer in ids})
+        return made
+
+    def stage(
+        self,
+        layer: int,
+        ids: Sequence[int],
+        progress: Callable[[int, int], None],
+        weights: WeightsOf = FROM_CONFIG,
+    ) -> Weights | None:
+        """Weights of one layer for other experts than are loaded, or of another checkpoint; None: they are these.
+        Blocks; not beside `load`.
 
         Raises:
             CheckpointError: unreadable weights, or no room for them.
             DeviceLost: the GPU does not work any more.
         """
-        experts = self._experts
-        if experts is None or experts.ids[layer] == tuple(ids):
+        experts, number = self._experts, weights.number
+        if experts is None or (experts.ids[layer] == tuple(ids) and experts.checkpoints[layer] == number):
             return None
         devices.enter(self.device)
-        weights = self._stage(experts, layer, ids, progress)
+        checkpoint = self._checkpoints.open(weights)
+        with self._room(len(ids)):
+            staged = experts.stage(checkpoint, layer, ids, progress, number=number)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return weights
+        return staged
 
     def connect(self, group: ControlGroup, num_slots: int) -> MoECommunicator:
         """Build the communicator of an epoch, over slots. Blocks until the first barrier has proved every link.
@@ -133,8 +153,8 @@ class Model:
         return {name: value for name, value in fields.items() if name not in _OF_PLACEMENT}
 
     def close(self) -> None:
-        """Unmap the checkpoint."""
-        self._checkpoint.close()
+        """Unmap the checkpoints."""
+        self._checkpoints.close()
 
     @property
     def _output_dtype(self) -> torch.dtype | None:
@@ -151,12 +171,6 @@ class Model:
             wider = ", or torch.float32" if self.device.type == "cpu" else ""
             raise CheckpointError(f"expert_dtype: expected {self.dtype}{wider} on {self.device}, got {held}")
         return held
-
-    def _stage(
-        self, experts: ExpertMLPs, layer: int, ids: Sequence[int], progress: Callable[[int, int], None]
-    ) -> Weights:
-        with self._room(len(ids)):
-            return experts.stage(self._checkpoint, layer, ids, progress)
 
     @contextlib.contextmanager
     def _room(self, num_experts: int) -> Iterator[None]:

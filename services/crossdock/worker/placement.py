@@ -10,7 +10,7 @@ Letters: T tokens, K experts per token, E experts, R ranks, P slots.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +22,18 @@ class PlacementError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsOf:
+    """A checkpoint: 0 is that of the config, and needs neither path nor fingerprint."""
+
+    number: int = 0
+    path: str = ""
+    fingerprint: str = ""
+
+
+FROM_CONFIG = WeightsOf()
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """One version of the tables.
 
@@ -29,11 +41,15 @@ class Placement:
         version: grows with each change.
         num_ranks: R.
         layers: layer number -> expert of each slot; [P] each.
+        checkpoints: layer number -> number of the checkpoint of its weights; empty: 0, that of the config, everywhere.
+        refs: of the numbers but 0.
     """
 
     version: int
     num_ranks: int
     layers: Mapping[int, tuple[int, ...]]
+    checkpoints: Mapping[int, int] = field(default_factory=dict)
+    refs: control_pb2.Checkpoints = field(default_factory=control_pb2.Checkpoints)
 
     @staticmethod
     def blocks(num_experts: int, num_ranks: int, moe_layers: Sequence[int]) -> Placement:
@@ -53,7 +69,17 @@ class Placement:
                 raise PlacementError(f"layer {layer}: expected {message.num_slots} slots, got {len(row)}")
             if set(row) != set(range(num_experts)):
                 raise PlacementError(f"layer {layer}: expected every expert in 0..{num_experts - 1} and no other")
-        return Placement(message.version, num_ranks, rows)
+        numbers = {layer: row.checkpoint for layer, row in zip(moe_layers, message.layers, strict=True)}
+        known = {0, *(ref.number for ref in message.checkpoints.refs)}
+        if not known.issuperset(numbers.values()):
+            raise PlacementError(f"checkpoints: expected some of {sorted(known)}, got {sorted(set(numbers.values()))}")
+        return Placement(message.version, num_ranks, rows, numbers, message.checkpoints)
+
+    def weights(self, layer: int) -> WeightsOf:
+        """Whose weights a layer has."""
+        number = self.checkpoints.get(layer, 0)
+        ref = next((ref for ref in self.refs.refs if ref.number == number), control_pb2.CheckpointRef())
+        return WeightsOf(number, ref.path, ref.fingerprint)
 
     @property
     def num_slots(self) -> int:

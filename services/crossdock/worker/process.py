@@ -130,6 +130,7 @@ class _Process:
         self._health = rpc.Health([SERVICE_NAME])
         self._status = WorkerStatus(self._metrics, self._health.set)
         self._spare: Callable[[], str] = lambda: ""
+        self._mover: ExpertMover | None = None
 
     async def run(self) -> int:
         """From listening to the exit code. Raises ListenError, CheckpointError, DeviceLost."""
@@ -149,8 +150,8 @@ class _Process:
             self._config.control, registration, self._stats, self._security, self._expert_report
         )
         self._spare = lambda: f"spare: {self._control.trouble}" if self._control.spare else ""
-        self._mover = ExpertMover(self._control, self._model, self._engine, self._telemetry)
-        self._session = Session(self._control, self._model, self._engine, self._status, self._telemetry, self._mover)
+        self._mover = mover = ExpertMover(self._control, self._model, self._engine, self._telemetry)
+        self._session = Session(self._control, self._model, self._engine, self._status, self._telemetry, mover)
         self._stop = asyncio.Event()
         _handle_signals(self._stop)
         self._control.on_drain = self._stop.set
@@ -210,7 +211,7 @@ class _Process:
         )
         backend = Backend(
             self._config,
-            RequestValidator(self._model.spec, self._model.dtype),
+            RequestValidator(self._model.spec, self._model.dtype, self._fingerprints),
             self._engine,
             self._telemetry,
             self._budget,
@@ -270,15 +271,22 @@ class _Process:
     def _stats(self) -> control_pb2.WorkerStats:
         stats = self._telemetry.stats(self._engine.num_queued())
         stats.streams, stats.request_buffers = self._service.num_streams, len(self._service.buffers)
+        for fingerprint, layers in self._fingerprints().items():
+            stats.models.add(fingerprint=fingerprint, layers=layers)
         return stats
 
+    def _fingerprints(self) -> dict[str, int]:
+        """Number of layers by the fingerprint of their checkpoint."""
+        spec = self._model.spec
+        return self._mover.fingerprints() if self._mover else {spec.fingerprint: len(spec.moe_layers)}
+
     def _expert_report(self) -> control_pb2.ExpertReport | None:
-        return self._mover.report()
+        return self._mover.report() if self._mover else None
 
     def _describe(self) -> expert_pb2.DescribeResponse:
         spec, seat = self._model.spec, self._status.seat
         return expert_pb2.DescribeResponse(
-            model=spec.fingerprint,
+            model=max((models := self._fingerprints()), key=models.__getitem__),
             family=spec.family,
             num_layers=spec.num_layers,
             moe_layers=spec.moe_layers,

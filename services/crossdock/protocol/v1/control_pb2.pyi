@@ -63,7 +63,7 @@ class PriorMembership(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., region: _Optional[bytes] = ..., ready: bool = ..., active_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https", "network", "reads_barred", "barred", "communicator")
+    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https", "network", "reads_barred", "barred", "communicator", "checkpoints")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class RegisterRequest(_message.Message):
     READS_BARRED_FIELD_NUMBER: _ClassVar[int]
     BARRED_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     host: _topology_pb2.HostFacts
     local_rank: int
@@ -98,7 +99,48 @@ class RegisterRequest(_message.Message):
     reads_barred: bool
     barred: Barred
     communicator: _containers.RepeatedCompositeFieldContainer[CommunicatorSetting]
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., reads_barred: bool = ..., barred: _Optional[_Union[Barred, _Mapping]] = ..., communicator: _Optional[_Iterable[_Union[CommunicatorSetting, _Mapping]]] = ...) -> None: ...
+    checkpoints: Checkpoints
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., reads_barred: bool = ..., barred: _Optional[_Union[Barred, _Mapping]] = ..., communicator: _Optional[_Iterable[_Union[CommunicatorSetting, _Mapping]]] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ...) -> None: ...
+
+class CheckpointRef(_message.Message):
+    __slots__ = ("number", "path", "fingerprint")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    path: str
+    fingerprint: str
+    def __init__(self, number: _Optional[int] = ..., path: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
+class Checkpoints(_message.Message):
+    __slots__ = ("version", "settled", "wanted", "refs")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    REFS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    settled: int
+    wanted: int
+    refs: _containers.RepeatedCompositeFieldContainer[CheckpointRef]
+    def __init__(self, version: _Optional[int] = ..., settled: _Optional[int] = ..., wanted: _Optional[int] = ..., refs: _Optional[_Iterable[_Union[CheckpointRef, _Mapping]]] = ...) -> None: ...
+
+class LoadRequest(_message.Message):
+    __slots__ = ("path", "fingerprint")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    fingerprint: str
+    def __init__(self, path: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
+class LoadResponse(_message.Message):
+    __slots__ = ("version", "number", "layers")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    number: int
+    layers: int
+    def __init__(self, version: _Optional[int] = ..., number: _Optional[int] = ..., layers: _Optional[int] = ...) -> None: ...
 
 class CommunicatorSetting(_message.Message):
     __slots__ = ("name", "value")
@@ -239,7 +281,7 @@ class ReadyResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("tokens_total", "requests_total", "steps_total", "tokens_per_s", "queued_requests", "first_expert", "num_experts", "expert_bytes", "streams", "request_buffers", "scattered", "latency")
+    __slots__ = ("tokens_total", "requests_total", "steps_total", "tokens_per_s", "queued_requests", "first_expert", "num_experts", "expert_bytes", "streams", "request_buffers", "models", "scattered", "latency")
     TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +292,7 @@ class WorkerStats(_message.Message):
     EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
     STREAMS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     SCATTERED_FIELD_NUMBER: _ClassVar[int]
     LATENCY_FIELD_NUMBER: _ClassVar[int]
     tokens_total: int
@@ -262,9 +305,18 @@ class WorkerStats(_message.Message):
     expert_bytes: int
     streams: int
     request_buffers: int
+    models: _containers.RepeatedCompositeFieldContainer[HeldModel]
     scattered: bool
     latency: LatencyReport
-    def __init__(self, tokens_total: _Optional[int] = ..., requests_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., first_expert: _Optional[int] = ..., num_experts: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., request_buffers: _Optional[int] = ..., scattered: bool = ..., latency: _Optional[_Union[LatencyReport, _Mapping]] = ...) -> None: ...
+    def __init__(self, tokens_total: _Optional[int] = ..., requests_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., first_expert: _Optional[int] = ..., num_experts: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., request_buffers: _Optional[int] = ..., models: _Optional[_Iterable[_Union[HeldModel, _Mapping]]] = ..., scattered: bool = ..., latency: _Optional[_Union[LatencyReport, _Mapping]] = ...) -> None: ...
+
+class HeldModel(_message.Message):
+    __slots__ = ("fingerprint", "layers")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    layers: int
+    def __init__(self, fingerprint: _Optional[str] = ..., layers: _Optional[int] = ...) -> None: ...
 
 class LatencyReport(_message.Message):
     __slots__ = ("interval_s", "steps", "step_s", "experts_s", "tokens", "rows", "hot_expert", "hot_rows", "operations")
@@ -417,26 +469,30 @@ class TopologyResponse(_message.Message):
     def __init__(self, hosts: _Optional[_Iterable[_Union[_topology_pb2.HostFacts, _Mapping]]] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., labels: _Optional[_Iterable[_Union[NodeLabels, _Mapping]]] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class ExpertReport(_message.Message):
-    __slots__ = ("version", "switched", "to_switch", "error", "layers")
+    __slots__ = ("version", "switched", "to_switch", "error", "layers", "checkpoints")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SWITCHED_FIELD_NUMBER: _ClassVar[int]
     TO_SWITCH_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     version: int
     switched: int
     to_switch: int
     error: str
     layers: _containers.RepeatedCompositeFieldContainer[HeldExperts]
-    def __init__(self, version: _Optional[int] = ..., switched: _Optional[int] = ..., to_switch: _Optional[int] = ..., error: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[HeldExperts, _Mapping]]] = ...) -> None: ...
+    checkpoints: Checkpoints
+    def __init__(self, version: _Optional[int] = ..., switched: _Optional[int] = ..., to_switch: _Optional[int] = ..., error: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[HeldExperts, _Mapping]]] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ...) -> None: ...
 
 class HeldExperts(_message.Message):
-    __slots__ = ("experts", "rows")
+    __slots__ = ("experts", "rows", "checkpoint")
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     experts: _containers.RepeatedScalarFieldContainer[int]
     rows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, experts: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+    checkpoint: int
+    def __init__(self, experts: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[int] = ...) -> None: ...
 
 class PlacementRequest(_message.Message):
     __slots__ = ("epoch",)
@@ -445,27 +501,31 @@ class PlacementRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class PlacementResponse(_message.Message):
-    __slots__ = ("version", "layers", "num_slots")
+    __slots__ = ("version", "layers", "num_slots", "checkpoints")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     version: int
     layers: _containers.RepeatedCompositeFieldContainer[LayerPlacement]
     num_slots: int
-    def __init__(self, version: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerPlacement, _Mapping]]] = ..., num_slots: _Optional[int] = ...) -> None: ...
+    checkpoints: Checkpoints
+    def __init__(self, version: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerPlacement, _Mapping]]] = ..., num_slots: _Optional[int] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ...) -> None: ...
 
 class LayerPlacement(_message.Message):
-    __slots__ = ("experts",)
+    __slots__ = ("experts", "checkpoint")
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     experts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, experts: _Optional[_Iterable[int]] = ...) -> None: ...
+    checkpoint: int
+    def __init__(self, experts: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[int] = ...) -> None: ...
 
 class ExpertsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ExpertsResponse(_message.Message):
-    __slots__ = ("version", "num_experts", "num_slots", "world_size", "layers", "last_change", "layers_moving", "layers_switched", "imbalance", "imbalance_if_moved", "would_move", "rank_loads", "domains", "domain_imbalance")
+    __slots__ = ("version", "num_experts", "num_slots", "world_size", "layers", "last_change", "layers_moving", "layers_switched", "imbalance", "imbalance_if_moved", "would_move", "rank_loads", "domains", "checkpoints", "domain_imbalance")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -479,6 +539,7 @@ class ExpertsResponse(_message.Message):
     WOULD_MOVE_FIELD_NUMBER: _ClassVar[int]
     RANK_LOADS_FIELD_NUMBER: _ClassVar[int]
     DOMAINS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
     version: int
     num_experts: int
@@ -493,8 +554,9 @@ class ExpertsResponse(_message.Message):
     would_move: int
     rank_loads: _containers.RepeatedScalarFieldContainer[float]
     domains: _containers.RepeatedScalarFieldContainer[int]
+    checkpoints: Checkpoints
     domain_imbalance: float
-    def __init__(self, version: _Optional[int] = ..., num_experts: _Optional[int] = ..., num_slots: _Optional[int] = ..., world_size: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., last_change: _Optional[str] = ..., layers_moving: _Optional[int] = ..., layers_switched: _Optional[int] = ..., imbalance: _Optional[float] = ..., imbalance_if_moved: _Optional[float] = ..., would_move: _Optional[int] = ..., rank_loads: _Optional[_Iterable[float]] = ..., domains: _Optional[_Iterable[int]] = ..., domain_imbalance: _Optional[float] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., num_experts: _Optional[int] = ..., num_slots: _Optional[int] = ..., world_size: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., last_change: _Optional[str] = ..., layers_moving: _Optional[int] = ..., layers_switched: _Optional[int] = ..., imbalance: _Optional[float] = ..., imbalance_if_moved: _Optional[float] = ..., would_move: _Optional[int] = ..., rank_loads: _Optional[_Iterable[float]] = ..., domains: _Optional[_Iterable[int]] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ..., domain_imbalance: _Optional[float] = ...) -> None: ...
 
 class LayerExperts(_message.Message):
     __slots__ = ("layer", "slots", "load", "imbalance", "imbalance_if_moved", "slots_if_moved")

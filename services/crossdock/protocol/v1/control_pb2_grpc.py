@@ -84,6 +84,11 @@ class ControlPlaneStub(object):
                 request_serializer=crossdock_dot_v1_dot_control__pb2.RebalanceRequest.SerializeToString,
                 response_deserializer=crossdock_dot_v1_dot_control__pb2.RebalanceResponse.FromString,
                 _registered_method=True)
+        self.Load = channel.unary_unary(
+                '/crossdock.v1.ControlPlane/Load',
+                request_serializer=crossdock_dot_v1_dot_control__pb2.LoadRequest.SerializeToString,
+                response_deserializer=crossdock_dot_v1_dot_control__pb2.LoadResponse.FromString,
+                _registered_method=True)
         self.Cordon = channel.unary_unary(
                 '/crossdock.v1.ControlPlane/Cordon',
                 request_serializer=crossdock_dot_v1_dot_control__pb2.CordonRequest.SerializeToString,
@@ -174,6 +179,13 @@ class ControlPlaneServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Load(self, request, context):
+        """Switch every layer to the weights of another checkpoint of the same shape, while the group serves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Cordon(self, request, context):
         """Keep workers out of the group once they are out, and with `drain` make them finish what is queued and leave.
         NOT_FOUND: no such rank, worker or host here.
@@ -248,6 +260,11 @@ def add_ControlPlaneServicer_to_server(servicer, server):
                     servicer.Rebalance,
                     request_deserializer=crossdock_dot_v1_dot_control__pb2.RebalanceRequest.FromString,
                     response_serializer=crossdock_dot_v1_dot_control__pb2.RebalanceResponse.SerializeToString,
+            ),
+            'Load': grpc.unary_unary_rpc_method_handler(
+                    servicer.Load,
+                    request_deserializer=crossdock_dot_v1_dot_control__pb2.LoadRequest.FromString,
+                    response_serializer=crossdock_dot_v1_dot_control__pb2.LoadResponse.SerializeToString,
             ),
             'Cordon': grpc.unary_unary_rpc_method_handler(
                     servicer.Cordon,
@@ -535,6 +552,33 @@ class ControlPlane(object):
             '/crossdock.v1.ControlPlane/Rebalance',
             crossdock_dot_v1_dot_control__pb2.RebalanceRequest.SerializeToString,
             crossdock_dot_v1_dot_control__pb2.RebalanceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Load(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/crossdock.v1.ControlPlane/Load',
+            crossdock_dot_v1_dot_control__pb2.LoadRequest.SerializeToString,
+            crossdock_dot_v1_dot_control__pb2.LoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

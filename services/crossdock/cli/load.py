@@ -1,0 +1,56 @@
+"""The command `crossdock load`; see `cli`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Target, security_of, show_json
+
+LOOK_S = 0.25
+
+
+def load(
+    model: Annotated[Path, typer.Option("--model", help="Checkpoint of the same shape, where all workers find it.")],
+    target: Target = DEFAULT_TARGET,
+    wait_s: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait until all layers have it.")] = 600.0,
+    as_json: Json = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer.")] = 5.0,
+    security: SecurityFile = None,
+) -> None:
+    """Load another checkpoint while the group serves, layer by layer. Exit status 1: it was not (wholly) loaded."""
+    from crossdock.common import rpc
+    from crossdock.common.control_channel import call_leader
+    from crossdock.protocol.v1.control_pb2 import ExpertsRequest, ExpertsResponse, LoadRequest
+    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
+    from crossdock.worker.checkpoint import Checkpoint
+
+    path, guards = model.resolve(), security_of(security)
+    checkpoint = Checkpoint.open(path)
+    request = LoadRequest(path=str(path), fingerprint=checkpoint.spec.fingerprint)
+    checkpoint.close()
+
+    def experts() -> ExpertsResponse:
+        found: ExpertsResponse = call_leader(
+            target,
+            guards,
+            lambda channel: rpc.call_sync(ControlPlaneStub(channel).Experts, ExpertsRequest(), timeout_s=timeout_s),
+        )
+        return found
+
+    call_leader(
+        target, guards, lambda channel: rpc.call_sync(ControlPlaneStub(channel).Load, request, timeout_s=timeout_s)
+    )
+    deadline, found = time.monotonic() + wait_s, experts()
+    while (not found.last_change or found.last_change.startswith("loading")) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+        found = experts()
+    loaded = found.last_change.startswith("loaded")
+    if as_json:
+        show_json({"loaded": loaded, "fingerprint": request.fingerprint, "last_change": found.last_change})
+    else:
+        print(f"{request.fingerprint}: {found.last_change}")
+    raise typer.Exit(0 if loaded else 1)
