@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Target, security_of, show_json
+
+if TYPE_CHECKING:
+    from crossdock.protocol.v1.control_pb2 import LoadRequest
 
 LOOK_S = 0.25
 
@@ -24,14 +27,10 @@ def load(
     """Load another checkpoint while the group serves, layer by layer. Exit status 1: it was not (wholly) loaded."""
     from crossdock.common import rpc
     from crossdock.common.control_channel import call_leader
-    from crossdock.protocol.v1.control_pb2 import ExpertsRequest, ExpertsResponse, LoadRequest
+    from crossdock.protocol.v1.control_pb2 import ExpertsRequest, ExpertsResponse
     from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
-    from crossdock.worker.checkpoint import Checkpoint
 
-    path, guards = model.resolve(), security_of(security)
-    checkpoint = Checkpoint.open(path)
-    request = LoadRequest(path=str(path), fingerprint=checkpoint.spec.fingerprint)
-    checkpoint.close()
+    request, guards = _request(model.resolve()), security_of(security)
 
     def experts() -> ExpertsResponse:
         found: ExpertsResponse = call_leader(
@@ -54,3 +53,15 @@ def load(
     else:
         print(f"{request.fingerprint}: {found.last_change}")
     raise typer.Exit(0 if loaded else 1)
+
+
+def _request(path: Path) -> LoadRequest:
+    """Of the checkpoint in this folder, whose fingerprint is read here."""
+    from crossdock.protocol.v1.control_pb2 import LoadRequest
+    from crossdock.worker.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(path)
+    try:
+        return LoadRequest(path=str(path), fingerprint=checkpoint.spec.fingerprint)
+    finally:
+        checkpoint.close()
