@@ -20,6 +20,8 @@ from crossdock.common.http import ask_http
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control import kube_lease, leader, nodes, process
 from crossdock.control.election import Lease
+from crossdock.control.group import new_group
+from crossdock.control.group_state import Group, Settings
 from crossdock.control.placement_manager import PlacementManager
 from crossdock.control.placement_service import PlacementService
 from crossdock.control.server import ControlPlane
@@ -184,10 +186,15 @@ async def test_livez_is_dead_without_the_nodes(monkeypatch: pytest.MonkeyPatch, 
         assert await asyncio.to_thread(livez, announced[0]) == (503, "nodes: ended\n")
 
 
+def forming() -> Group:
+    """A group that nobody has joined."""
+    return new_group(Settings(2, 3.0, 600.0, 5.0), 0.0)
+
+
 async def test_a_look_at_the_experts_that_fails_is_told_and_the_next_one_is_made(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    experts = PlacementService(PlacementConfig(), 2, ControlMetrics(), lambda: 0.0, breaks, lambda: None)
+    experts = PlacementService(PlacementConfig(), 2, ControlMetrics(), lambda: 0.0, forming, lambda: None)
 
     async def plan() -> Any:
         return type("Made", (), {"plan": None})()

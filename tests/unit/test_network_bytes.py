@@ -256,15 +256,24 @@ class Other:
         return self.process.pid
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.join()
+
+    def stop(self, stack: contextlib.ExitStack) -> None:
+        """Stop it, and kill it at the end whatever fails: pytest would wait at its exit for a stopped process."""
+        stack.callback(self.kill)
+        os.kill(self.pid, signal.SIGSTOP)
 
 
 def test_a_peer_that_stands_still_delays_nobody_else(one_provider: str) -> None:
-    with End(0, 3, provider=one_provider) as one, End(2, 3, provider=one_provider) as three:
+    with (
+        End(0, 3, provider=one_provider) as one,
+        End(2, 3, provider=one_provider) as three,
+        contextlib.ExitStack() as stack,
+    ):
         other = Other(one, three, provider=one_provider)
         join_pair(one, three)
-        os.kill(other.pid, signal.SIGSTOP)
+        other.stop(stack)
         begun = time.monotonic()
         for imm in range(2000):  # 128 MB that nobody reads
             one.push(1, 0, one.size, imm)
@@ -276,7 +285,6 @@ def test_a_peer_that_stands_still_delays_nobody_else(one_provider: str) -> None:
         assert not one.channel.is_quiet(1 << 1)
         one.channel.leave(1, 1)
         one.quiet(1)
-        other.kill()
 
 
 def join_pair(one: End, other: End) -> None:
