@@ -28,7 +28,7 @@ class InFlight:
 
     def check(self) -> None:
         """The operation that is to begin may take the buffers of the `max_in_flight`-th before it, or let peers do so
-        before this rank begins another: whoever still waits for that one would get the rows of somebody else. Raises
+        before this rank begins another: a request for that one that is still pending would get other rows. Raises
         HandleError."""
         if not self.has_room():
             oldest = min(self.pending)

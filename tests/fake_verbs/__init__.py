@@ -6,6 +6,7 @@ the loader knows libraries by name. It stays for the life of the process.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -13,6 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -158,3 +160,12 @@ def load() -> Fake:
     if loaded - {str(made)}:
         raise RuntimeError(f"this process has loaded {loaded}")
     return Fake(ctypes.CDLL(str(made)))
+
+
+@contextlib.contextmanager
+def healed() -> Iterator[Fake]:
+    """The library, whole again afterwards; nothing may be left behind."""
+    made = load()
+    yield made
+    made.heal()
+    assert made.left() == Left()

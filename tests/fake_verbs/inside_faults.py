@@ -13,7 +13,7 @@ import pytest
 from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig, providers
 from tests import fake_verbs
-from tests.fake_verbs import Fake, Left
+from tests.fake_verbs import Fake
 from tests.unit.network_ends import ARRIVED, DOWN, UP, End, Event, join
 
 SOON_S = 3.0
@@ -22,11 +22,8 @@ IMM = 77
 
 @pytest.fixture(autouse=True)
 def fake() -> Iterator[Fake]:
-    """Whole again afterwards, and nothing was left behind."""
-    made = fake_verbs.load()
-    yield made
-    made.heal()
-    assert made.left() == Left()
+    with fake_verbs.healed() as made:
+        yield made
 
 
 @pytest.fixture

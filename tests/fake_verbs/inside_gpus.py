@@ -25,7 +25,7 @@ from tests.cases import RoutingCase, draw_seed
 from tests.emulator.build import build
 from tests.emulator.direct import Direct, DirectGpu
 from tests.emulator.machine import without_driver
-from tests.fake_verbs import Fake, Left
+from tests.fake_verbs import Fake
 from tests.gpu import loopback
 from tests.gpu.loopback_check import check
 from tests.gpu.loopback_network import TCP, Joined
@@ -43,11 +43,8 @@ def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def fake() -> Iterator[Fake]:
-    """Whole again afterwards, and nothing was left behind."""
-    made = fake_verbs.load()
-    yield made
-    made.heal()
-    assert made.left() == Left()
+    with fake_verbs.healed() as made:
+        yield made
 
 
 @pytest.fixture(scope="module", autouse=True)

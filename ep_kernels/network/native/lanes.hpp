@@ -27,7 +27,7 @@ struct Window {
   uint32_t consumed = 0, told = 0;    // the other direction
 
   bool is_full() const { return written == granted; }
-  // The peer has received so many. What it says may come out of order.
+  // The peer has received `received` writes in all. Reports may come out of order.
   void grant(uint32_t received, uint32_t depth) {
     if (int32_t(received + depth - granted) > 0) granted = received + depth;
   }

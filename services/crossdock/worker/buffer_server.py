@@ -273,9 +273,7 @@ class _Buffer:
         received_ns = time.monotonic_ns()
         trace = request_trace.begin(backend.tracer, request, None, received_ns)
         try:
-            if not backend.limiter.allow(self.offer.client):
-                limit = f"requests: expected at most {backend.limiter.rate:g} a second of one client, got more"
-                raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, limit))
+            backend.check_rate(self.offer.client)
             self._work = self._work_of(request, trace)
             request_trace.admitted(self._work, received_ns)
             backend.engine.submit(self._work)
@@ -287,22 +285,11 @@ class _Buffer:
 
     def _work_of(self, request: expert_pb2.ForwardRequest, trace: RequestTrace | None) -> Work:
         """Raises Refused."""
-        tokens = self._backend.validator.validate(request, memory=self._memory)
-        timeout_s = request.timeout_ms * 1e-3 or self._backend.config.request_timeout_s
-        now_ns, shape = time.monotonic_ns(), (tokens.x.shape[0], tokens.x.shape[1])
-        return Work(
-            client=self.offer.client,
-            stream=self,
-            layer=request.layer,
-            x=tokens.x,
-            topk_ids=tokens.topk_ids,
-            topk_weights=tokens.topk_weights,
-            deadline_ns=now_ns + int(timeout_s * 1e9),
-            arrived_ns=now_ns,
-            reply=functools.partial(self._reply, request.id),
-            y=self._memory.tensor(tokens.x.dtype, shape, self._backend.validator.places(shape[0]).y),
-            trace=trace,
-        )
+        validator, reply = self._backend.validator, functools.partial(self._reply, request.id)
+        tokens = validator.validate(request, memory=self._memory)
+        shape = tokens.x.shape[0], tokens.x.shape[1]
+        y = self._memory.tensor(tokens.x.dtype, shape, validator.places(shape[0]).y)
+        return self._backend.work_of(request, tokens, self.offer.client, self, reply, trace, y)
 
     def _reply(self, request_id: int, answer: Done | Failure) -> None:
         """Any thread."""

@@ -282,10 +282,7 @@ class _Stream:
         received_ns = time.monotonic_ns()
         trace = request_trace.begin(self._backend.tracer, request, self._parent, received_ns)
         try:
-            limiter = self._backend.limiter
-            if not limiter.allow(self.client):
-                limit = f"requests: expected at most {limiter.rate:g} a second of one client, got more"
-                raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, limit)
+            self._backend.check_rate(self.client)
             if request.id in self._pending:
                 raise _refused(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
             tokens = self._backend.validator.validate(request, received.data)
@@ -301,19 +298,9 @@ class _Stream:
     ) -> None:
         """Give a checked request to the engine. Raises Refused."""
         backend, request_id = self._backend, request.id
-        timeout_s = request.timeout_ms * 1e-3 or backend.config.request_timeout_s
-        now_ns = time.monotonic_ns()
-        work = Work(
-            client=self.client,
-            stream=self,
-            layer=request.layer,
-            x=tokens.x,
-            topk_ids=tokens.topk_ids,
-            topk_weights=tokens.topk_weights,
-            deadline_ns=now_ns + int(timeout_s * 1e9),
-            arrived_ns=now_ns,
-            reply=lambda answer: self._reply(request_id, answer),
-            trace=trace,
+        timeout_s = backend.timeout_s(request)
+        work = backend.work_of(
+            request, tokens, self.client, self, lambda answer: self._reply(request_id, answer), trace
         )
         request_trace.admitted(work, received_ns)
         try:
