@@ -118,6 +118,7 @@ struct QueuePair : Pair {
   int64_t until_ns = 0, again_ns = 0;
   uint32_t message = 0, expected = 0;  // numbers of the next message to the peer, and from it
   int64_t told = 0, acknowledged = 0;  // events of the device
+  bool has_denied = false;             // the peer has its answer first, as on a wire
 };
 
 // The other end of a peer's socket.

@@ -138,11 +138,7 @@ int judge(const Incoming& in) {
   const bool is_allowed = !h.bytes || covers(h.rkey, q->domain, h.to, h.bytes, kRemoteWrite) != nullptr;
   if (h.opcode == kWriteWithImm && (!is_allowed || faults.denied > 0)) {
     faults.denied = std::max<int64_t>(0, faults.denied - 1);
-    AsyncEvent event{};
-    event.pair = q;
-    event.type = kPairAccess;
-    tell(*static_cast<OpenDevice*>(q->context), event);
-    fail(*q, kFlushed);
+    q->has_denied = true;
     return kRemoteAccess;
   }
   if (faults.not_ready > 0 || q->recvs.empty()) {
@@ -209,6 +205,15 @@ int turn(int64_t now) {
     if (q->state != kReadyToSend || q->sends.empty()) continue;
     const int64_t at = std::min(q->until_ns, q->again_ns > now ? q->again_ns : q->until_ns);
     next = next < 0 ? at : std::min(next, at);
+  }
+  for (QueuePair* q : state().pairs) {  // the writers above have read their answers
+    if (!q->has_denied) continue;
+    q->has_denied = false;
+    AsyncEvent event{};
+    event.pair = q;
+    event.type = kPairAccess;
+    tell(*static_cast<OpenDevice*>(q->context), event);
+    fail(*q, kFlushed);
   }
   return next < 0 ? -1 : int(std::max<int64_t>(0, next - now) / 1'000'000) + 1;
 }
