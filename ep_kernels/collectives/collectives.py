@@ -118,7 +118,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         num_sms: int | None = None,
     ) -> Work[list[torch.Tensor]]:
         """`all_gather` of several tensors with one handshake. Their shapes and dtypes may differ from each other, not
-        between ranks; any of them may be empty."""
+        between ranks; any of them may be empty. No out may lie in another's memory, nor in the x of another."""
         if torch.compiler.is_compiling():
             return ops.done(ops.all_gather(self, xs, outs, num_sms))
         gathered, pending = self._gather(xs, outs, num_sms)
@@ -294,6 +294,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             checks.gathered("" if alone else f"s[{i}]", x, out, own)
             for i, (x, out) in enumerate(zip(shards, places, strict=True))
         ]
+        if not alone and outs is not None:
+            checks.disjoint(pairs)
         given, made = [x for x, _ in pairs], [out for _, out in pairs]
         parts = tuple(GatherPart(_bytes(x), _bytes(out), x.dtype) for x, out in pairs)
         sms = checks.num_sms(num_sms, self._config.num_sms, 0)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from crossdock.common.transports import needs_gpu
 from tests.collectives import faults
 from tests.collectives.faults import OPS, PATIENCE_S
 from tests.worlds import RankDied, World
