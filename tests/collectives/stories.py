@@ -203,14 +203,8 @@ def refused(rank: int, size: int, store: Store, transport: str) -> None:
             ("num_sms: expected None or an int in 1", lambda: coll.all_reduce(x, num_sms=0)),
             ("xs: expected a list or tuple of tensors", lambda: coll.all_gather_coalesced([])),
             ("outs: expected a list or tuple of 1 tensors", lambda: coll.all_gather_coalesced([x], outs=[])),
-            (
-                r"outs\[1\]: expected memory apart from outs",
-                lambda: coll.all_gather_coalesced([x, x], outs=[wide, wide]),
-            ),
-            (
-                r"outs\[0\]: expected memory apart from xs",
-                lambda: coll.all_gather_coalesced([x, mine], outs=[wide, far]),
-            ),
+            (r"outs\[1\]: expected memory apart from outs", lambda: together([x, x], outs=[wide, wide])),
+            (r"outs\[0\]: expected memory apart from xs", lambda: together([x, mine], outs=[wide, far])),
             ("shape: expected ints", lambda: coll.empty((-1,), torch.int8)),
             ("dtype: expected a torch.dtype", lambda: coll.empty((1,), "int8")),  # type: ignore[arg-type]
             ("shape: expected room in the pool", lambda: coll.empty((1 << 40,), torch.uint8)),
