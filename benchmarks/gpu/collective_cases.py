@@ -178,7 +178,8 @@ def _matmul_all_reduces(ranks: int, quick: bool) -> Iterator[tuple[str, Collecti
 def _dispatches(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCase]]:
     rows = CollectiveCase("dispatch", DISPATCH_TOKENS * HIDDEN * 2, t="8")
     yield "crossdock", replace(rows, op="all_gather", num_sms=0)
-    yield "crossdock", replace(rows, num_sms=0, algorithm="ag")
+    for sms in (0, None):
+        yield "crossdock", replace(rows, num_sms=sms, algorithm="ag")
     yield "crossdock", replace(rows, algorithm="ht")
     for name, sms in (("nccl", None), ("nccl_ce", 0)):
         yield name, replace(rows, num_sms=sms)

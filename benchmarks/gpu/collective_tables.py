@@ -50,7 +50,7 @@ from ep_kernels.telemetry import quantile
 
 MODULE = "benchmarks.gpu.collective_tables"
 SETS, PER_GRAPH, WARMUP = 3, 10, 8
-SPIN_US = {"dispatch": 1500.0} | dict.fromkeys(PRODUCTS, 1500.0)
+SPIN_US = {"dispatch": 1000.0} | dict.fromkeys(PRODUCTS, 800.0)
 """In which the host queues an operation, by op; else `measure.SPIN_US`."""
 GATHERS = ("all_gather", "matmul_beside_gather", "dispatch")
 DEADLINE_S = 120.0
@@ -130,12 +130,42 @@ class Session:
         ops = options.ops.split(",") if options.ops else OPS
         for run in range(options.runs):
             for name, case in cases(self._ranks, options.quick):
-                if name in names and case.op in ops:
+                if name in names and case.op in ops and not self._is_late():
                     self._measure(name, case, run)
-            if "fsdp_step" in ops and not options.quick:
-                self.steps.run(names)
-            if self._rank == 0:
-                write(options, self, self._ranks)  # a late failure costs no earlier figure
+            self._write()
+            if not run and "fsdp_step" in ops and not options.quick and not self._is_late():
+                self.steps.run([name for name in names if name != "nccl_ce"])
+                self._write()
+        if "fsdp_step" in ops and "nccl_ce" in names and not options.quick and not self._is_late():
+            self.steps.run(["nccl_ce"])
+        for name, case in cases(self._ranks, options.quick):  # last: a profiler may leave something behind
+            if name in names and case.op in ops and case.num_sms == 0 and not case.m and not self._is_late():
+                self._count(name, case)
+        self._write()
+
+    def _count(self, name: str, case: CollectiveCase) -> None:
+        self._number += 1
+        group = StoreGroup(self._store, self._rank, self._ranks, name=f"collectives-{self._number}")
+        try:
+            runner = runner_of(name, case, group, self._ranks)
+            runner.x.zero_()
+            runner.run()
+            self.kernels[f"{name} {words(case)}"] = kernels_of(runner.run)
+            runner.close()
+        except Unavailable:
+            return
+
+    def _write(self) -> None:
+        if self._rank == 0:
+            write(self._options, self, self._ranks)  # a late failure costs no earlier figure
+
+    def _is_late(self) -> bool:
+        """Whether the time is over, by the clock of rank 0."""
+        late = [time.monotonic() - self._began > self._options.seconds]
+        dist.broadcast_object_list(late, src=0)
+        if late[0]:
+            self.absent["out of time: a part of the last run"] = None
+        return late[0]
 
     def _measure(self, name: str, case: CollectiveCase, run: int) -> None:
         self._number += 1
@@ -200,8 +230,6 @@ class Session:
             torch.cuda.synchronize()
             want = expected(case, seed + n, self._rank, self._ranks).reshape(-1)
             fault = fault or wrong(name, case, runner.out.reshape(-1), want)
-        if case.num_sms == 0 and not case.m:
-            self.kernels[f"{name} {words(case)}"] = kernels_of(runner.run)
         return fault, [us / (PER_GRAPH if graph else 1) for us in times]
 
     def _graph(self, case: CollectiveCase, runner: Runner, x: torch.Tensor) -> torch.cuda.CUDAGraph:
@@ -281,7 +309,8 @@ def write(options: argparse.Namespace, session: Session, ranks: int) -> None:
     """Both tables and run.json."""
     config: dict[str, object] = {
         "iterations": options.iterations, "runs": options.runs, "seed": options.seed, "note": options.note,
-        "failures": session.failures, "not_measured": list(session.absent), "fsdp": session.steps.told, "kernels": session.kernels,
+        "failures": session.failures, "not_measured": list(session.absent), "fsdp": session.steps.told,
+        "kernels": session.kernels,
     }  # fmt: skip
     said = facts.of_this_run(config, options.commit, MODULE) | facts.of_gpus(ranks)
     lines = session.lines()
@@ -308,6 +337,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--backends", default="", help=f"some of {','.join(BACKENDS)}")
     parser.add_argument("--ops", default="", help=f"some of {','.join(OPS)}")
+    parser.add_argument("--seconds", type=float, default=1500.0, help="no case is begun later")
     parser.add_argument("--steps", type=int, default=100, help="of FSDP2, for each backend and batch")
     parser.add_argument("--quick", action="store_true", help="few cases: a check, not a result")
     parser.add_argument("--note", default="", help="kept in run.json")

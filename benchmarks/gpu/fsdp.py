@@ -34,10 +34,13 @@ from ep_kernels.collectives.fsdp import AllGather
 from ep_kernels.errors import ArgumentError
 from ep_kernels.groups import TorchGroup
 from ep_kernels.telemetry import quantile
+from ep_kernels.transports.collective_base import bytes_before_pool
 
 GATHERS = ("nccl", "nccl_ce", "crossdock")
 WARMUP, VOCABULARY, LEARNING_RATE = 10, 32_000, 1e-4
 DEADLINE_S = 300.0
+STAGING_BYTES = 4 << 20
+"""Of ours: gathers in place need none."""
 POOL_MIB = 400
 """Three buffers for blocks of `dense`: one in use, one that is prefetched, one that is copied out."""
 
@@ -190,7 +193,11 @@ def choose_gather(name: str, model: Model, pool_bytes: int) -> Collectives | Win
         coll: Any = Windows(pool_bytes)
     else:
         transport = "nvlink" if torch.cuda.is_available() else "cpu"
-        coll = Collectives(CollectiveConfig(group=TorchGroup(), transport=transport, pool_bytes=pool_bytes))
+        coll = Collectives(
+            CollectiveConfig(
+                group=TorchGroup(), transport=transport, pool_bytes=pool_bytes, staging_bytes=STAGING_BYTES
+            )
+        )
     blocks: Any = model.blocks
     for block in blocks:
         block.set_custom_all_gather(AllGather(coll))
@@ -243,7 +250,8 @@ def trained(gather: str, size: Size, steps: int, seed: int, pool_bytes: int, dev
     if on_gpu:
         torch.cuda.synchronize()
     torch.use_deterministic_algorithms(False)
-    found = _gathered(losses, marks, pool_bytes if isinstance(coll, Collectives) else 0, device)
+    apart = bytes_before_pool(coll.config) + pool_bytes if isinstance(coll, Collectives) else 0
+    found = _gathered(losses, marks, apart, device)
     if coll is not None:
         coll.close()
     return found

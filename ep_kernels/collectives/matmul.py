@@ -18,6 +18,9 @@ from ep_kernels.errors import ArgumentError
 from ep_kernels.transports.collective_base import PendingGather
 
 _MAX_CHUNKS = 1024
+BESIDE_SMS = 16
+"""Multiprocessors of a sum beside a product, where the caller does not say: a chunk takes the product longer than these
+need to sum the one before, and the others are the product's."""
 COLUMNS = 2048
 """Of bf16 weights with which the rows of a shard are multiplied for as long as the next shard takes to arrive, however
 many rows and however wide: about 650 TFLOP/s over 343 GB/s, as on H100 and H200."""
