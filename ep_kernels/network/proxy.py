@@ -69,7 +69,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_device": (None, (c_void_p, c_uint64, POINTER(c_uint64))),
     "cn_push": (c_int, (c_void_p, c_int, c_uint64, c_uint32, c_uint32)),
     "cn_bench_box_bytes": (c_uint64, ()),
-    "cn_bench_echo": (c_int, (c_void_p, c_void_p, c_int64, c_int64)),
+    "cn_bench_echo": (c_int, (c_void_p, c_void_p, c_int64, c_int64, POINTER(c_int64))),
     "cn_bench_ring": (c_int, (c_int64, POINTER(c_int64))),
     "cn_bench_handler": (c_void_p, ()),
     "cn_bench_ponger": (c_void_p, ()),
