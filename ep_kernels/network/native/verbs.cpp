@@ -130,6 +130,7 @@ void Verbs::complete(const Completion& c) {
     --l->out;
     return sink_.sent(sink_.owner, peer);
   }
+  hear_device();  // which may say why
   if (l->error) return;
   const int error = c.status == kRetriesExceeded ? ETIMEDOUT
                     : c.status == kNotReady      ? ENOBUFS
