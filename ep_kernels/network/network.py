@@ -139,6 +139,7 @@ class Channel:
                 ctypes.cast(memory.dma_bufs, POINTER(ctypes.c_int32)),
                 ranks,
                 network.config.lanes,
+                memory.device,
             ),
             _settings(network, rank),
             memory.handler,

@@ -27,8 +27,7 @@ class NetMemory(ctypes.Structure):
         ("stride", c_uint64),
         ("box", c_uint64),
         ("dma_bufs", POINTER(c_int32)),
-        ("ranks", c_int32),
-        ("lanes", c_int32),
+        *((name, c_int32) for name in ["ranks", "lanes", "device", "unused"]),
     )
 
 
