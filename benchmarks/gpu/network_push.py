@@ -7,9 +7,10 @@ kernel polls. `fence`: a place in the ring and the fence of the system, behind o
 the push. `round`: from there to the word's arrival. `read`: one load of such a word, which a poll is. `push`: until the
 host has taken the descriptor; `see`: from then until the kernel sees the word; together they are the round.
 
-Where in a round the host's clock stands, the two clocks alone do not tell: within 64 rounds, in which they drift by
-nanoseconds, neither half is below 0, which bounds it (`at most`). `push` and `see` hold if the fastest answer of the 64
-took half of the shortest read. Writes network_push.csv (microseconds) and run.json.
+The first poll begins at a time that changes from round to round, up to a poll's length, so that answers find polls at
+every place. Where in a round the host's clock stands, the two clocks alone do not tell: within 64 rounds, in which they
+drift by nanoseconds, neither half is below 0, which bounds it (`at most`). `push` and `see` hold if the fastest answer
+of the 64 took half of the shortest read. Writes network_push.csv (microseconds) and run.json.
 """
 
 from __future__ import annotations

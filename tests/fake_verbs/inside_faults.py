@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ep_kernels.errors import TransportError
+from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig, providers
 from tests import fake_verbs
 from tests.fake_verbs import Fake
@@ -167,6 +167,21 @@ def test_a_device_that_is_gone_and_comes_back(ends: tuple[End, End], fake: Fake)
         ):
             one.channel.connect({1: two.ticket()}, SOON_S)
     assert two.kinds(0) == [UP, DOWN], "what the other end gave up never stood"
+    fake.heal()
+    again(one, two)
+
+
+def test_a_peer_that_cannot_join_is_named_at_once(ends: tuple[End, End], fake: Fake) -> None:
+    one, two = ends
+    fake.set(1, absent=1)
+    fake.event(1, fake_verbs.DEVICE_FATAL)
+    two.until(is_down, SOON_S)
+    one.until(is_down, SOON_S)
+    begun = time.monotonic()
+    with pytest.raises(PeerTimeout, match="it ended the connection before it had joined"):
+        one.channel.connect({1: two.ticket()}, 10 * SOON_S)
+    assert time.monotonic() - begun < SOON_S
+    assert one.kinds(1) == [UP, DOWN]
     fake.heal()
     again(one, two)
 

@@ -136,13 +136,14 @@ def join(*ends: End) -> None:
         assert end.channel.up() == sum(1 << other.rank for other in ends if other is not end)
 
 
-def as_member(ticket: NetworkTicket, rank: int, peer: int) -> list[socket.socket]:
-    """Sockets of a rank that has proved membership and then speaks by itself: lane 0, control, on which it has said that
-    it has joined."""
+def as_member(ticket: NetworkTicket, rank: int, peer: int, *, joins: bool = True) -> list[socket.socket]:
+    """Sockets of a rank that has proved membership and then speaks by itself: lane 0, control. `joins`: it has said
+    there that it has joined."""
     made = []
     for role in (0, CONTROL_ROLE):
         connection = socket.create_connection((ticket.address, ticket.port), WAIT_S)
         greet(connection, handshake.hello(ticket.token, rank, peer, role, 1), ticket)
         made.append(connection)
-    made[1].sendall(JOINED)
+    if joins:
+        made[1].sendall(JOINED)
     return made
