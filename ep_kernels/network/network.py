@@ -200,7 +200,9 @@ class Channel:
                     made.result()
         self._await(peers, [rank for rank, _ in dialled], until, timeout_s)
 
-    def _await(self, peers: Mapping[int, NetworkTicket], dialled: Sequence[int], until: float, timeout_s: float) -> None:
+    def _await(
+        self, peers: Mapping[int, NetworkTicket], dialled: Sequence[int], until: float, timeout_s: float
+    ) -> None:
         """Until connections with those ranks stand. Raises as `connect`."""
         with self._lock:
             while (missing := self._missing(peers)) and self.pointer is not None and time.monotonic() < until:
@@ -210,6 +212,8 @@ class Channel:
                     raise _unreached(lost[0], timeout_s, f"it ended the connection before it had joined: {why}")
                 self._lock.wait(_LOOK_S)
             self._require_open()
+        if missing and missing[0] in dialled:
+            raise _unreached(missing[0], timeout_s, "it took the connection and has not joined yet")
         if missing:
             where = f"{self._network.address}:{self._network.listener.address[1]}"
             raise _unreached(

@@ -1,5 +1,5 @@
-"""Memory of GPUs by `libfabric` without hardware: the machine's libfabric, of which a provider over sockets says that it
-reaches such memory (library.cpp)."""
+"""Memory of GPUs by `libfabric` without hardware: the machine's libfabric, whose provider over sockets is made to say
+that it reaches such memory (library.cpp)."""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ def test_the_doctor_says_where_boxes_lie(way: str, monkeypatch: pytest.MonkeyPat
     assert trial.judge_ping(answer).level is Level.GOOD
     (found,) = trial.judge_boxes(answer)
     assert (found.check, found.level) == ("network-boxes", Level.GOOD if way == "auto" else Level.FAIL)
-    expected = "boxes in pinned host memory: no order" if way == "auto" else "gpu_direct dma-buf cannot be had: no order"
+    expected = (
+        "boxes in pinned host memory: no order" if way == "auto" else "gpu_direct dma-buf cannot be had: no order"
+    )
     assert expected in found.what
     assert list(trial.judge_boxes(main(json.dumps({"provider": "tcp"})))) == []
 

@@ -8,8 +8,8 @@ imports; the NIC's driver takes a device pointer, which the module nvidia-peerme
 sees fit); else boxes lie in pinned host memory.
 
 Memory order. A NIC reports a write by an entry in host memory, which says nothing about when the GPU's kernels see the
-bytes, unless the GPU promises the order of such writes. No provider of libfabric promises more. Where the GPU does not, the proxy flushes them before it tells
-kernels; where that cannot be done either, boxes are not on the GPU.
+bytes, unless the GPU promises the order of such writes; no provider of libfabric promises more. Where the GPU does not,
+the proxy flushes them before it tells kernels; where that cannot be done either, boxes are not on the GPU.
 """
 
 from __future__ import annotations
