@@ -208,7 +208,7 @@ class Channel:
             while (missing := self._missing(peers)) and self.pointer is not None and time.monotonic() < until:
                 joined = self._call(0, self._lib.cn_joined)
                 if lost := [rank for rank in missing if rank in dialled and not joined >> rank & 1]:
-                    why = self.why(lost[0]) or "no reason is known; the log of that rank may have one"
+                    why = self.why(lost[0]) or "the log of that rank says why"
                     raise _unreached(lost[0], timeout_s, f"it ended the connection before it had joined: {why}")
                 self._lock.wait(_LOOK_S)
             self._require_open()

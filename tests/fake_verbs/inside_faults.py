@@ -171,7 +171,9 @@ def test_a_device_that_is_gone_and_comes_back(ends: tuple[End, End], fake: Fake)
     again(one, two)
 
 
-def test_a_peer_that_cannot_join_is_named_at_once(ends: tuple[End, End], fake: Fake) -> None:
+def test_a_peer_that_cannot_join_is_named_at_once(
+    ends: tuple[End, End], fake: Fake, caplog: pytest.LogCaptureFixture
+) -> None:
     one, two = ends
     fake.set(1, absent=1)
     fake.event(1, fake_verbs.DEVICE_FATAL)
@@ -182,6 +184,7 @@ def test_a_peer_that_cannot_join_is_named_at_once(ends: tuple[End, End], fake: F
         one.channel.connect({1: two.ticket()}, 10 * SOON_S)
     assert time.monotonic() - begun < SOON_S
     assert one.kinds(1) == [UP, DOWN]
+    assert "not admitted: network: rank 0 cannot be joined: verbs: expected one of the devices fake1" in caplog.text
     fake.heal()
     again(one, two)
 
