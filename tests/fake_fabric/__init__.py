@@ -8,6 +8,7 @@ import ctypes
 import functools
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -80,8 +81,9 @@ class Fake:
 @functools.cache
 def real() -> str:
     """Path of the machine's library; "": it has none."""
-    lines = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, timeout=60, check=False).stdout
-    return next((line.split()[-1] for line in lines.splitlines() if line.strip().startswith(f"{NAME} ")), "")
+    code = f"import ctypes; ctypes.CDLL({NAME!r}); print(open('/proc/self/maps').read())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return next((line.split()[-1] for line in done.stdout.splitlines() if "/libfabric.so" in line), "")
 
 
 def missing() -> str:
