@@ -102,7 +102,8 @@ def measure(device: torch.device) -> Times:
         if echo.result():
             raise RuntimeError("the kernel pushed nothing")
     torch.cuda.synchronize(device)
-    return Times(*times[:, WARMUP:].tolist(), host[WARMUP:])
+    fences, begun, seen, reads = times[:, WARMUP:].tolist()
+    return Times(fences, begun, seen, reads, host[WARMUP:])
 
 
 def halves(times: Times) -> dict[str, list[int]]:

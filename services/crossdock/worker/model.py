@@ -62,8 +62,8 @@ class Model:
             compile_into(config.kernel_cache_dir)
         self._held_dtype, self._widen = self._expert_dtype(), bool(config.expert_dtype)
         self._network, self.nic = with_device(self._network, devices.uuid_of(self.device), config.local_rank)
-        on_gpu = self._network is not None and self.device.type == "cuda"
-        self.boxes = boxes(config.transport, self._network, self.device.index) if on_gpu else ""
+        index = self.device.index if self.device.type == "cuda" else -1
+        self.boxes = "" if self._network is None or index < 0 else boxes(config.transport, self._network, index)
         self._experts: ExpertMLPs | None = None
 
     @property
