@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from crossdock.common.config import FrameworkConfig
+from crossdock.common.framework_metrics import FrameworkMetrics
 from crossdock.common.log import get
-from crossdock.common.metrics import FrameworkMetrics
 from ep_kernels import EpError, LatencySample, MoECommunicator, PeerTimeout
 from ep_kernels.telemetry import lost
 
