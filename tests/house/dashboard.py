@@ -175,6 +175,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ),
         ),
         Panel(
+            "Rows dropped",
+            "ops",
+            _rate("crossdock_rows_dropped_total", PROCESS),
+            meaning="Past the receive capacity, which workers size so that no row can be.",
+        ),
+        Panel(
             "Since the last step",
             "s",
             (
@@ -318,6 +324,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Dispatch and combine", "s", _quantiles("crossdock_ep_operation_duration_seconds", "op, mode, phase")),
         Panel("Tokens", "cps", _rate("crossdock_ep_tokens_total", "rank")),
         Panel("Samples dropped", "ops", _rate("crossdock_ep_samples_dropped_total", "rank")),
+        Panel(
+            "Rows dropped",
+            "ops",
+            _rate("crossdock_ep_rows_dropped_total", "rank"),
+            meaning="Past the receive capacity (max_recv_rows).",
+        ),
         Panel("Bytes received", "Bps", _rate("crossdock_ep_received_bytes_total", "rank")),
         Panel(
             "Tokens received, largest rank to mean",

@@ -16,13 +16,13 @@ class FrameworkMetrics(DeclaredMetrics):
             "ep_operation_duration_seconds",
             "Duration of one dispatch or combine; phase is send, wait (for the slowest peer) or total",
             STEP_BUCKETS,
-            "rank",
-            "op",
-            "mode",
-            "phase",
-        )
+            "rank", "op", "mode", "phase", "transport",
+        )  # fmt: skip
         self.ep_samples_dropped_total = self._counter(
             "ep_samples_dropped_total", "samples", "Samples lost because their ring was full", "rank", "op"
+        )
+        self.ep_rows_dropped_total = self._counter(
+            "ep_rows_dropped_total", "rows", "Rows that dispatch dropped here, past the receive capacity", "rank"
         )
         self.ep_tokens_total = self._counter(
             "ep_tokens_total", "tokens", "Tokens of this rank in an operation", "rank", "op", "mode"

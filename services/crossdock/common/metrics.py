@@ -174,6 +174,9 @@ class WorkerMetrics(GuardedMetrics):
         self.wire_bytes_total = self._counter(
             "wire_bytes_total", "bytes", "The same as it travels: with scales, routing, padding", "op", "transport"
         )
+        self.rows_dropped_total = self._counter(
+            "rows_dropped_total", "rows", "Rows that dispatch dropped here, past the receive capacity; 0 in a worker"
+        )
         self.samples_dropped_total = self._counter(
             "samples_dropped_total", "samples", "Samples of operations lost because their ring was full", "op"
         )

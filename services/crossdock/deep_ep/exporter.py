@@ -35,12 +35,16 @@ class _WatchedCommunicator:
         received: tokens of each rank, as far as they are counted.
         puzzling: reading it has failed unexpectedly, which the log shows.
         next_seq: of each operation's next sample.
+        transport: as a label.
+        num_dropped: rows dropped, as far as they are counted.
     """
 
     rank: str
     received: list[int]
     puzzling: bool = False
     next_seq: dict[str, int] = field(default_factory=dict)
+    transport: str = "cpu"
+    num_dropped: int = 0
 
 
 class FrameworkTelemetry:
@@ -61,7 +65,8 @@ class FrameworkTelemetry:
         if traffic:
             comm.count_received()
         with self._lock:
-            self._watched[comm] = _WatchedCommunicator(str(comm.rank), [0] * comm.size)
+            about = _WatchedCommunicator(str(comm.rank), [0] * comm.size, transport=comm.config.transport)
+            self._watched[comm] = about
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="crossdock-telemetry", daemon=True)
                 self._thread.start()
@@ -92,6 +97,7 @@ class FrameworkTelemetry:
             try:
                 self._count(about, comm.samples())
                 self._count_received(about, comm.received(), comm.row_bytes)
+                self._count_dropped(about, comm.dropped_rows())
             except EpError:
                 continue  # closed or broken meanwhile: its calls say so
             except Exception:  # one that cannot be read does not end the counts of the others
@@ -110,9 +116,8 @@ class FrameworkTelemetry:
                 ("wait", max(waited, default=0)),
                 ("total", sample.total_ns),
             ):
-                metrics.ep_operation_duration_seconds.labels(rank, sample.op, sample.mode, phase).observe(
-                    time_ns * 1e-9
-                )
+                labels = rank, sample.op, sample.mode, phase, about.transport
+                metrics.ep_operation_duration_seconds.labels(*labels).observe(time_ns * 1e-9)
             metrics.ep_tokens_total.labels(rank, sample.op, sample.mode).inc(sample.tokens)
             for peer, wait_ns in enumerate(waited):
                 if wait_ns:
@@ -129,6 +134,12 @@ class FrameworkTelemetry:
             metrics.ep_received_tokens_total.labels(rank, str(peer)).inc(tokens)
             if str(peer) != rank:
                 metrics.ep_received_bytes_total.labels(rank, str(peer)).inc(tokens * row_bytes)
+
+    def _count_dropped(self, about: _WatchedCommunicator, num_dropped: int | None) -> None:
+        """`num_dropped`: the total, or None once the communicator is closed."""
+        if num_dropped is not None:
+            self.metrics.ep_rows_dropped_total.labels(about.rank).inc(num_dropped - about.num_dropped)
+            about.num_dropped = num_dropped
 
     def _run(self) -> None:
         pause = threading.Event()

@@ -21,8 +21,8 @@ from crossdock.common import log
 from crossdock.common.metrics import BatchedHistogram, Counter, WorkerMetrics
 from crossdock.common.tracing import RequestTrace
 from crossdock.protocol.v1 import control_pb2
+from crossdock.worker.communicator_counts import CommunicatorCounts
 from crossdock.worker.latency_report import LatencySums
-from crossdock.worker.network_counts import NetworkCounts
 from ep_kernels import LatencySample, MoECommunicator
 from ep_kernels.telemetry import lost
 
@@ -93,7 +93,7 @@ class WorkerTelemetry:
     def __init__(self, metrics: WorkerMetrics, row_bytes: tuple[int, int], transport: str = "cpu") -> None:
         self._metrics = metrics
         self._row_bytes, self._transport = row_bytes, transport
-        self._network = NetworkCounts(metrics)
+        self._counts = CommunicatorCounts(metrics)
         self._latency = LatencySums()
         self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_RECORDS)
         self._ops: dict[tuple[str, str], tuple[BatchedHistogram, ...]] = {}
@@ -247,10 +247,10 @@ class WorkerTelemetry:
         elif record.comm is None:
             self._next_seq = {}
             self._latency.forget_recent()
-            self._network.parted()
+            self._counts.parted()
         else:
             self._count_samples(record.comm.samples())
-            self._network.count(record.comm)
+            self._counts.count(record.comm)
 
     def _count_step(self, record: StepRecord) -> None:
         self._metrics.steps_total.inc()
