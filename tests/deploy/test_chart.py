@@ -151,7 +151,7 @@ def test_monitoring_is_rendered_where_the_cluster_knows_it_or_on_demand() -> Non
     assert monitors("--set", "monitoring.podMonitor=true", "--set", "monitoring.rules=true") == both
     made = render(*known, "--set", "monitoring.labels.release=prometheus")
     assert made["PrometheusRule/moe"]["spec"]["groups"][0]["rules"]
-    assert len(made["PodMonitor/moe"]["spec"]["podMetricsEndpoints"]) == 6
+    assert len(made["PodMonitor/moe"]["spec"]["podMetricsEndpoints"]) == 2
     assert all(made[name]["metadata"]["labels"]["release"] == "prometheus" for name in both)
 
 
