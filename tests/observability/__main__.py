@@ -29,7 +29,6 @@ from typing import Any
 from benchmarks import facts
 from crossdock.common.http import serve_http
 from crossdock.common.settings import TracingConfig
-from crossdock.control.latency_watch import host_names
 from crossdock.host.pages import HostMetricsPage
 from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import SERVING
@@ -100,9 +99,14 @@ def expected_of(fault: str, rank: int, hosts: Mapping[int, str]) -> tuple[tuple[
     return (KINDS[fault], subject), [rank]
 
 
+def hosts_of(where: Group) -> dict[int, str]:
+    """By rank, the name of its host; those of this machine's namespaces have its name, and their domain behind it."""
+    return {one.rank: f"{one.hostname} ({one.network.domain})" for one in where.view().members}
+
+
 def inject(where: Group, server: Prometheus, fault: str, rank: int) -> dict[str, Any]:
     """Inject a fault until the alert fires, and see that it ends. A line of the table, and when it was."""
-    (expected, ranks), wrong = expected_of(fault, rank, host_names(where.view().members)), []
+    (expected, ranks), wrong = expected_of(fault, rank, hosts_of(where)), []
     began, begin_s = time.monotonic(), time.time()
     with FAULTS[fault](where, rank):
         while not (found := slow(server)) and time.monotonic() - began < LIMIT_S:
