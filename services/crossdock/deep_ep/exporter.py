@@ -17,6 +17,7 @@ from types import TracebackType
 from crossdock.common.config import FrameworkConfig
 from crossdock.common.framework_metrics import FrameworkMetrics
 from crossdock.common.log import get
+from crossdock.common.operation_counts import OperationCounts, by_kind
 from ep_kernels import EpError, LatencySample, MoECommunicator, PeerTimeout
 from ep_kernels.telemetry import lost
 
@@ -37,6 +38,7 @@ class _WatchedCommunicator:
         next_seq: of each operation's next sample.
         transport: as a label.
         num_dropped: rows dropped, as far as they are counted.
+        operations: counts its samples; made with the first.
     """
 
     rank: str
@@ -45,6 +47,7 @@ class _WatchedCommunicator:
     next_seq: dict[str, int] = field(default_factory=dict)
     transport: str = "cpu"
     num_dropped: int = 0
+    operations: OperationCounts | None = None
 
 
 class FrameworkTelemetry:
@@ -109,19 +112,12 @@ class FrameworkTelemetry:
         metrics, rank = self.metrics, about.rank
         for op, number in lost(samples, about.next_seq).items():
             metrics.ep_samples_dropped_total.labels(rank, op).inc(number)
-        for sample in samples:
-            waited = sample.peer_wait_ns
-            for phase, time_ns in (
-                ("send", sample.send_ns),
-                ("wait", max(waited, default=0)),
-                ("total", sample.total_ns),
-            ):
-                labels = rank, sample.op, sample.mode, phase, about.transport
-                metrics.ep_operation_duration_seconds.labels(*labels).observe(time_ns * 1e-9)
-            metrics.ep_tokens_total.labels(rank, sample.op, sample.mode).inc(sample.tokens)
-            for peer, wait_ns in enumerate(waited):
-                if wait_ns:
-                    metrics.ep_peer_wait_seconds_total.labels(rank, sample.op, str(peer)).inc(wait_ns * 1e-9)
+        if about.operations is None:
+            durations, waits = metrics.ep_operation_duration_seconds, metrics.ep_peer_wait_seconds_total
+            about.operations = OperationCounts(durations, waits, about.transport, (rank,))
+        about.operations.count(samples)
+        for (op, mode), chosen in by_kind(samples):
+            metrics.ep_tokens_total.labels(rank, op, mode).inc(sum(sample.tokens for sample in chosen))
 
     def _count_received(self, about: _WatchedCommunicator, received: list[int] | None, row_bytes: int) -> None:
         """Count the tokens received since the last call; `received`: the totals, or None where not known at present."""
