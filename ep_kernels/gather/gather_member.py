@@ -106,8 +106,8 @@ class GatherMember:
         self._coll.wake()
 
     def samples(self) -> list[LatencySample]:
-        """See `MemberTransport.samples`. `tokens` are those of the step, S: so many rows move for every rank. All
-        collectives count on from each other, so a gap in the numbers of one operation says nothing: `missing` does."""
+        """See `MemberTransport.samples`. `tokens` is that of the step, S: S rows move for every rank. All collectives
+        count on from each other, so a gap in the numbers of one operation says nothing: `missing` does."""
         size, config = self._config.group.size, self._config
         row = size * config.hidden_size * config.resolved_output_dtype.itemsize
         found, missing = [], 0
@@ -128,7 +128,7 @@ class GatherMember:
         return sample.seq - expected if 0 < expected < sample.seq else 0
 
     def _step_tokens(self, num_bytes: int) -> int:
-        """S of a dispatch that moved so many bytes of each rank."""
+        """S of a dispatch that moved `num_bytes` of each rank."""
         raise AssertionError("the transport knows")
 
     def traffic(self) -> list[PeerTraffic]:

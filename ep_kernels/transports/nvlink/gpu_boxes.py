@@ -35,7 +35,7 @@ class CudaGpu:
             return None, "the GPU promises the order of writes by NICs"
         if not self._attribute("GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS") & _BY_HOST:
             raise TransportError("the GPU neither promises the order of writes by NICs nor lets them be flushed")
-        return flush_of(), "writes by NICs are flushed before kernels are told"
+        return flush_of(), "writes by NICs are flushed before kernels see their word"
 
     def boxes(self, way: Way, flush: Flush | None) -> Boxes:
         """See `GpuMemory`."""
@@ -73,8 +73,8 @@ class CudaBoxes:
     is_device = True
 
     def __init__(self, device: int, way: Way, flush: Flush | None) -> None:
-        self.flush = flush
-        self._device, self._way = device, way
+        self.flush, self.device = flush, device
+        self._way = way
         self._reserved = (0, 0)
         self._taken: list[tuple[int, int, Any]] = []
         self._descriptors: list[int] = []
@@ -87,7 +87,7 @@ class CudaBoxes:
     def take(self, address: int, num_bytes: int) -> int:
         """See `Boxes`."""
         where = cuda.CUmemLocation()
-        where.type, where.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, self._device
+        where.type, where.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, self.device
         kind = cuda.CUmemAllocationProp()
         kind.type, kind.location = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED, where
         kind.allocFlags.gpuDirectRDMACapable = 1
