@@ -24,8 +24,9 @@ need to sum the one before, and the others are the product's."""
 COLUMNS = 2048
 """Of bf16 weights with which the rows of a shard are multiplied for as long as the next shard takes to arrive, however
 many rows and however wide: about 650 TFLOP/s over 343 GB/s, as on H100 and H200."""
-LANES = 2
-"""Streams on which products run side by side: the last tiles of one leave multiprocessors to the first of the next."""
+LANES, LANE_TILES = 2, 132 * 128 * 256
+"""Streams on which products of single shards run side by side, where each has fewer elements than so many
+multiprocessors have in their tiles: the next one takes those that are left. Larger products get in each other's way."""
 
 
 def check_weights(x: object, weights: Sequence[object]) -> None:
@@ -77,7 +78,8 @@ def follow(
     columns = sum(w.shape[1] for w in weights) if gathered.is_cuda else 0
     sizes = group_sizes(size - len(inactive), columns)
     groups = _grouped(itertools.chain(pending.shards(), [inactive]), sizes)
-    with contextlib.closing(_lanes(gathered.device, LANES)) as lanes:
+    lanes_wanted = LANES if max(sizes) == 1 and rows * columns < LANE_TILES else 1
+    with contextlib.closing(_lanes(gathered.device, lanes_wanted)) as lanes:
         for _ in lanes:
             group = next(groups, None)  # waits on this lane
             if group is None:
