@@ -78,12 +78,12 @@ def follow(
     columns = sum(w.shape[1] for w in weights) if gathered.is_cuda else 0
     sizes = group_sizes(size - len(inactive), columns)
     groups = _grouped(itertools.chain(pending.shards(), [inactive]), sizes)
-    lanes_wanted = LANES if max(sizes) == 1 and rows * columns < LANE_TILES else 1
-    with contextlib.closing(_lanes(gathered.device, lanes_wanted)) as lanes:
+    count = LANES if max(sizes) == 1 and 0 < rows * columns < LANE_TILES else 1
+    with contextlib.closing(_lanes(gathered.device, count)) as lanes:
         for _ in lanes:
             group = next(groups, None)  # waits on this lane
             if group is None:
-                return ys
+                break
             runs = [(first * rows, last * rows) for first, last in _runs(group)]
             for y, w in zip(ys, weights, strict=True):
                 _multiply(gathered, w, y, runs)
@@ -193,9 +193,9 @@ def _streams_beside(device: torch.device, count: int) -> list[torch.cuda.Stream]
 
 def _lanes(device: torch.device, count: int) -> Generator[None, None, None]:
     """Turn after turn another of `count` streams is the current one, at first the caller's: what is queued in one turn
-    runs beside what others queue, and behind what the caller's stream had before. That goes on behind all of it. On the
-    CPU the turns follow each other."""
-    if device.type != "cuda":
+    runs beside what others queue, and behind what the caller's stream had before; that goes on behind all of it. One
+    stream, or none on the CPU: turns follow each other."""
+    if count == 1:
         yield from itertools.repeat(None)
     own = torch.cuda.current_stream(device)
     others, used = _streams_beside(device, count - 1), list[torch.cuda.Stream]()
