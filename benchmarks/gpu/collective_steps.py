@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ class Steps:
 
     Args:
         steps: of a run.
-        failures, absent: of the session; losses that differ are failures.
+        failures, absent: of the session; losses that differ are failures, and have no line.
         say: prints a line, on rank 0.
     """
 
@@ -51,13 +52,15 @@ class Steps:
             self._say(traceback.format_exc())
             return
         finally:
+            gc.collect()  # modules and their hooks hold each other
             torch.cuda.empty_cache()
         line = fsdp.line_of(name, "dense", size, found)
         self.told.append(line)
-        self._taken.setdefault((name, size.batch), []).append([1e3 * ms for ms in found.ms])
         first = next(one for one in self.told if one["batch"] == size.batch)
         if line["losses_sha256"] != first["losses_sha256"]:
             self._failures.append(f"{name} fsdp_step batch {size.batch}: other losses than {first['all_gather']}")
+        else:
+            self._taken.setdefault((name, size.batch), []).append([1e3 * ms for ms in found.ms])
         self._say(f"{name:10} fsdp_step batch {size.batch}: {line['p50_ms']} ms, {line['peak_gib']} GiB")
 
     def lines(self, ranks: int) -> list[Line]:

@@ -93,7 +93,7 @@ def test_published_ratios_and_judgements_follow_from_the_published_times() -> No
     assert with_ratios([replace(line, ratio="", ratio_to="") for line in lines]) == lines
     for op in {line.op for line in lines} - {"matmul"}:
         assert len({line.backend for line in lines if line.op == op}) >= 3, op
-    assert {line.t for line in lines} == {"1, 2", "3", "4", "5", "6", "7", "8"}
+    assert {line.t for line in lines} == {"1, 2", "3", "4", "5", "6", "8"}  # of T7, see there
     told = [{name: str(value) for name, value in vars(target).items()} for target in judged(lines, lines[0].ranks)]
     assert told == read(STANDING, "targets", Target)
 
