@@ -82,6 +82,7 @@ class _PlanWords(ctypes.Structure):
         ("addresses_at", c_uint64),
         ("phases_at", c_uint64),
         ("num_rows_at", c_uint64),
+        ("wide_at", c_uint64),
         ("num_addresses", c_uint32),
         ("num_tensors", c_uint32),
         ("addresses", _PlaceWords * _MOST_ADDRESSES),
@@ -100,12 +101,6 @@ class _PlanWords(ctypes.Structure):
         ("not_captured", c_uint32),
         ("was_captured", c_uint32),
         ("numbers", c_void_p),
-        ("copy_from", _PlaceWords),
-        ("copy_to", _PlaceWords),
-        ("copy_token_bytes", c_uint64),
-        ("narrow", launch.Prepared),
-        ("narrow_to", _PlaceWords),
-        ("narrow_length", c_uint64),
     )
 
 
@@ -149,17 +144,14 @@ class OperationPlan:
         reads: num_rows and num_dropped are waited for.
         split: two launches, one that sends and one that receives.
         not_captured: not plain while a CUDA graph captures the stream.
-        copied: (from, to) as `places`, and bytes of each token; copied behind the launch.
-        narrowed: launch of the kernel `narrow`, where it writes, as `places`, and numbers of each token.
+        tells_width: the record is told whether a tensor that may be wide is.
     """
 
     def __init__(
         self, around: Surroundings, prepared: Any, record: Any, runs: tuple[str, str],
         tensors: Mapping[str, ExpectedTensor], places: Callable[[Marks], Sequence[int]], most_tokens: int, rows: int,
         state: Callable[[Marks], Sequence[int]] | None = None, takes_state: bool = False, reads: bool = False,
-        split: bool = False, not_captured: bool = False,
-        copied: Callable[[Marks], tuple[int, int, int]] | None = None,
-        narrowed: tuple[launch.Prepared, Callable[[Marks], int], int] | None = None,
+        split: bool = False, not_captured: bool = False, tells_width: bool = False,
     ) -> None:  # fmt: skip
         marks = {name: (1 + i) << _MARK for i, name in enumerate(STATE_BASES)}
         marks |= {name: (_FIRST_TENSOR + i) << _MARK for i, name in enumerate(tensors)}
@@ -175,12 +167,8 @@ class OperationPlan:
             context=around.context, stream=addressof(around.stream), not_captured=not_captured,
             device_type=_CUDA if around.device.type == "cuda" else _CPU, device_id=around.device.index or 0,
         )  # fmt: skip
-        if copied is not None:
-            source, to, self._plan.copy_token_bytes = copied(marks)
-            self._plan.copy_from, self._plan.copy_to = _place(source), _place(to)
-        if narrowed is not None:
-            self._plan.narrow, self._plan.narrow_length = narrowed[0], narrowed[2]
-            self._plan.narrow_to = _place(narrowed[1](marks))
+        if tells_width:
+            self._plan.wide_at = type(record).wide_ids.offset
         if split:
             self._plan.phases_at = type(record).work.offset + abi.Work.phases.offset
         self.numbers = self._read_numbers(type(record).num_rows.offset) if reads else None

@@ -17,8 +17,8 @@ from ep_kernels.transports.base import Delivered
 from ep_kernels.transports.nvlink import launch, plan
 from ep_kernels.transports.nvlink.engine import RECEIVE, Call, LaunchEngine, Operation
 from ep_kernels.transports.nvlink.quick import ROWS, STATE_BYTES, TOKENS, ExpectedTensor, OperationPlan, Surroundings
-from ep_kernels.transports.nvlink.routing_state import QuickState
-from ep_kernels.types import DispatchHandle, Mode
+from ep_kernels.transports.nvlink.routing_state import HandleOrigin, QuickState, quick_handle, quick_state
+from ep_kernels.types import Mode
 
 _ends = struct.Struct("=2q").unpack_from
 """T and rows, at the end of a state's words."""
@@ -35,22 +35,6 @@ class _PlansOfMode:
     again: OperationPlan
     combine: OperationPlan
     home: OperationPlan | None
-
-
-@dataclass(slots=True)
-class _Begun:
-    """A dispatch whose launch, or first launch, is under way."""
-
-    by: OperationPlan
-    mode: Mode
-    words: bytes
-    former: QuickState | None
-    slot: int
-    seq: int
-    block: torch.Tensor
-    scales: torch.Tensor | None
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
 
 
 class NumberReader(Protocol):
@@ -86,7 +70,7 @@ class NvlinkQuickCalls:
         config = engine.config
         self._engine, self._around, self._functions = engine, around, functions
         self._reader = weakref.proxy(reader)  # it holds this object
-        self._number, self._epoch = number, epoch
+        self._origin = HandleOrigin(number, epoch, engine.addresses, config.topk, config.exact_combine)
         self._mode, self._reads = mode, reads
         self._outputs = engine.outputs
         self._fixed = self._outputs.rows
@@ -95,7 +79,6 @@ class NvlinkQuickCalls:
         self._allocates_scales = engine.sizes.scale_columns > 0
         self._slots = engine.sizes.shape.dispatch_slots, engine.sizes.shape.combine_slots
         self._strides = self._outputs.strides(config.exact_shapes)
-        self._narrow = self._prepared(jit.NARROW, plan.narrow_launch(config))
         modes = engine.dispatch_operations
         self._plans = {mode: self._planned(mode, False) for mode in modes}
         self._split = {mode: self._planned(mode, True) for mode in modes}
@@ -138,7 +121,7 @@ class NvlinkQuickCalls:
         return OperationPlan(
             self._around,
             self._prepared(operation.variant, operation.launch),
-            operation.records.record((0, 0, *self._strides, engine.power_of_two, again), (0,) * 21),
+            operation.records.record((0, 0, *self._strides, engine.power_of_two, again, False), (0,) * 22),
             _RUNS,
             self._dispatch_tensors(again),
             lambda a: addresses.dispatch(
@@ -151,8 +134,7 @@ class NvlinkQuickCalls:
             reads=read,
             split=split,
             not_captured=read or self._exact,
-            copied=(lambda a: (a["topk_weights"], kept(a), 4 * config.topk)) if self._weighs else None,
-            narrowed=(self._narrow, lambda a: a["block"] + addresses.ids_at, config.topk),
+            tells_width=True,
         )
 
     def _dispatch_tensors(self, again: bool) -> dict[str, ExpectedTensor]:
@@ -206,35 +188,31 @@ class NvlinkQuickCalls:
 
     def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> Delivered | None:
         """See `base.QuickCalls`."""
-        begun = self._begin(self._plans, x, topk_ids, topk_weights, previous)
-        return None if begun is None else self._delivered(begun, begun.words)
+        state = self._begin(self._plans, x, topk_ids, topk_weights, previous)
+        return None if state is None else self._delivered(state, self._plan_of(self._plans, state))
 
     def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> QuickDispatch | None:
         """See `base.QuickCalls`."""
-        begun = self._begin(self._split, x, topk_ids, topk_weights, previous)
-        return None if begun is None else QuickDispatch(self, begun)
+        state = self._begin(self._split, x, topk_ids, topk_weights, previous)
+        return None if state is None else QuickDispatch(self, state)
 
-    def _is_own(self, handle: Any) -> bool:
-        return (
-            type(handle) is DispatchHandle
-            and handle.owner == self._number
-            and handle.epoch == self._epoch
-            and type(handle.state) is QuickState
-        )
+    def _plan_of(self, plans: Mapping[Mode, _PlansOfMode], state: QuickState) -> OperationPlan:
+        of = plans[state.mode]
+        return of.fresh if state.former is None else of.again
 
     def _begin(
         self, plans: Mapping[Mode, _PlansOfMode], x: Any, ids: Any, weights: Any, previous: Any
-    ) -> _Begun | None:
+    ) -> QuickState | None:
         engine, x_scales, scales, former = self._engine, None, None, None
+        mode = self._mode
         if previous is None:
-            mode = self._mode
             by = plans[mode].fresh
-        elif self._is_own(previous):
-            mode, former, ids = previous.mode, previous.state, previous.topk_ids
-            weights = previous.topk_weights if weights is None else weights
-            by = plans[mode].again
         else:
-            return None
+            former = quick_state(previous, self._origin)
+            if former is None:
+                return None
+            mode, ids, weights = former.mode, former.topk_ids, former.given if weights is None else weights
+            by = plans[mode].again
         if self._scaled:
             if type(x) is not tuple or len(x) != 2:
                 return None
@@ -249,45 +227,40 @@ class NvlinkQuickCalls:
             self._judge(words)
             return None
         engine.num_dispatches = seq
-        return _Begun(by, mode, words, former, slot, seq, block, scales, ids, weights)
+        return QuickState(self._origin, seq, mode, words, block, former, slot, scales, ids, weights)
 
-    def _delivered(self, of: _Begun, words: bytes) -> Delivered:
-        tokens, rows = _ends(words, _ENDS_AT)
+    def _delivered(self, state: QuickState, by: OperationPlan) -> Delivered:
+        state.tokens, rows = _ends(state.words, _ENDS_AT)
         dropped = 0
-        if of.by.numbers is not None:
-            rows, dropped = self._read(rows, of)
-        kept = (tokens, self._engine.config.topk) if self._weighs else of.topk_weights
-        rows_known, shape = (rows, (rows,)) if self._exact else (None, self._fixed)
-        state = QuickState(words, of.block, of.former, self._engine.addresses, kept, rows_known)
-        out = self._outputs.output(of.block, of.slot, of.scales, tokens, rows)
-        made = DispatchHandle(
-            self._number, of.seq, tokens, of.mode, self._epoch, state, shape, of.topk_ids, of.topk_weights
-        )
-        return out, made, dropped
+        if by.numbers is not None:
+            rows, dropped = self._read(rows, state.block, by.numbers)
+        state.num_rows, state.shape = (rows, (rows,)) if self._exact else (None, self._fixed)
+        out = self._outputs.output(state.block, state.slot, state.scales, state.tokens, rows)
+        return out, quick_handle(state), dropped
 
-    def _read(self, rows: int, of: _Begun) -> tuple[int, int]:
+    def _read(self, rows: int, block: torch.Tensor, numbers: torch.Tensor) -> tuple[int, int]:
         """(rows, dropped). Raises what the operation has met."""
-        numbers = of.by.numbers
-        assert numbers is not None
         if rows < 0:  # the kernel has not said, and may never
             self._reader.settle()
             at = self._engine.addresses.num_rows_at
-            numbers.copy_(of.block[at : at + 8].view(torch.int32))
+            numbers.copy_(block[at : at + 8].view(torch.int32))
             rows = int(numbers[0])
         self._reader.check_results()
         return rows, int(numbers[1])
 
-    def receive_dispatch(self, of: _Begun) -> Delivered:
+    def receive_dispatch(self, state: QuickState) -> Delivered:
         """What is left of it."""
-        words = of.by.receive(of.words)
+        by, left = self._plan_of(self._split, state), state.words
+        words = by.receive(left)
         if type(words) is not bytes:
-            operation = self._engine.dispatch_operations[of.mode]
+            operation = self._engine.dispatch_operations[state.mode]
             self._judge(words)
-            self._receive(operation, abi.DispatchArgs, of.words, of)
-            words = of.words[:STATE_BYTES]
-            if of.by.numbers is not None:  # nobody has waited for them
+            self._receive(operation, abi.DispatchArgs, left, state)
+            words = left[:STATE_BYTES]
+            if by.numbers is not None:  # nobody has waited for them
                 words = words[:_ENDS_AT] + struct.pack("=2q", _ends(words, _ENDS_AT)[0], -1)
-        return self._delivered(of, words[:STATE_BYTES])
+        state.words = words
+        return self._delivered(state, by)
 
     def _receive(self, operation: Operation, kind: Any, words: bytes, keep: Any) -> None:
         """The last launch, the long way."""
@@ -295,23 +268,24 @@ class NvlinkQuickCalls:
         call = Call(operation.variant, operation.launch, record, [keep], RECEIVE, operation)
         self._reader.receive(call, RECEIVE)
 
-    def buffers(self, of: _Begun) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def buffers(self, of: QuickState) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """See `base.PendingDispatch`."""
         outputs = self._outputs
         return outputs.tokens(of.slot), outputs.all_scales(of.scales), outputs.number(of.block, "counts")
 
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
         """See `base.QuickCalls`."""
-        if not self._is_own(handle):
+        state = quick_state(handle, self._origin)
+        if state is None:
             return None
-        engine, plans = self._engine, self._plans[handle.mode]
-        z = torch.empty_like(self._room(handle.num_tokens)) if out is None else out
+        engine, plans = self._engine, self._plans[state.mode]
+        z = torch.empty_like(self._room(state.tokens)) if out is None else out
         begun = engine.num_combines
         slot = begun % self._slots[1]
         if topk_weights is None:
-            done = plans.combine.call(slot, handle.state.words, y, z)
+            done = plans.combine.call(slot, state.words, y, z)
         elif plans.home is not None:
-            done = plans.home.call(slot, handle.state.words, y, z, topk_weights)
+            done = plans.home.call(slot, state.words, y, z, topk_weights)
         else:
             return None
         if done != 0:
@@ -322,22 +296,23 @@ class NvlinkQuickCalls:
 
     def combine_async(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> QuickCombine | None:
         """See `base.QuickCalls`."""
-        if not self._is_own(handle):
+        state = quick_state(handle, self._origin)
+        if state is None:
             return None
-        engine, plans = self._engine, self._split[handle.mode]
+        engine, plans = self._engine, self._split[state.mode]
         by, given = plans.combine, tuple[torch.Tensor, ...]()
         if topk_weights is not None:
             if plans.home is None or type(topk_weights) is not torch.Tensor:
                 return None
             by, given = plans.home, (topk_weights.clone(),)  # the caller may overwrite its own before `wait`
-        z = torch.empty_like(self._room(handle.num_tokens)) if out is None else out
+        z = torch.empty_like(self._room(state.tokens)) if out is None else out
         op, begun = torch.empty_like(self._op), engine.num_combines
-        words = by.call(begun % self._slots[1], handle.state.words, y, z, op, *given)
+        words = by.call(begun % self._slots[1], state.words, y, z, op, *given)
         if type(words) is not bytes:
             self._judge(words)
             return None
         engine.num_combines = begun + 1
-        return QuickCombine(self, by, handle.mode, words, z, (y, handle.state, op, given))
+        return QuickCombine(self, by, state.mode, words, z, (y, state, op, given))
 
     def receive_combine(self, by: OperationPlan, mode: Mode, words: bytes, keep: Any) -> None:
         """What is left of it."""
@@ -356,7 +331,7 @@ class QuickDispatch:
     """A dispatch whose rows are on their way. `wait` and `buffers`: see `base.PendingDispatch`; but what `wait` gives
     is complete."""
 
-    def __init__(self, calls: NvlinkQuickCalls, begun: _Begun) -> None:
+    def __init__(self, calls: NvlinkQuickCalls, begun: QuickState) -> None:
         self._calls, self._begun = calls, begun
         self._result: Delivered | None = None
 

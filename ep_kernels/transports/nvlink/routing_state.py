@@ -12,7 +12,7 @@ from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink.addresses import RecordAddresses
 from ep_kernels.transports.nvlink.outputs import part
 from ep_kernels.transports.nvlink.plan import StateMap
-from ep_kernels.types import DispatchHandle
+from ep_kernels.types import DispatchHandle, Mode
 
 
 class Span(NamedTuple):
@@ -64,47 +64,58 @@ class DispatchState:
         ]  # fmt: skip
 
 
-class QuickState(DispatchState):
-    """Of a dispatch by a plan (`quick_calls`); its spans are made when they are first read.
+class HandleOrigin(NamedTuple):
+    """Whose handles they are, and what all of them share: communicator, epoch, where what is in a dispatch's memory,
+    K; whether combine reads a copy of the weights."""
 
-    Args:
+    number: int
+    epoch: int
+    addresses: RecordAddresses
+    topk: int
+    keeps: bool
+
+
+class QuickState(DispatchState):
+    """Of a dispatch by a plan (`quick_calls`), from its launch on; what a `DispatchState` has is made when it is first
+    read.
+
+    Attributes:
         words: what plans take of it.
         block: memory of the dispatch.
         former: whose routing it uses again, or None.
-        addresses: where what is in the block.
-        topk_weights: see `DispatchState`; or the shape of their copy in the block.
-        num_rows: see `DispatchState`.
+        tokens, shape, num_rows: T, the leading shape of the rows, and see `DispatchState`; set on delivery.
+
+    Args:
+        origin, seq, mode, topk_ids: of its handle.
+        words, block, former: as above.
+        slot, scales: of its rows.
+        given: weights of the call.
     """
 
-    __slots__ = ("addresses", "block", "former", "kept", "words")
+    __slots__ = (
+        "block", "former", "given", "mode", "origin", "scales", "seq", "shape", "slot", "tokens", "topk_ids", "words",
+    )  # fmt: skip
 
     def __init__(
-        self,
-        words: bytes,
-        block: torch.Tensor,
-        former: QuickState | None,
-        addresses: RecordAddresses,
-        topk_weights: torch.Tensor | tuple[int, int],
-        num_rows: int | None,
-    ) -> None:
-        self.words, self.block, self.addresses = words, block, addresses
+        self, origin: HandleOrigin, seq: int, mode: Mode, words: bytes, block: torch.Tensor, former: QuickState | None,
+        slot: int, scales: torch.Tensor | None, topk_ids: torch.Tensor, given: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self.origin, self.seq, self.mode, self.words, self.block = origin, seq, mode, words, block
         self.former: QuickState | None = former if former is None or former.former is None else former.former
-        self.num_rows = num_rows
-        if isinstance(topk_weights, tuple):
-            self.kept = topk_weights
-        else:
-            self.topk_weights = topk_weights
+        self.slot, self.scales, self.topk_ids, self.given = slot, scales, topk_ids, given
+        self.tokens, self.shape = 0, tuple[int, ...]()
 
     def __getattr__(self, name: str) -> Any:
-        at = self.addresses
+        at = self.origin.addresses
         if name == "carried":
             self.carried = self._span(at.carried_at, at.state.carried_bytes)
-        elif name == "routing" and self.former is None:
-            self.routing = self._span(at.routing_at, at.state.routing_bytes)
-        elif name == "routing" and self.former is not None:
-            self.routing = self.former.routing
+        elif name == "routing":
+            own = self.former is None
+            self.routing = self._span(at.routing_at, at.state.routing_bytes) if own else self.former.routing
+        elif name == "topk_weights" and self.origin.keeps:
+            self.topk_weights = part(self.block, at.kept_at, (self.tokens, self.origin.topk), torch.float32)
         elif name == "topk_weights":
-            self.topk_weights = part(self.block, at.kept_at, self.kept, torch.float32)
+            self.topk_weights = self.given
         elif name == "routing_id":
             self.routing_id = self.carried if self.former is None else self.former.routing_id
         else:
@@ -113,6 +124,47 @@ class QuickState(DispatchState):
 
     def _span(self, offset: int, num_bytes: int) -> Span:
         return Span(self.block, offset, num_bytes, self.block.data_ptr() + offset)
+
+    def of_handle(self, name: str) -> Any:
+        """A field of its handle."""
+        if name == "state":
+            return self
+        if name in ("owner", "epoch"):
+            return self.origin.number if name == "owner" else self.origin.epoch
+        named = {"num_tokens": "tokens", "rows_shape": "shape", "topk_weights": "given"}
+        return getattr(self, named.get(name, name))
+
+
+_FIELDS = frozenset(DispatchHandle.__dataclass_fields__)
+
+
+class QuickHandle(DispatchHandle):
+    """The handle of a dispatch by a plan: its state, and the fields that somebody has read."""
+
+    __slots__ = ("quick",)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FIELDS:  # `quick`, too, of a copy with other fields
+            raise AttributeError(name)
+        value = self.quick.of_handle(name)
+        object.__setattr__(self, name, value)
+        return value
+
+
+_new, _set_quick = object.__new__, QuickHandle.quick.__set__  # type: ignore[attr-defined]
+
+
+def quick_handle(state: QuickState) -> QuickHandle:
+    """Its handle."""
+    made: QuickHandle = _new(QuickHandle)
+    _set_quick(made, state)
+    return made
+
+
+def quick_state(handle: object, origin: HandleOrigin) -> QuickState | None:
+    """Its state, where a plan of this origin has made it as it is."""
+    state = getattr(handle, "quick", None) if type(handle) is QuickHandle else None
+    return state if state is not None and state.origin is origin else None
 
 
 def restored(handle: DispatchHandle) -> DispatchHandle:
