@@ -66,8 +66,8 @@ def same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         shape = tuple(shape)
         if (key, shape, dtype) not in pools:
             pools[key, shape, dtype] = empty(shape, dtype=dtype).zero_()
-            if dtype is torch.uint8:  # of a dispatch: num_rows
-                pools[key, shape, dtype].view(-1)[:4].view(torch.int32).fill_(ROWS)
+            if dtype is torch.int32:  # of a dispatch: num_rows
+                pools[key, shape, dtype].view(-1)[:1].fill_(ROWS)
         return pools[key, shape, dtype]
 
     monkeypatch.setattr(torch, "empty_like", lambda like: taken(like.shape, like.dtype, "room"))

@@ -42,9 +42,7 @@ class RecordAddresses:
         kept_bytes: of the most weights, where they are copied; else 0.
     """
 
-    def __init__(
-        self, state: StateMap, numbers: Mapping[str, FieldPlace], number_bytes: int, kept_bytes: int
-    ) -> None:
+    def __init__(self, state: StateMap, numbers: Mapping[str, FieldPlace], number_bytes: int, kept_bytes: int) -> None:
         self.state = state
         self.carried_at = round_up(number_bytes, _ALIGN)
         self.kept_at = self.carried_at + round_up(state.carried_bytes, _ALIGN)

@@ -132,8 +132,8 @@ class LaunchEngine:
         self._memory: Memory | None = None
         kept = config.max_tokens_per_rank * config.topk * 4 * config.exact_combine
         self.addresses = RecordAddresses(self._state_map, self.outputs.places, self.outputs.num_bytes, kept)
-        byte = torch.empty(1, dtype=torch.uint8, device=device)
-        self.blanks = byte.expand(self.addresses.routing_at), byte.expand(self.addresses.num_bytes)
+        word = torch.empty(1, dtype=torch.int32, device=device)  # most fields are int32: a view of one is one operation
+        self.blanks = word.expand(self.addresses.routing_at // 4), word.expand(self.addresses.num_bytes // 4)
         """Of the size of a call's memory: with `previous`, without. Taking after them is the cheapest allocation."""
         self.power_of_two = plan.POWER_OF_TWO[config.scale_format]
         self.positional = config.resolved_layout is Layout.RANK_MAJOR

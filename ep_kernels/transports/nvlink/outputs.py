@@ -92,7 +92,7 @@ class Outputs:
         self._views.clear()
 
     def number(self, block: torch.Tensor, name: str) -> torch.Tensor:
-        """A field in a call's memory `block` (uint8), of all its rows."""
+        """A field in a call's memory `block`, of all its rows."""
         place = self.places[name]
         return part(block, place.offset, place.shape, place.dtype)
 
@@ -168,9 +168,13 @@ class Outputs:
 
 
 def part(block: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A view of a byte buffer as a tensor."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    found = block[offset : offset + num_bytes].view(dtype)
+    """A view of some of a buffer (of bytes, or int32) as a tensor, from byte `offset` on."""
+    length = math.prod(shape)
+    if block.dtype == dtype:
+        found = block.narrow(0, offset // dtype.itemsize, length)
+    else:
+        num_bytes = length * dtype.itemsize
+        found = block.view(torch.uint8).narrow(0, offset, num_bytes).view(dtype)
     return found if len(shape) == 1 else found.view(shape)
 
 

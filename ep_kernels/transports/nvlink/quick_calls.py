@@ -16,6 +16,7 @@ from ep_kernels.kernels import abi
 from ep_kernels.transports.base import Delivered
 from ep_kernels.transports.nvlink import launch, plan
 from ep_kernels.transports.nvlink.engine import RECEIVE, Call, LaunchEngine, Operation
+from ep_kernels.transports.nvlink.outputs import part
 from ep_kernels.transports.nvlink.quick import ROWS, STATE_BYTES, TOKENS, ExpectedTensor, OperationPlan, Surroundings
 from ep_kernels.transports.nvlink.routing_state import HandleOrigin, QuickState, quick_handle, quick_state
 from ep_kernels.types import Mode
@@ -80,8 +81,9 @@ class NvlinkQuickCalls:
         self._slots = engine.sizes.shape.dispatch_slots, engine.sizes.shape.combine_slots
         self._strides = self._outputs.strides(config.exact_shapes)
         modes = engine.dispatch_operations
-        self._plans = {mode: self._planned(mode, False) for mode in modes}
-        self._split = {mode: self._planned(mode, True) for mode in modes}
+        self._plans = {each: self._planned(each, False) for each in modes}
+        self._split = {each: self._planned(each, True) for each in modes}
+        self._usual, self._usual_split = self._plans[mode], self._split[mode]
         width, dtype = config.hidden_size, config.resolved_output_dtype
         word = torch.empty((), dtype=dtype, device=around.device)
         self._op = torch.empty(abi.OP_WORDS, dtype=torch.int64, device=around.device)
@@ -145,7 +147,7 @@ class NvlinkQuickCalls:
             "x": ExpectedTensor(config.dtype, (TOKENS, config.hidden_size), aligned=True),
             "topk_ids": ExpectedTensor(torch.int32, routed, may_be_wide=True),
             "topk_weights": ExpectedTensor(torch.float32, routed),
-            "block": ExpectedTensor(torch.uint8, tuple(engine.blanks[not again].shape)),
+            "block": ExpectedTensor(torch.int32, tuple(engine.blanks[not again].shape)),
             "x_scales": ExpectedTensor(config.scale_dtype, (TOKENS, columns)) if columns else none,
             "scales": ExpectedTensor(engine.sizes.scale_dtype, shape) if shape else none,
         }
@@ -188,31 +190,30 @@ class NvlinkQuickCalls:
 
     def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> Delivered | None:
         """See `base.QuickCalls`."""
-        state = self._begin(self._plans, x, topk_ids, topk_weights, previous)
-        return None if state is None else self._delivered(state, self._plan_of(self._plans, state))
+        state = self._begin(False, x, topk_ids, topk_weights, previous)
+        return None if state is None else self._delivered(state, self._dispatch_of(False, state.mode, state.former))
 
     def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> QuickDispatch | None:
         """See `base.QuickCalls`."""
-        state = self._begin(self._split, x, topk_ids, topk_weights, previous)
+        state = self._begin(True, x, topk_ids, topk_weights, previous)
         return None if state is None else QuickDispatch(self, state)
 
-    def _plan_of(self, plans: Mapping[Mode, _PlansOfMode], state: QuickState) -> OperationPlan:
-        of = plans[state.mode]
-        return of.fresh if state.former is None else of.again
+    def _of(self, split: bool, mode: Mode) -> _PlansOfMode:
+        if mode is self._mode:  # an enum takes its time to be found in a dictionary
+            return self._usual_split if split else self._usual
+        return (self._split if split else self._plans)[mode]
 
-    def _begin(
-        self, plans: Mapping[Mode, _PlansOfMode], x: Any, ids: Any, weights: Any, previous: Any
-    ) -> QuickState | None:
-        engine, x_scales, scales, former = self._engine, None, None, None
-        mode = self._mode
-        if previous is None:
-            by = plans[mode].fresh
-        else:
+    def _dispatch_of(self, split: bool, mode: Mode, former: QuickState | None) -> OperationPlan:
+        plans = self._of(split, mode)
+        return plans.fresh if former is None else plans.again
+
+    def _begin(self, split: bool, x: Any, ids: Any, weights: Any, previous: Any) -> QuickState | None:
+        engine, mode, x_scales, scales, former = self._engine, self._mode, None, None, None
+        if previous is not None:
             former = quick_state(previous, self._origin)
             if former is None:
                 return None
             mode, ids, weights = former.mode, former.topk_ids, former.given if weights is None else weights
-            by = plans[mode].again
         if self._scaled:
             if type(x) is not tuple or len(x) != 2:
                 return None
@@ -222,6 +223,7 @@ class NvlinkQuickCalls:
         if self._allocates_scales:
             scales = self._outputs.scales(slot, engine.config.exact_shapes)[0]
         block = torch.empty_like(engine.blanks[former is None])
+        by = self._dispatch_of(split, mode, former)
         words = by.call(slot, former and former.words, x, ids, weights, block, x_scales, scales)
         if type(words) is not bytes:
             self._judge(words)
@@ -243,14 +245,14 @@ class NvlinkQuickCalls:
         if rows < 0:  # the kernel has not said, and may never
             self._reader.settle()
             at = self._engine.addresses.num_rows_at
-            numbers.copy_(block[at : at + 8].view(torch.int32))
+            numbers.copy_(part(block, at, (2,), torch.int32))
             rows = int(numbers[0])
         self._reader.check_results()
         return rows, int(numbers[1])
 
     def receive_dispatch(self, state: QuickState) -> Delivered:
         """What is left of it."""
-        by, left = self._plan_of(self._split, state), state.words
+        by, left = self._dispatch_of(True, state.mode, state.former), state.words
         words = by.receive(left)
         if type(words) is not bytes:
             operation = self._engine.dispatch_operations[state.mode]
@@ -278,7 +280,7 @@ class NvlinkQuickCalls:
         state = quick_state(handle, self._origin)
         if state is None:
             return None
-        engine, plans = self._engine, self._plans[state.mode]
+        engine, plans = self._engine, self._of(False, state.mode)
         z = torch.empty_like(self._room(state.tokens)) if out is None else out
         begun = engine.num_combines
         slot = begun % self._slots[1]
@@ -299,7 +301,7 @@ class NvlinkQuickCalls:
         state = quick_state(handle, self._origin)
         if state is None:
             return None
-        engine, plans = self._engine, self._split[state.mode]
+        engine, plans = self._engine, self._of(True, state.mode)
         by, given = plans.combine, tuple[torch.Tensor, ...]()
         if topk_weights is not None:
             if plans.home is None or type(topk_weights) is not torch.Tensor:

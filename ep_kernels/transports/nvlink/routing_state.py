@@ -16,7 +16,7 @@ from ep_kernels.types import DispatchHandle, Mode
 
 
 class Span(NamedTuple):
-    """Bytes [offset, offset + num_bytes) of a tensor's memory (uint8)."""
+    """Bytes [offset, offset + num_bytes) of a tensor's memory (uint8 or int32)."""
 
     tensor: torch.Tensor
     offset: int
@@ -26,11 +26,11 @@ class Span(NamedTuple):
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Span:
         """Of a whole tensor."""
-        return cls(tensor, 0, tensor.numel(), tensor.data_ptr())
+        return cls(tensor, 0, tensor.nbytes, tensor.data_ptr())
 
     def bytes(self) -> torch.Tensor:
         """As a tensor, uint8."""
-        return self.tensor[self.offset : self.offset + self.num_bytes]
+        return self.part(0, (self.num_bytes,), torch.uint8)
 
     def part(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A view of some of it."""
@@ -151,13 +151,11 @@ class QuickHandle(DispatchHandle):
         return value
 
 
-_new, _set_quick = object.__new__, QuickHandle.quick.__set__  # type: ignore[attr-defined]
-
-
 def quick_handle(state: QuickState) -> QuickHandle:
     """Its handle."""
-    made: QuickHandle = _new(QuickHandle)
-    _set_quick(made, state)
+    made: QuickHandle = object.__new__(QuickHandle)
+    object.__setattr__(made, "quick", state)
+    object.__setattr__(made, "seq", state.seq)
     return made
 
 
