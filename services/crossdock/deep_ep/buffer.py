@@ -163,10 +163,11 @@ class Buffer(Unsupported):
                 raise ArgumentError("num_tokens_per_expert", "what get_dispatch_layout gave", None)
             num_experts = num_tokens_per_expert.numel()
             kind = self._high.kind(payload, num_experts, ids.shape[1], num_worst_tokens, Buffer._chosen_sms)
-            got = self._high.dispatch(payload, ids, weights, kind, expert_alignment)
+            got = self._high.dispatch(payload, ids, weights, kind)
+            counts = got.aligned_counts(expert_alignment)
             event = turn.done([*payload, ids, weights], [got.x, got.scales, got.topk_idx, got.topk_weights])
         rows_out: Rows = got.x if got.scales is None else (got.x, got.scales)
-        return rows_out, got.topk_idx, got.topk_weights, got.counts, got.handle, event
+        return rows_out, got.topk_idx, got.topk_weights, counts, got.handle, event
 
     def combine(
         self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None,

@@ -69,15 +69,24 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What arrived: rows and scales [N, ...], local ids int64 and weights [N, K], rows per local expert (None where
-    shapes are fixed), handle."""
+    """What arrived: rows and scales [N, ...], local ids int64 and weights [N, K], handle."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
-    counts: list[int]
     handle: Handle
+
+    def counts(self) -> torch.Tensor:
+        """int32 [L], rows per local expert. Computed on the device, which is not read."""
+        num_local = self.handle.comm.num_local_experts
+        return _histogram(torch.where(self.topk_idx >= 0, self.topk_idx, num_local), num_local)
+
+    def aligned_counts(self, alignment: int) -> list[int]:
+        """`counts`, rounded up to multiples of `alignment`; [] where shapes are fixed. Reads the device."""
+        if self.handle.kind.worst:
+            return []
+        return [-(-count // alignment) * alignment for count in self.counts().tolist()]
 
 
 class HighThroughput:
@@ -105,25 +114,21 @@ class HighThroughput:
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
         kind: PoolKey,
-        alignment: int,
         keep: bool = True,
     ) -> Delivered:
-        """Each token to the ranks of its experts. Reads the device once for the number of rows and once for `counts`
-        (rounded up to `alignment`), unless shapes are fixed. Without `keep` the rows are views, good until the second
-        dispatch after this."""
+        """Each token to the ranks of its experts. Reads the device once, for the number of rows, unless shapes are
+        fixed. Without `keep` the rows are views, good until the second dispatch after this."""
         comm = self._communicator(kind, payload[0])
         out, inner = comm.dispatch(_packed(payload), topk_idx, topk_weights)
         handle = Handle(comm, inner, kind, topk_idx, topk_weights)
         assert out.topk_ids is not None
         assert out.topk_weights is not None
-        ids, counts = out.topk_ids.long(), []
+        ids = out.topk_ids.long()
         if kind.worst:
             arrived = torch.arange(len(ids), device=ids.device) < out.num_rows
             ids = torch.where(arrived[:, None], ids, -1)
-        else:
-            counts = _rows_per_expert(ids, comm.num_local_experts, alignment)
         x, scales = _kept(out, payload) if keep else (out.tokens, out.scales)
-        return Delivered(x, scales, ids, out.topk_weights, counts, handle)
+        return Delivered(x, scales, ids, out.topk_weights, handle)
 
     def dispatch_again(self, payload: Payload, handle: Handle) -> Payload:
         """Other rows by the same routing, perhaps of another dtype."""
@@ -191,11 +196,6 @@ def _histogram(ids: torch.Tensor, size: int) -> torch.Tensor:
     flat = ids.flatten()
     counts = torch.zeros(size + 1, dtype=torch.int32, device=ids.device)
     return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:size]
-
-
-def _rows_per_expert(ids: torch.Tensor, num_local: int, alignment: int) -> list[int]:
-    counts: list[int] = _histogram(torch.where(ids >= 0, ids, num_local), num_local).tolist()
-    return [-(-count // alignment) * alignment for count in counts]
 
 
 def _packed(payload: Payload) -> Any:

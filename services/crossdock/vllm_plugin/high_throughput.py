@@ -6,6 +6,7 @@ fixed shapes, does not read the device and so works in CUDA graphs; small steps 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,22 @@ _back_to_comm: Any = compat.find("dbo_switch_to_comm")
 _comm_to_compute: Any = compat.find("dbo_yield_and_switch_from_comm_to_compute")
 
 Prepared = tuple[torch.Tensor, torch.Tensor | None, Any, torch.Tensor, torch.Tensor]
+
+
+class RowsPerExpert(_Metadata):  # type: ignore[misc]
+    """vLLM's record of the rows of each local expert; the device is read only for experts that ask on the host.
+
+    Args:
+        counts: int32 [L], on the device.
+    """
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        self.expert_num_tokens = counts
+
+    @functools.cached_property
+    def expert_num_tokens_cpu(self) -> torch.Tensor:
+        """The same on the host."""
+        return self.expert_num_tokens.cpu()
 
 
 class HighThroughputFinalizer(Finalizer):
@@ -105,11 +122,10 @@ class HighThroughputFinalizer(Finalizer):
         rank, because experts look up every id in their map."""
         kind = self._calls.kind(payload, num_experts, topk_ids.shape[1], 0, None, a1.dtype)
         with self._watched():
-            got = self._calls.dispatch(payload, topk_ids, weights.contiguous(), kind, 1, keep=False)
+            got = self._calls.dispatch(payload, topk_ids, weights.contiguous(), kind, keep=False)
         self._keep(got.handle)
         ids = torch.where(got.topk_idx < 0, self._elsewhere(num_experts), got.topk_idx + self._first_expert)
-        metadata = _Metadata.make_from_list(got.counts, device=str(got.x.device))
-        return got.x, got.scales, ids, got.topk_weights, metadata
+        return got.x, got.scales, ids, got.topk_weights, RowsPerExpert(got.counts())
 
     def prepare(
         self,
