@@ -26,9 +26,10 @@ from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of, wire_bytes
-from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch, RoutingState, fresh_state
+from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
-from ep_kernels.types import Capabilities, DispatchHandle, Mode, PeerTraffic
+from ep_kernels.transports.cpu.routing_state import RoutingState, fresh_state
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Mode, PeerTraffic
 
 LL_MAX_TOKENS = 128
 """AUTO's crossover. Both modes take the same time here; this is the size of a decode step."""
@@ -211,6 +212,11 @@ class CpuTransport(CpuMember[NativeComm]):
         """See `Transport.source_rows`; without tokens all of whose rows were dropped."""
         state: RoutingState = handle.state
         return state.rows_of_sources()
+
+    def num_dropped(self, out: DispatchOutput, handle: DispatchHandle) -> int:
+        """See `Transport.num_dropped`."""
+        state = handle.state
+        return state.totals[1] if isinstance(state, RoutingState) else int(out.num_dropped)
 
     def blank_state(self, num_tokens: int) -> RoutingState:
         """See `Transport.blank_state`."""

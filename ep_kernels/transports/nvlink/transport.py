@@ -195,6 +195,10 @@ class NvlinkTransport(NvlinkMember):
         """See `base.Transport`."""
         return self._engine.source_rows(handle)
 
+    def num_dropped(self, out: DispatchOutput, handle: DispatchHandle) -> int:
+        """See `base.Transport`."""
+        return int(out.num_dropped)
+
     def blank_state(self, num_tokens: int) -> DispatchState:
         """See `base.Transport`."""
         return self._engine.blank_state(num_tokens)
