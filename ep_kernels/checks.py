@@ -19,7 +19,7 @@ _INT32 = torch.iinfo(torch.int32)
 def tensor(
     name: str, value: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device_type: str
 ) -> torch.Tensor:
-    """`value` if it is a contiguous tensor of this shape, dtype and device."""
+    """`value` if it is a contiguous tensor of this shape, dtype and device that has memory."""
     if (
         isinstance(value, torch.Tensor)
         and value.shape == shape
@@ -28,6 +28,8 @@ def tensor(
         and value.layout is torch.strided
         and value.is_contiguous()
     ):
+        if value.data_ptr() == 0 and value.numel():  # a kernel would write to address 0
+            raise ArgumentError(name, "a tensor with memory", "one without: freed, fake or only traced")
         return value
     raise _unlike(name, value, shape, dtypes, device_type)
 

@@ -11,6 +11,7 @@ import torch
 
 from ep_kernels import jit
 from ep_kernels.config import MoEConfig
+from ep_kernels.errors import ArgumentError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan, routing_state
@@ -295,6 +296,8 @@ class LaunchEngine:
         at, where = self._state_map, self.addresses
         block = torch.empty_like(self.blanks[previous is None])
         base = block.data_ptr()
+        if base == 0:
+            raise ArgumentError("x", "a call where tensors have memory", "one under FakeTensorMode")
         carried = Span(block, where.carried_at, at.carried_bytes, base + where.carried_at)
         own_weights = args.topk_weights
         if self.config.exact_combine:  # the kernel copies them

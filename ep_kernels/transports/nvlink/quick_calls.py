@@ -306,6 +306,8 @@ class NvlinkQuickCalls:
         if topk_weights is not None:
             if plans.home is None or type(topk_weights) is not torch.Tensor:
                 return None
+            if topk_weights.data_ptr() == 0 or not topk_weights.is_contiguous():
+                return None
             by, given = plans.home, (topk_weights.clone(),)  # the caller may overwrite its own before `wait`
         z = torch.empty_like(self._room(state.tokens)) if out is None else out
         op, begun = torch.empty_like(self._op), engine.num_combines

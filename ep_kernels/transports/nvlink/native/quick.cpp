@@ -82,9 +82,10 @@ bool is_quiet(const Plan* plan) {
   return true;
 }
 
+// Whether it has all of its elements one behind the other in memory (an empty one needs none).
 bool is_contiguous(const python::Tensor& t) {
   int64_t stride = 1;
-  bool is_dense = true;
+  bool is_dense = t.data != nullptr;
   for (int d = t.ndim - 1; d >= 0; --d) {
     if (t.shape[d] == 0) return true;
     if (t.shape[d] != 1 && t.strides && t.strides[d] != stride) is_dense = false;
