@@ -29,8 +29,8 @@ __device__ __forceinline__ Entry load_entry(const DispatchArgs& args, i32 token)
   if (lane_idx() >= args.world.topk || token >= args.num_tokens) return entry;
   const i32 at = token * args.world.topk + lane_idx();
   entry.weight = args.topk_weights[at];
+  if (!args.cached) entry.id = expert_id(args, at);
   if (args.cached) entry.route = args.routes[at];
-  else entry.id = expert_id(args, at);
   return entry;
 }
 
