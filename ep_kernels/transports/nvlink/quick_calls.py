@@ -18,7 +18,7 @@ from ep_kernels.transports.nvlink import launch, plan
 from ep_kernels.transports.nvlink.engine import RECEIVE, Call, LaunchEngine, Operation
 from ep_kernels.transports.nvlink.outputs import part
 from ep_kernels.transports.nvlink.quick import ROWS, STATE_BYTES, TOKENS, ExpectedTensor, OperationPlan, Surroundings
-from ep_kernels.transports.nvlink.routing_state import HandleOrigin, QuickState, quick_handle, quick_state
+from ep_kernels.transports.nvlink.routing_state import Origin, QuickState, quick_results, quick_state
 from ep_kernels.types import Mode
 
 _ends = struct.Struct("=2q").unpack_from
@@ -71,7 +71,7 @@ class NvlinkQuickCalls:
         config = engine.config
         self._engine, self._around, self._functions = engine, around, functions
         self._reader = weakref.proxy(reader)  # it holds this object
-        self._origin = HandleOrigin(number, epoch, engine.addresses, config.topk, config.exact_combine)
+        self._origin = Origin(number, epoch, engine.addresses, config.topk, config.exact_combine, engine.outputs)
         self._mode, self._reads = mode, reads
         self._outputs = engine.outputs
         self._fixed = self._outputs.rows
@@ -84,6 +84,7 @@ class NvlinkQuickCalls:
         self._plans = {each: self._planned(each, False) for each in modes}
         self._split = {each: self._planned(each, True) for each in modes}
         self._usual, self._usual_split = self._plans[mode], self._split[mode]
+        self._blank = engine.blanks[1]
         width, dtype = config.hidden_size, config.resolved_output_dtype
         word = torch.empty((), dtype=dtype, device=around.device)
         self._op = torch.empty(abi.OP_WORDS, dtype=torch.int64, device=around.device)
@@ -190,55 +191,57 @@ class NvlinkQuickCalls:
 
     def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> Delivered | None:
         """See `base.QuickCalls`."""
-        state = self._begin(False, x, topk_ids, topk_weights, previous)
-        return None if state is None else self._delivered(state, self._dispatch_of(False, state.mode, state.former))
+        begun = self._begin(False, x, topk_ids, topk_weights, previous)
+        return None if begun is None else self._delivered(*begun)
 
     def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> QuickDispatch | None:
         """See `base.QuickCalls`."""
-        state = self._begin(True, x, topk_ids, topk_weights, previous)
-        return None if state is None else QuickDispatch(self, state)
+        begun = self._begin(True, x, topk_ids, topk_weights, previous)
+        return None if begun is None else QuickDispatch(self, *begun)
 
     def _of(self, split: bool, mode: Mode) -> _PlansOfMode:
         if mode is self._mode:  # an enum takes its time to be found in a dictionary
             return self._usual_split if split else self._usual
         return (self._split if split else self._plans)[mode]
 
-    def _dispatch_of(self, split: bool, mode: Mode, former: QuickState | None) -> OperationPlan:
-        plans = self._of(split, mode)
-        return plans.fresh if former is None else plans.again
-
-    def _begin(self, split: bool, x: Any, ids: Any, weights: Any, previous: Any) -> QuickState | None:
-        engine, mode, x_scales, scales, former = self._engine, self._mode, None, None, None
-        if previous is not None:
+    def _begin(
+        self, split: bool, x: Any, ids: Any, weights: Any, previous: Any
+    ) -> tuple[OperationPlan, QuickState] | None:
+        engine, mode, former, again, x_scales, scales = self._engine, self._mode, None, None, None, None
+        if previous is None:
+            by = (self._usual_split if split else self._usual).fresh
+            block = torch.empty_like(self._blank)
+        else:
             former = quick_state(previous, self._origin)
             if former is None:
                 return None
             mode, ids, weights = former.mode, former.topk_ids, former.given if weights is None else weights
+            by, again = self._of(split, mode).again, former.words
+            block = torch.empty_like(engine.blanks[0])
         if self._scaled:
             if type(x) is not tuple or len(x) != 2:
                 return None
             x, x_scales = x
-        seq = engine.num_dispatches + 1
-        slot = (seq - 1) % self._slots[0]
+        begun = engine.num_dispatches
+        slot = begun % self._slots[0]
         if self._allocates_scales:
             scales = self._outputs.scales(slot, engine.config.exact_shapes)[0]
-        block = torch.empty_like(engine.blanks[former is None])
-        by = self._dispatch_of(split, mode, former)
-        words = by.call(slot, former and former.words, x, ids, weights, block, x_scales, scales)
+        words = by.call(slot, again, x, ids, weights, block, x_scales, scales)
         if type(words) is not bytes:
             self._judge(words)
             return None
-        engine.num_dispatches = seq
-        return QuickState(self._origin, seq, mode, words, block, former, slot, scales, ids, weights)
+        engine.num_dispatches = begun + 1
+        rows = self._outputs.slot_rows(slot)
+        return by, QuickState(self._origin, begun + 1, mode, words, block, former, rows, scales, ids, weights)
 
-    def _delivered(self, state: QuickState, by: OperationPlan) -> Delivered:
+    def _delivered(self, by: OperationPlan, state: QuickState) -> Delivered:
         state.tokens, rows = _ends(state.words, _ENDS_AT)
         dropped = 0
         if by.numbers is not None:
             rows, dropped = self._read(rows, state.block, by.numbers)
+        state.delivered = rows
         state.num_rows, state.shape = (rows, (rows,)) if self._exact else (None, self._fixed)
-        out = self._outputs.output(state.block, state.slot, state.scales, state.tokens, rows)
-        return out, quick_handle(state), dropped
+        return *quick_results(state), dropped
 
     def _read(self, rows: int, block: torch.Tensor, numbers: torch.Tensor) -> tuple[int, int]:
         """(rows, dropped). Raises what the operation has met."""
@@ -250,9 +253,9 @@ class NvlinkQuickCalls:
         self._reader.check_results()
         return rows, int(numbers[1])
 
-    def receive_dispatch(self, state: QuickState) -> Delivered:
+    def receive_dispatch(self, by: OperationPlan, state: QuickState) -> Delivered:
         """What is left of it."""
-        by, left = self._dispatch_of(True, state.mode, state.former), state.words
+        left = state.words
         words = by.receive(left)
         if type(words) is not bytes:
             operation = self._engine.dispatch_operations[state.mode]
@@ -262,7 +265,7 @@ class NvlinkQuickCalls:
             if by.numbers is not None:  # nobody has waited for them
                 words = words[:_ENDS_AT] + struct.pack("=2q", _ends(words, _ENDS_AT)[0], -1)
         state.words = words
-        return self._delivered(state, by)
+        return self._delivered(by, state)
 
     def _receive(self, operation: Operation, kind: Any, words: bytes, keep: Any) -> None:
         """The last launch, the long way."""
@@ -273,7 +276,7 @@ class NvlinkQuickCalls:
     def buffers(self, of: QuickState) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """See `base.PendingDispatch`."""
         outputs = self._outputs
-        return outputs.tokens(of.slot), outputs.all_scales(of.scales), outputs.number(of.block, "counts")
+        return of.rows.view(of.rows.shape), outputs.all_scales(of.scales), outputs.number(of.block, "counts")
 
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
         """See `base.QuickCalls`."""
@@ -335,14 +338,14 @@ class QuickDispatch:
     """A dispatch whose rows are on their way. `wait` and `buffers`: see `base.PendingDispatch`; but what `wait` gives
     is complete."""
 
-    def __init__(self, calls: NvlinkQuickCalls, begun: QuickState) -> None:
-        self._calls, self._begun = calls, begun
+    def __init__(self, calls: NvlinkQuickCalls, by: OperationPlan, begun: QuickState) -> None:
+        self._calls, self._by, self._begun = calls, by, begun
         self._result: Delivered | None = None
 
     def wait(self) -> Delivered:
         """Receive."""
         if self._result is None:
-            self._result = self._calls.receive_dispatch(self._begun)
+            self._result = self._calls.receive_dispatch(self._by, self._begun)
         return self._result
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:

@@ -10,9 +10,9 @@ import torch
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink.addresses import RecordAddresses
-from ep_kernels.transports.nvlink.outputs import part
+from ep_kernels.transports.nvlink.outputs import Outputs, part
 from ep_kernels.transports.nvlink.plan import StateMap
-from ep_kernels.types import DispatchHandle, Mode
+from ep_kernels.types import DispatchHandle, DispatchOutput, Mode
 
 
 class Span(NamedTuple):
@@ -64,46 +64,55 @@ class DispatchState:
         ]  # fmt: skip
 
 
-class HandleOrigin(NamedTuple):
-    """Whose handles they are, and what all of them share: communicator, epoch, where what is in a dispatch's memory,
-    K; whether combine reads a copy of the weights."""
+class Origin(NamedTuple):
+    """What the states of one rank's plans share: communicator, epoch, where what is in a dispatch's memory, K, whether
+    combine reads a copy of the weights, who makes outputs."""
 
     number: int
     epoch: int
     addresses: RecordAddresses
     topk: int
     keeps: bool
+    outputs: Outputs
 
 
 class QuickState(DispatchState):
-    """Of a dispatch by a plan (`quick_calls`), from its launch on; what a `DispatchState` has is made when it is first
-    read.
+    """Of a dispatch by a plan (`quick_calls`), from its launch on; what a `DispatchState` has, its output and its
+    handle are made when they are first read.
 
     Attributes:
         words: what plans take of it.
         block: memory of the dispatch.
         former: whose routing it uses again, or None.
-        tokens, shape, num_rows: T, the leading shape of the rows, and see `DispatchState`; set on delivery.
+        tokens, delivered, shape, num_rows: T, rows delivered, their leading shape, and see `DispatchState`; set on
+            delivery.
 
     Args:
         origin, seq, mode, topk_ids: of its handle.
         words, block, former: as above.
-        slot, scales: of its rows.
+        rows, scales: memory of its rows.
         given: weights of the call.
     """
 
     __slots__ = (
-        "block", "former", "given", "mode", "origin", "scales", "seq", "shape", "slot", "tokens", "topk_ids", "words",
+        "block", "delivered", "former", "given", "mode", "origin", "rows", "scales", "seq", "shape", "tokens",
+        "topk_ids", "words",
     )  # fmt: skip
 
     def __init__(
-        self, origin: HandleOrigin, seq: int, mode: Mode, words: bytes, block: torch.Tensor, former: QuickState | None,
-        slot: int, scales: torch.Tensor | None, topk_ids: torch.Tensor, given: torch.Tensor,
+        self, origin: Origin, seq: int, mode: Mode, words: bytes, block: torch.Tensor, former: QuickState | None,
+        rows: torch.Tensor, scales: torch.Tensor | None, topk_ids: torch.Tensor, given: torch.Tensor,
     ) -> None:  # fmt: skip
-        self.origin, self.seq, self.mode, self.words, self.block = origin, seq, mode, words, block
+        self.origin = origin
+        self.seq = seq
+        self.mode = mode
+        self.words = words
+        self.block = block
         self.former: QuickState | None = former if former is None or former.former is None else former.former
-        self.slot, self.scales, self.topk_ids, self.given = slot, scales, topk_ids, given
-        self.tokens, self.shape = 0, tuple[int, ...]()
+        self.rows = rows
+        self.scales = scales
+        self.topk_ids = topk_ids
+        self.given = given
 
     def __getattr__(self, name: str) -> Any:
         at = self.origin.addresses
@@ -134,8 +143,17 @@ class QuickState(DispatchState):
         named = {"num_tokens": "tokens", "rows_shape": "shape", "topk_weights": "given"}
         return getattr(self, named.get(name, name))
 
+    def of_output(self, name: str) -> Any:
+        """A field of its output."""
+        outputs = self.origin.outputs
+        if name == "layout":
+            return outputs.layout
+        return outputs.field(name, self.block, self.rows, self.scales, self.tokens, self.delivered)
 
-_FIELDS = frozenset(DispatchHandle.__dataclass_fields__)
+
+_OF_HANDLE = frozenset(DispatchHandle.__dataclass_fields__)
+_OF_OUTPUT = frozenset(DispatchOutput.__dataclass_fields__)
+_new, _set = object.__new__, object.__setattr__
 
 
 class QuickHandle(DispatchHandle):
@@ -144,22 +162,36 @@ class QuickHandle(DispatchHandle):
     __slots__ = ("quick",)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _FIELDS:  # `quick`, too, of a copy with other fields
+        if name not in _OF_HANDLE:  # `quick`, too, of a copy with other fields
             raise AttributeError(name)
         value = self.quick.of_handle(name)
-        object.__setattr__(self, name, value)
+        _set(self, name, value)
         return value
 
 
-def quick_handle(state: QuickState) -> QuickHandle:
-    """Its handle."""
-    made: QuickHandle = object.__new__(QuickHandle)
-    object.__setattr__(made, "quick", state)
-    object.__setattr__(made, "seq", state.seq)
-    return made
+class QuickOutput(DispatchOutput):
+    """Its output, likewise."""
+
+    __slots__ = ("quick",)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_OUTPUT:
+            raise AttributeError(name)
+        value = self.quick.of_output(name)
+        _set(self, name, value)
+        return value
 
 
-def quick_state(handle: object, origin: HandleOrigin) -> QuickState | None:
+def quick_results(state: QuickState) -> tuple[DispatchOutput, DispatchHandle]:
+    """Its output and its handle."""
+    out, handle = _new(QuickOutput), _new(QuickHandle)
+    _set(out, "quick", state)
+    _set(handle, "quick", state)
+    _set(handle, "seq", state.seq)
+    return out, handle
+
+
+def quick_state(handle: object, origin: Origin) -> QuickState | None:
     """Its state, where a plan of this origin has made it as it is."""
     state = getattr(handle, "quick", None) if type(handle) is QuickHandle else None
     return state if state is not None and state.origin is origin else None
