@@ -12,7 +12,7 @@ from ep_kernels.errors import TransportError
 from ep_kernels.network.network import Channel
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.region import OwnRegion, private_bytes
-from ep_kernels.transports.cpu.routing_state import StatePlaces
+from ep_kernels.transports.cpu.cpu_routing import StatePlaces
 from ep_kernels.types import Layout, ScaleFormat
 
 

@@ -14,7 +14,7 @@ from ep_kernels.lazy_output import lazy_output
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
-from ep_kernels.transports.cpu.routing_state import FreshState, RoutingState, again
+from ep_kernels.transports.cpu.cpu_routing import FreshState, RoutingState, again
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 
 _MODES = (Mode.LL, Mode.HT)

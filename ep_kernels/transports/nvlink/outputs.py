@@ -180,10 +180,10 @@ def part(block: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.
     """A view of some of a buffer (of bytes, or int32) as a tensor, from byte `offset` on."""
     length = math.prod(shape)
     if block.dtype == dtype:
-        found = block.narrow(0, offset // dtype.itemsize, length)
+        first = offset // dtype.itemsize
+        found = block[first : first + length]
     else:
-        num_bytes = length * dtype.itemsize
-        found = block.view(torch.uint8).narrow(0, offset, num_bytes).view(dtype)
+        found = block.view(torch.uint8)[offset : offset + length * dtype.itemsize].view(dtype)
     return found if len(shape) == 1 else found.view(shape)
 
 

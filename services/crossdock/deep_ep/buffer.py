@@ -16,7 +16,7 @@ from crossdock.deep_ep import hints
 from crossdock.deep_ep.events import CommStream, EventHandle, EventOverlap
 from crossdock.deep_ep.exporter import CountingTimeouts
 from crossdock.deep_ep.high_throughput import Handle, HighThroughput, Payload, layout
-from crossdock.deep_ep.low_latency import Hook, LowLatency, LowLatencyHandle, Received, Signature, nothing
+from crossdock.deep_ep.low_latency import Hook, LowLatency, LowLatencyHandle, Received, StepSignature, nothing
 from crossdock.deep_ep.pool import Pool
 from crossdock.deep_ep.refused import WAITS, Unsupported, without
 from ep_kernels import ArgumentError, PeerTimeout
@@ -231,7 +231,7 @@ class Buffer(Unsupported):
         )  # fmt: skip
         low, stats, hooked = self._low, cumulative_local_expert_recv_stats, return_recv_hook
         try:
-            prepared = low.prepared.get(signature) or low.prepare(Signature(*signature), x)
+            prepared = low.prepared.get(signature) or low.prepare(StepSignature(*signature), x)
             rows, counts, handle, hook = low.dispatch(x.contiguous(), topk_idx.contiguous(), prepared, stats, hooked)
         except PeerTimeout as error:
             self._watched.count(error)

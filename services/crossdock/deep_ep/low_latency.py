@@ -43,7 +43,7 @@ class BufferShape(NamedTuple):
     scales: ScaleFormat | None
 
 
-class Signature(NamedTuple):
+class StepSignature(NamedTuple):
     """Everything by which one call of `low_latency_dispatch` differs from another, but for its data."""
 
     max_tokens: int
@@ -57,7 +57,7 @@ class Signature(NamedTuple):
     use_ue8m0: bool
 
 
-class Prepared(NamedTuple):
+class PreparedStep(NamedTuple):
     """What calls of one signature share.
 
     Attributes:
@@ -84,7 +84,7 @@ class LowLatencyHandle(Sequence[Any]):
     inner: DispatchHandle | None = None
     combine_buffer: torch.Tensor | None = None
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedStep) -> None:
         self.comm, self.shape, self.num_tokens, _ = prepared
 
     def received(self) -> DispatchHandle:
@@ -128,10 +128,10 @@ class LowLatency:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._marks: dict[BufferShape, torch.Tensor] = {}
-        self.prepared: dict[tuple[Any, ...], Prepared] = {}
+        self.prepared: dict[tuple[Any, ...], PreparedStep] = {}
         """By signature."""
 
-    def prepare(self, signature: Signature, like: torch.Tensor) -> Prepared:
+    def prepare(self, signature: StepSignature, like: torch.Tensor) -> PreparedStep:
         """For calls of this signature on tensors like this one; `prepared` has it then. Raises ArgumentError."""
         of = signature
         if len(of.ids_shape) != 2 or of.ids_dtype != torch.int64:
@@ -145,7 +145,7 @@ class LowLatency:
         tokens, hidden = of.x_shape
         shape = BufferShape(of.max_tokens, hidden, of.num_experts, of.ids_shape[1], of.x_dtype, scales)
         comm = self._communicator(shape, like)
-        made = Prepared(comm, shape, tokens, self._marks[shape][:tokens])
+        made = PreparedStep(comm, shape, tokens, self._marks[shape][:tokens])
         if tokens <= of.max_tokens:
             self.prepared[signature] = made
         return made
@@ -167,7 +167,7 @@ class LowLatency:
         return comm
 
     def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, prepared: Prepared, stats: torch.Tensor | None, hooked: bool
+        self, x: torch.Tensor, topk_idx: torch.Tensor, prepared: PreparedStep, stats: torch.Tensor | None, hooked: bool
     ) -> tuple[Received, torch.Tensor, LowLatencyHandle, Hook]:
         """(rows [L, R*M, H], or (rows, scales); counts int32 [L]; handle; hook). With `hooked` results are valid
         once the hook has been called. `stats` [L] grows by the counts."""
