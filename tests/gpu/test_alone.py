@@ -46,7 +46,6 @@ def test_graphs(alone: World, mode: Mode, layout: Layout, story: Any) -> None:
         stories.delayed,
         calls.previous_handle,
         calls.two_in_flight,
-        calls.handles_of_different_steps,
         calls.inputs_may_be_reused,
         calls.bad_arguments,
         calls.wide_ids,

@@ -11,8 +11,8 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.errors import TransportError
 from ep_kernels.network.network import Channel
 from ep_kernels.transports.cpu import native
-from ep_kernels.transports.cpu.region import OwnRegion, private_bytes
 from ep_kernels.transports.cpu.cpu_routing import StatePlaces
+from ep_kernels.transports.cpu.region import OwnRegion, private_bytes
 from ep_kernels.types import Layout, ScaleFormat
 
 
