@@ -215,8 +215,8 @@ class CpuTransport(CpuMember[NativeComm]):
 
     def num_dropped(self, out: DispatchOutput, handle: DispatchHandle) -> int:
         """See `Transport.num_dropped`."""
-        state = handle.state
-        return state.totals[1] if isinstance(state, RoutingState) else int(out.num_dropped)
+        state: RoutingState = handle.state
+        return state.totals[1]
 
     def blank_state(self, num_tokens: int) -> RoutingState:
         """See `Transport.blank_state`."""
