@@ -301,6 +301,20 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             raise HandleError(f"handle: the buffers of dispatch {handle.seq} have been recycled")
         return self._run(self._transport.combine_input, handle)
 
+    def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
+        """The handle of a dispatch in fixed shapes [N, H], for who has read its `num_rows`: `combine` takes so many
+        rows, `combine_input` gives them. A smaller number than arrived is the caller's mistake.
+
+        Raises: ArgumentError, HandleError.
+        """
+        layout = self._config.resolved_layout
+        if layout not in (Layout.GROUPED, Layout.FLAT):
+            raise ArgumentError("layout", "GROUPED or FLAT", layout.value)
+        handle = self._own(handle)
+        if not 0 <= num_rows <= handle.rows_shape[0]:
+            raise ArgumentError("num_rows", f"0..{handle.rows_shape[0]}", num_rows)
+        return self._transport.trimmed(handle, num_rows)
+
     def is_current(self, handle: DispatchHandle) -> bool:
         """True while views of this dispatch's buffers (`DispatchOutput.tokens`, `combine_input`) may be read."""
         first = self._dispatches.num_begun - self._config.max_in_flight

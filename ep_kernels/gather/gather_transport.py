@@ -111,6 +111,10 @@ class GatherTransport(GatherMember):
         state: GatherState = handle.state
         return state.here.flatten(1).sum(1, dtype=torch.int32)
 
+    def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
+        """See `Transport.trimmed`."""
+        return replace(handle, rows_shape=(num_rows,))
+
     def num_dropped(self, out: DispatchOutput, handle: DispatchHandle) -> int:
         """See `Transport.num_dropped`: every row has its place."""
         return 0

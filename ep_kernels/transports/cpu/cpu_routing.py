@@ -13,23 +13,10 @@ from ep_kernels.transports.cpu import native
 from ep_kernels.types import Layout
 
 
-@dataclass(slots=True)
-class RoutingState:
-    """What a handle keeps of a dispatch on this rank. R ranks, M most tokens, W = K for per-expert layouts, else 1.
+class RoutingParts:
+    """What both kinds of state do."""
 
-    Attributes:
-        dest: int32 [T, K], places (rank * stride + slot) of this rank's tokens, -1 = none.
-        weights: float32 [T, K] of this rank's tokens.
-        rows: int32 [R, M, W], row of this rank's output that serves each source's token, -1 = none; first T_s tokens.
-        row_weights: float32 [R, M, K], weights of each source's tokens (per-expert layouts), else empty.
-        source_tokens: int32 [R], T_s of each source.
-        counts, offsets: int32, as in DispatchOutput (offsets also where it has none).
-        valid: bool [T].
-        totals: rows delivered, rows dropped, invalid ids.
-        origin: sequence number of the dispatch that made it; 0 until it has been sent.
-        rows_shape: leading shape of the tokens that were handed out.
-    """
-
+    __slots__ = ()
     dest: torch.Tensor
     weights: torch.Tensor
     rows: torch.Tensor
@@ -40,7 +27,6 @@ class RoutingState:
     valid: torch.Tensor
     totals: tuple[int, int, int]
     origin: int
-    rows_shape: tuple[int, ...]
 
     def addresses(self) -> tuple[int, ...]:
         """Of dest, weights, rows, row_weights and source_tokens, as `native.Routing` has them; of valid, counts and
@@ -57,7 +43,7 @@ class RoutingState:
         """The same with other weights of this rank's tokens."""
         return RoutingState(
             self.dest, weights, self.rows, self.row_weights, self.source_tokens, self.counts, self.offsets, self.valid,
-            self.totals, self.origin, self.rows_shape,
+            self.totals, self.origin,
         )  # fmt: skip
 
     def flatten(self) -> list[torch.Tensor]:
@@ -68,16 +54,9 @@ class RoutingState:
             self.counts, self.offsets, self.valid, numbers,
         ]  # fmt: skip
 
-    @classmethod
-    def restore(cls, tensors: Sequence[torch.Tensor], rows_shape: tuple[int, ...]) -> RoutingState:
-        """What `flatten` was made of."""
-        *totals, origin = tensors[-1].tolist()
-        values: list[Any] = [*tensors[:-1], tuple(totals), origin, rows_shape]
-        return cls(*values)
-
-    def weight_of_rows(self) -> torch.Tensor:
-        """float32 in `rows_shape`: each row's weight, 0 past the counts."""
-        out = torch.zeros(self.rows_shape)
+    def weight_of_rows(self, rows_shape: tuple[int, ...]) -> torch.Tensor:
+        """float32 in this leading shape of the tokens: each row's weight, 0 past the counts."""
+        out = torch.zeros(rows_shape)
         for rows, weights, tokens in zip(self.rows, self.row_weights, self.source_tokens.tolist(), strict=True):
             served = rows[:tokens] >= 0
             out.view(-1)[rows[:tokens][served].long()] = weights[:tokens][served]
@@ -87,6 +66,41 @@ class RoutingState:
         """int32 [R], tokens of each source that have a row here."""
         sent = torch.arange(self.rows.shape[1])[None, :] < self.source_tokens[:, None]
         return (sent & (self.rows >= 0).any(-1)).sum(1, dtype=torch.int32)
+
+
+@dataclass(slots=True)
+class RoutingState(RoutingParts):
+    """What a handle keeps of a dispatch on this rank. R ranks, M most tokens, W = K for per-expert layouts, else 1.
+
+    Attributes:
+        dest: int32 [T, K], places (rank * stride + slot) of this rank's tokens, -1 = none.
+        weights: float32 [T, K] of this rank's tokens.
+        rows: int32 [R, M, W], row of this rank's output that serves each source's token, -1 = none; first T_s tokens.
+        row_weights: float32 [R, M, K], weights of each source's tokens (per-expert layouts), else empty.
+        source_tokens: int32 [R], T_s of each source.
+        counts, offsets: int32, as in DispatchOutput (offsets also where it has none).
+        valid: bool [T].
+        totals: rows delivered, rows dropped, invalid ids.
+        origin: sequence number of the dispatch that made it; 0 until it has been sent.
+    """
+
+    dest: torch.Tensor
+    weights: torch.Tensor
+    rows: torch.Tensor
+    row_weights: torch.Tensor
+    source_tokens: torch.Tensor
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    valid: torch.Tensor
+    totals: tuple[int, int, int]
+    origin: int
+
+    @classmethod
+    def restore(cls, tensors: Sequence[torch.Tensor]) -> RoutingState:
+        """What `flatten` was made of."""
+        *totals, origin = tensors[-1].tolist()
+        values: list[Any] = [*tensors[:-1], tuple(totals), origin]
+        return cls(*values)
 
 
 class PartPlace(NamedTuple):
@@ -130,40 +144,45 @@ class StatePlaces:
         self.blank = torch.empty(1, dtype=torch.int32).expand(end)
 
 
-class FreshState(RoutingState):
-    """Of a new routing; its tensors are made when they are first read.
+class FreshState(RoutingParts):
+    """Of a new routing; its tensors are made when they are read.
 
     Args:
         places: of the geometry.
         tokens: T.
     """
 
-    __slots__ = ("block", "places", "tokens")
+    __slots__ = ("block", "origin", "places", "tokens", "totals")
 
     def __init__(self, places: StatePlaces, tokens: int) -> None:
         self.places, self.tokens = places, tokens
         self.block = torch.empty_like(places.blank)
-        self.totals, self.origin, self.rows_shape = (0, 0, 0), 0, ()
+        self.totals, self.origin = (0, 0, 0), 0
 
-    def __getattr__(self, name: str) -> torch.Tensor:
-        place = self.places.parts.get(name)
-        if place is None:
-            raise AttributeError(name)
+    def part(self, name: str) -> torch.Tensor:
+        """One of its tensors."""
+        place = self.places.parts[name]
         shape = (self.tokens, *place.shape[1:]) if place.of_tokens else place.shape
         length = math.prod(shape)
         if place.dtype.itemsize == 4:
-            found = self.block.narrow(0, place.offset, length)
+            found = self.block[place.offset : place.offset + length]
             found = found if place.dtype is torch.int32 else found.view(place.dtype)
         else:
-            found = self.block.view(torch.uint8).narrow(0, 4 * place.offset, length).view(place.dtype)
-        found = found if len(shape) == 1 else found.view(shape)
-        setattr(self, name, found)
-        return found
+            found = self.block.view(torch.uint8)[4 * place.offset : 4 * place.offset + length].view(place.dtype)
+        return found if len(shape) == 1 else found.view(shape)
 
     def addresses(self) -> tuple[int, ...]:
         """See `RoutingState.addresses`."""
         base = self.block.data_ptr()
         return tuple([base + offset for offset in self.places.offsets])
+
+
+def _part(name: str) -> property:
+    return property(lambda self: self.part(name))
+
+
+for _name in ("dest", "weights", "rows", "row_weights", "source_tokens", "counts", "offsets", "valid"):
+    setattr(FreshState, _name, _part(_name))
 
 
 def fresh_state(geometry: native.Geometry, tokens: int) -> RoutingState:
@@ -182,7 +201,6 @@ def fresh_state(geometry: native.Geometry, tokens: int) -> RoutingState:
         valid=torch.empty(tokens, dtype=torch.bool),
         totals=(0, 0, 0),
         origin=0,
-        rows_shape=(),
     )
 
 
@@ -199,5 +217,4 @@ def again(previous: RoutingState) -> RoutingState:
         valid=previous.valid,
         totals=previous.totals,
         origin=previous.origin,
-        rows_shape=previous.rows_shape,
     )

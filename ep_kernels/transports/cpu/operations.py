@@ -103,10 +103,12 @@ class CpuDispatch:
         op, state, buffers, ids, weights = self._op, self._state, self._buffers, self._ids, self._weights
         lead, packed_stride = buffers.lead(op.num_rows), op.packed_stride
         state.totals = op.num_rows, op.num_dropped, op.num_invalid
-        state.origin, state.rows_shape = op.routing.origin, lead
+        state.origin = op.routing.origin
 
-        def field(name: str) -> torch.Tensor | None:
+        def field(name: str) -> Layout | torch.Tensor | None:
             match name:
+                case "layout":
+                    return buffers.layout
                 case "tokens":
                     return buffers.tokens()[: lead[0]]
                 case "scales":
@@ -123,7 +125,7 @@ class CpuDispatch:
                     return torch.tensor([state.totals[_TOTALS.index(name)]], dtype=torch.int32)
 
         made = DispatchHandle(0, op.seq, op.routing.tokens, _MODES[op.routing.mode], self._epoch, state, lead)
-        return lazy_output(buffers.layout, field), made
+        return lazy_output(field), made
 
 
 class CpuCombine:

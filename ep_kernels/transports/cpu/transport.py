@@ -200,18 +200,21 @@ class CpuTransport(CpuMember[NativeComm]):
         slot = handle.seq % int(self.geometry.in_flight)
         self._recycle(slot)
         self.judge(self.lib.cd_outputs_free(comm.pointer, slot))
-        state: RoutingState = handle.state
-        return comm.buffers[slot].outputs(state.rows_shape)
+        return comm.buffers[slot].outputs(handle.rows_shape)
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
         """See `Transport.row_weights`."""
         state: RoutingState = handle.state
-        return state.weight_of_rows()
+        return state.weight_of_rows(handle.rows_shape)
 
     def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
         """See `Transport.source_rows`; without tokens all of whose rows were dropped."""
         state: RoutingState = handle.state
         return state.rows_of_sources()
+
+    def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
+        """See `Transport.trimmed`."""
+        return replace(handle, rows_shape=(num_rows,))
 
     def num_dropped(self, out: DispatchOutput, handle: DispatchHandle) -> int:
         """See `Transport.num_dropped`."""
@@ -224,7 +227,7 @@ class CpuTransport(CpuMember[NativeComm]):
 
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
         """See `Transport.restore`."""
-        return replace(handle, state=RoutingState.restore(handle.state, handle.rows_shape))
+        return replace(handle, state=RoutingState.restore(handle.state))
 
     def _recycle(self, slot: int) -> None:
         """Finish what still uses the buffers of dispatch slot `slot` and nobody has waited for. All ranks do, in the

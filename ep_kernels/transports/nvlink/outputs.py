@@ -101,15 +101,15 @@ class Outputs:
     ) -> DispatchOutput:
         """What a dispatch of `num_tokens` tokens delivered: `num_rows` rows (compact layouts) or all."""
         tokens = self.slot_rows(slot)  # outlives `attach`
-        return lazy_output(
-            self.layout, lambda name: self.field(name, block, tokens, scales, num_tokens, num_rows)
-        )  # fmt: skip
+        return lazy_output(lambda name: self.field(name, block, tokens, scales, num_tokens, num_rows))
 
     def field(
         self, name: str, block: torch.Tensor, tokens: torch.Tensor, scales: torch.Tensor | None, num_tokens: int,
         num_rows: int,
-    ) -> torch.Tensor | None:  # fmt: skip
+    ) -> Layout | torch.Tensor | None:  # fmt: skip
         """One of it; `tokens`: all rows of the slot."""
+        if name == "layout":
+            return self.layout
         if name == "tokens":
             return tokens[:num_rows] if self.compact and num_rows != self.rows[0] else tokens.detach()  # a new view
         if name == "scales":

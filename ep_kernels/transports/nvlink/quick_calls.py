@@ -13,12 +13,13 @@ import torch
 
 from ep_kernels import jit
 from ep_kernels.kernels import abi
+from ep_kernels.lazy_output import lazy_output
 from ep_kernels.transports.base import Delivered
 from ep_kernels.transports.nvlink import launch, plan
 from ep_kernels.transports.nvlink.engine import RECEIVE, Call, LaunchEngine, Operation
 from ep_kernels.transports.nvlink.outputs import part
 from ep_kernels.transports.nvlink.quick import ROWS, STATE_BYTES, TOKENS, ExpectedTensor, OperationPlan, Surroundings
-from ep_kernels.transports.nvlink.routing_state import Origin, QuickState, quick_results, quick_state
+from ep_kernels.transports.nvlink.routing_state import Origin, QuickState, quick_handle, quick_state
 from ep_kernels.types import Mode
 
 _ends = struct.Struct("=2q").unpack_from
@@ -213,7 +214,7 @@ class NvlinkQuickCalls:
             block = torch.empty_like(self._blank)
         else:
             former = quick_state(previous, self._origin)
-            if former is None:
+            if former is None or (former.shape != self._fixed and not self._exact):  # trimmed: rows are not its
                 return None
             mode, ids, weights = former.mode, former.topk_ids, former.given if weights is None else weights
             by, again = self._of(split, mode).again, former.words
@@ -241,7 +242,7 @@ class NvlinkQuickCalls:
             rows, dropped = self._read(rows, state.block, by.numbers)
         state.delivered = rows
         state.num_rows, state.shape = (rows, (rows,)) if self._exact else (None, self._fixed)
-        return *quick_results(state), dropped
+        return lazy_output(state.of_output), quick_handle(state), dropped
 
     def _read(self, rows: int, block: torch.Tensor, numbers: torch.Tensor) -> tuple[int, int]:
         """(rows, dropped). Raises what the operation has met."""

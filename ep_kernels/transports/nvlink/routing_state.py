@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,7 +15,7 @@ from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink.addresses import RecordAddresses
 from ep_kernels.transports.nvlink.outputs import Outputs, part
 from ep_kernels.transports.nvlink.plan import StateMap
-from ep_kernels.types import DispatchHandle, DispatchOutput, Mode
+from ep_kernels.types import DispatchHandle, Mode
 
 
 class Span(NamedTuple):
@@ -37,8 +40,26 @@ class Span(NamedTuple):
         return part(self.tensor, self.offset + offset, shape, dtype)
 
 
+class StateParts:
+    """What both kinds of state do."""
+
+    __slots__ = ()
+    routing: Span
+    routing_id: Span
+    carried: Span
+    topk_weights: torch.Tensor
+    num_rows: int | None
+
+    def flatten(self) -> list[torch.Tensor]:
+        """See `base.HandleState`."""
+        return [
+            self.routing.bytes(), self.carried.bytes(), self.routing_id.part(0, (8 * abi.OP_WORDS,), torch.uint8),
+            self.topk_weights,
+        ]  # fmt: skip
+
+
 @dataclass(slots=True)
-class DispatchState:
+class DispatchState(StateParts):
     """`DispatchHandle.state`: the routing of one dispatch, apart from any recycled buffer. A dispatch with
     `previous_handle` shares `routing` and `routing_id` with it.
 
@@ -56,13 +77,6 @@ class DispatchState:
     topk_weights: torch.Tensor
     num_rows: int | None = None
 
-    def flatten(self) -> list[torch.Tensor]:
-        """See `base.HandleState`."""
-        return [
-            self.routing.bytes(), self.carried.bytes(), self.routing_id.part(0, (8 * abi.OP_WORDS,), torch.uint8),
-            self.topk_weights,
-        ]  # fmt: skip
-
 
 class Origin(NamedTuple):
     """What the states of one rank's plans share: communicator, epoch, where what is in a dispatch's memory, K, whether
@@ -76,9 +90,8 @@ class Origin(NamedTuple):
     outputs: Outputs
 
 
-class QuickState(DispatchState):
-    """Of a dispatch by a plan (`quick_calls`), from its launch on; what a `DispatchState` has, its output and its
-    handle are made when they are first read.
+class QuickState(StateParts):
+    """Of a dispatch by a plan (`quick_calls`), from its launch on; what a `DispatchState` has is made when it is read.
 
     Attributes:
         words: what plans take of it.
@@ -95,8 +108,8 @@ class QuickState(DispatchState):
     """
 
     __slots__ = (
-        "block", "delivered", "former", "given", "mode", "origin", "rows", "scales", "seq", "shape", "tokens",
-        "topk_ids", "words",
+        "block", "delivered", "former", "given", "mode", "num_rows", "origin", "rows", "scales", "seq", "shape",
+        "tokens", "topk_ids", "words",
     )  # fmt: skip
 
     def __init__(
@@ -114,87 +127,92 @@ class QuickState(DispatchState):
         self.topk_ids = topk_ids
         self.given = given
 
-    def __getattr__(self, name: str) -> Any:
+    @property
+    def carried(self) -> Span:  # type: ignore[override]
+        """See `DispatchState`, as for the others."""
         at = self.origin.addresses
-        if name == "carried":
-            self.carried = self._span(at.carried_at, at.state.carried_bytes)
-        elif name == "routing":
-            own = self.former is None
-            self.routing = self._span(at.routing_at, at.state.routing_bytes) if own else self.former.routing
-        elif name == "topk_weights" and self.origin.keeps:
-            self.topk_weights = part(self.block, at.kept_at, (self.tokens, self.origin.topk), torch.float32)
-        elif name == "topk_weights":
-            self.topk_weights = self.given
-        elif name == "routing_id":
-            self.routing_id = self.carried if self.former is None else self.former.routing_id
-        else:
-            raise AttributeError(name)
-        return getattr(self, name)
+        return self._span(at.carried_at, at.state.carried_bytes)
+
+    @property
+    def routing(self) -> Span:  # type: ignore[override]
+        """Of the dispatch that made it."""
+        at = self.origin.addresses
+        return self._span(at.routing_at, at.state.routing_bytes) if self.former is None else self.former.routing
+
+    @property
+    def routing_id(self) -> Span:  # type: ignore[override]
+        """Likewise."""
+        return self.carried if self.former is None else self.former.routing_id
+
+    @property
+    def topk_weights(self) -> torch.Tensor:  # type: ignore[override]
+        """The copy, or what was given."""
+        if not self.origin.keeps:
+            return self.given
+        return part(self.block, self.origin.addresses.kept_at, (self.tokens, self.origin.topk), torch.float32)
 
     def _span(self, offset: int, num_bytes: int) -> Span:
         return Span(self.block, offset, num_bytes, self.block.data_ptr() + offset)
 
-    def of_handle(self, name: str) -> Any:
-        """A field of its handle."""
-        if name == "state":
-            return self
-        if name in ("owner", "epoch"):
-            return self.origin.number if name == "owner" else self.origin.epoch
-        named = {"num_tokens": "tokens", "rows_shape": "shape", "topk_weights": "given"}
-        return getattr(self, named.get(name, name))
-
     def of_output(self, name: str) -> Any:
         """A field of its output."""
-        outputs = self.origin.outputs
-        if name == "layout":
-            return outputs.layout
-        return outputs.field(name, self.block, self.rows, self.scales, self.tokens, self.delivered)
-
-
-_OF_HANDLE = frozenset(DispatchHandle.__dataclass_fields__)
-_OF_OUTPUT = frozenset(DispatchOutput.__dataclass_fields__)
-_new, _set = object.__new__, object.__setattr__
+        return self.origin.outputs.field(name, self.block, self.rows, self.scales, self.tokens, self.delivered)
 
 
 class QuickHandle(DispatchHandle):
-    """The handle of a dispatch by a plan: its state, and the fields that somebody has read."""
+    """The handle of a dispatch by a plan: its state, whose fields are the handle's."""
 
     __slots__ = ("quick",)
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in _OF_HANDLE:  # `quick`, too, of a copy with other fields
-            raise AttributeError(name)
-        value = self.quick.of_handle(name)
-        _set(self, name, value)
-        return value
+    def __new__(cls, *args: Any, **fields: Any) -> DispatchHandle:  # type: ignore[misc]
+        """With fields, as `dataclasses.replace` calls it: one that has them."""
+        return DispatchHandle(*args, **fields)
 
 
-class QuickOutput(DispatchOutput):
-    """Its output, likewise."""
-
-    __slots__ = ("quick",)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _OF_OUTPUT:
-            raise AttributeError(name)
-        value = self.quick.of_output(name)
-        _set(self, name, value)
-        return value
+def _of_state(read: Callable[[QuickState], Any]) -> property:
+    return property(lambda self: read(self.quick))
 
 
-def quick_results(state: QuickState) -> tuple[DispatchOutput, DispatchHandle]:
-    """Its output and its handle."""
-    out, handle = _new(QuickOutput), _new(QuickHandle)
-    _set(out, "quick", state)
-    _set(handle, "quick", state)
-    _set(handle, "seq", state.seq)
-    return out, handle
+for _name, _read in {
+    "owner": lambda state: state.origin.number,
+    "seq": lambda state: state.seq,
+    "num_tokens": lambda state: state.tokens,
+    "mode": lambda state: state.mode,
+    "epoch": lambda state: state.origin.epoch,
+    "state": lambda state: state,
+    "rows_shape": lambda state: state.shape,
+    "topk_ids": lambda state: state.topk_ids,
+    "topk_weights": lambda state: state.given,
+}.items():
+    setattr(QuickHandle, _name, _of_state(_read))
+
+
+def quick_handle(state: QuickState) -> DispatchHandle:
+    """Its handle."""
+    made: DispatchHandle = object.__new__(QuickHandle)
+    object.__setattr__(made, "quick", state)
+    return made
 
 
 def quick_state(handle: object, origin: Origin) -> QuickState | None:
     """Its state, where a plan of this origin has made it as it is."""
-    state = getattr(handle, "quick", None) if type(handle) is QuickHandle else None
+    state: QuickState | None = handle.quick if type(handle) is QuickHandle else None  # type: ignore[attr-defined]
     return state if state is not None and state.origin is origin else None
+
+
+_ENDS_AT = 32
+"""In a state's words: T and rows."""
+
+
+def trimmed(handle: DispatchHandle, num_rows: int) -> DispatchHandle:
+    """See `base.Transport`."""
+    if type(handle) is not QuickHandle:
+        return replace(handle, rows_shape=(num_rows,))
+    state: QuickState = handle.quick  # type: ignore[attr-defined]
+    made = copy.copy(state)
+    made.words = state.words[:_ENDS_AT] + struct.pack("=2q", state.tokens, num_rows)
+    made.shape = (num_rows,)
+    return quick_handle(made)
 
 
 def restored(handle: DispatchHandle) -> DispatchHandle:

@@ -164,7 +164,7 @@ class Buffer(Unsupported):
             num_experts = num_tokens_per_expert.numel()
             kind = self._high.kind(payload, num_experts, ids.shape[1], num_worst_tokens, Buffer._chosen_sms)
             got = self._high.dispatch(payload, ids, weights, kind)
-            counts = got.aligned_counts(expert_alignment)
+            counts = [-(-count // expert_alignment) * expert_alignment for count in got.counted]
             event = turn.done([*payload, ids, weights], [got.x, got.scales, got.topk_idx, got.topk_weights])
         rows_out: Rows = got.x if got.scales is None else (got.x, got.scales)
         return rows_out, got.topk_idx, got.topk_weights, counts, got.handle, event

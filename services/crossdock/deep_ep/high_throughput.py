@@ -6,6 +6,7 @@ replace the communicator by a larger one where necessary. Rows are copies, becau
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +56,16 @@ class Handle:
 
     Attributes:
         comm: whose rows they are.
-        inner: its handle.
+        inner, num_rows: its handle, and how many there are.
+        trimmed: the handle for so many rows.
         kind: what it was made for.
         topk_idx, topk_weights: [T, K] of the dispatch.
     """
 
     comm: MoECommunicator
     inner: DispatchHandle
+    num_rows: int
+    trimmed: DispatchHandle
     kind: PoolKey
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
@@ -69,24 +73,16 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What arrived: rows and scales [N, ...], local ids int64 and weights [N, K], handle."""
+    """What arrived: rows and scales [N, ...], local ids int64 and weights [N, K], handle; rows per local expert, on the
+    device int32 [L] and as a list (empty where shapes are fixed)."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
     handle: Handle
-
-    def counts(self) -> torch.Tensor:
-        """int32 [L], rows per local expert. Computed on the device, which is not read."""
-        num_local = self.handle.comm.num_local_experts
-        return _histogram(torch.where(self.topk_idx >= 0, self.topk_idx, num_local), num_local)
-
-    def aligned_counts(self, alignment: int) -> list[int]:
-        """`counts`, rounded up to multiples of `alignment`; [] where shapes are fixed. Reads the device."""
-        if self.handle.kind.worst:
-            return []
-        return [-(-count // alignment) * alignment for count in self.counts().tolist()]
+    counts: torch.Tensor
+    counted: list[int]
 
 
 class HighThroughput:
@@ -94,6 +90,7 @@ class HighThroughput:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
+        self._numbers: weakref.WeakKeyDictionary[MoECommunicator, torch.Tensor] = weakref.WeakKeyDictionary()
 
     def kind(
         self, payload: Payload, num_experts: int, topk: int, worst: int, num_sms: int | None,
@@ -116,19 +113,30 @@ class HighThroughput:
         kind: PoolKey,
         keep: bool = True,
     ) -> Delivered:
-        """Each token to the ranks of its experts. Reads the device once, for the number of rows, unless shapes are
-        fixed. Without `keep` the rows are views, good until the second dispatch after this."""
+        """Each token to the ranks of its experts. Reads the device once, for the number of rows and the counts, unless
+        shapes are fixed. Without `keep` the rows are views, good until the second dispatch after this."""
         comm = self._communicator(kind, payload[0])
         out, inner = comm.dispatch(_packed(payload), topk_idx, topk_weights)
-        handle = Handle(comm, inner, kind, topk_idx, topk_weights)
         assert out.topk_ids is not None
         assert out.topk_weights is not None
-        ids = out.topk_ids.long()
-        if kind.worst:
-            arrived = torch.arange(len(ids), device=ids.device) < out.num_rows
-            ids = torch.where(arrived[:, None], ids, -1)
-        x, scales = _kept(out, payload) if keep else (out.tokens, out.scales)
-        return Delivered(x, scales, ids, out.topk_weights, handle)
+        ids = torch.where(self._places(comm, out.topk_ids) < out.num_rows, out.topk_ids, -1).long()
+        counts = _histogram(ids, comm.num_local_experts)
+        num_rows, counted, trimmed = len(ids), list[int](), inner
+        if not kind.worst:
+            *counted, num_rows = torch.cat([counts, out.num_rows]).tolist()
+            ids, trimmed = ids[:num_rows], comm.trimmed(inner, num_rows)
+        x, scales = _first(out, payload, num_rows)
+        if keep:
+            x, scales = x.clone(), None if scales is None else scales.clone()
+        handle = Handle(comm, inner, num_rows, trimmed, kind, topk_idx, topk_weights)
+        return Delivered(x, scales, ids, out.topk_weights[:num_rows], handle, counts, counted)
+
+    def _places(self, comm: MoECommunicator, ids: torch.Tensor) -> torch.Tensor:
+        """int32 [rows, 1], the number of each row."""
+        found = self._numbers.get(comm)
+        if found is None:
+            found = self._numbers[comm] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None]
+        return found
 
     def dispatch_again(self, payload: Payload, handle: Handle) -> Payload:
         """Other rows by the same routing, perhaps of another dtype."""
@@ -139,15 +147,16 @@ class HighThroughput:
         else:
             comm = self._communicator(kind, payload[0])
             out, _ = comm.dispatch(_packed(payload), handle.topk_idx, handle.topk_weights)
-        return _kept(out, payload)
+        x, scales = _first(out, payload, handle.num_rows)
+        return x.clone(), None if scales is None else scales.clone()
 
     def combine(
         self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows [N, H] summed over the ranks at the source, [T, H]; and the returned weights [N, K], [T, K]."""
         if topk_weights is None:
-            return handle.comm.combine(x, handle.inner), None
-        request = handle.comm.combine_async(x, handle.inner, row_weights=topk_weights.contiguous())
+            return handle.comm.combine(x, handle.trimmed), None
+        request = handle.comm.combine_async(x, handle.trimmed, row_weights=topk_weights.contiguous())
         return request.wait(), request.weights
 
     def _communicator(self, kind: PoolKey, x: torch.Tensor) -> MoECommunicator:
@@ -172,7 +181,7 @@ class HighThroughput:
         if kind.scale_columns:
             scaled = {"scale_columns": kind.scale_columns, "scale_dtype": kind.scale_dtype}
         return self._pool.make(
-            kind, x, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=not kind.worst, dtype=kind.dtype,
+            kind, x, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False, dtype=kind.dtype,
             num_experts=kind.num_experts, hidden_size=kind.hidden, topk=kind.topk, max_tokens_per_rank=max_tokens,
             num_sms=kind.num_sms, output_dtype=kind.output_dtype, **scaled,
         )  # fmt: skip
@@ -186,16 +195,16 @@ def layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> tuple[to
     to_rank = to_rank[:, :num_ranks].contiguous()
     return (
         to_rank.sum(0, dtype=torch.int32),
-        _histogram(torch.where(valid, topk_idx, num_experts), num_experts),
+        _histogram(torch.where(valid, topk_idx, -1), num_experts),
         to_rank,
     )
 
 
 def _histogram(ids: torch.Tensor, size: int) -> torch.Tensor:
-    """int32 [size]: how often each value occurs; `size` itself is not counted. `bincount` would synchronise."""
+    """int32 [size]: how often each value from 0 on occurs; -1 is not counted. `bincount` would synchronise."""
     flat = ids.flatten()
     counts = torch.zeros(size + 1, dtype=torch.int32, device=ids.device)
-    return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:size]
+    return counts.scatter_add_(0, flat + 1, torch.ones_like(flat, dtype=torch.int32))[1:]
 
 
 def _packed(payload: Payload) -> Any:
@@ -205,9 +214,9 @@ def _packed(payload: Payload) -> Any:
     return x.contiguous(), (scales[:, None] if scales.ndim == 1 else scales).contiguous()
 
 
-def _kept(out: DispatchOutput, payload: Payload) -> Payload:
-    """A copy of the rows; scales with as many dimensions as the caller's."""
+def _first(out: DispatchOutput, payload: Payload, num_rows: int) -> Payload:
+    """So many rows; scales with as many dimensions as the caller's."""
     scales = payload[1]
     if scales is None or out.scales is None:
-        return out.tokens.clone(), None
-    return out.tokens.clone(), out.scales.clone().view(-1) if scales.ndim == 1 else out.scales.clone()
+        return out.tokens[:num_rows], None
+    return out.tokens[:num_rows], out.scales[:num_rows].view(-1) if scales.ndim == 1 else out.scales[:num_rows]

@@ -6,7 +6,6 @@ fixed shapes, does not read the device and so works in CUDA graphs; small steps 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,22 +31,6 @@ _back_to_comm: Any = compat.find("dbo_switch_to_comm")
 _comm_to_compute: Any = compat.find("dbo_yield_and_switch_from_comm_to_compute")
 
 Prepared = tuple[torch.Tensor, torch.Tensor | None, Any, torch.Tensor, torch.Tensor]
-
-
-class RowsPerExpert(_Metadata):  # type: ignore[misc]
-    """vLLM's record of the rows of each local expert; the device is read only for experts that ask on the host.
-
-    Args:
-        counts: int32 [L], on the device.
-    """
-
-    def __init__(self, counts: torch.Tensor) -> None:
-        self.expert_num_tokens = counts
-
-    @functools.cached_property
-    def expert_num_tokens_cpu(self) -> torch.Tensor:
-        """The same on the host."""
-        return self.expert_num_tokens.cpu()
 
 
 class HighThroughputFinalizer(Finalizer):
@@ -125,7 +108,9 @@ class HighThroughputFinalizer(Finalizer):
             got = self._calls.dispatch(payload, topk_ids, weights.contiguous(), kind, keep=False)
         self._keep(got.handle)
         ids = torch.where(got.topk_idx < 0, self._elsewhere(num_experts), got.topk_idx + self._first_expert)
-        return got.x, got.scales, ids, got.topk_weights, RowsPerExpert(got.counts())
+        counted = torch.tensor(got.counted, dtype=torch.int32)
+        metadata = _Metadata(expert_num_tokens=got.counts, expert_num_tokens_cpu=counted)
+        return got.x, got.scales, ids, got.topk_weights, metadata
 
     def prepare(
         self,
@@ -171,7 +156,7 @@ class HighThroughputFinalizer(Finalizer):
         handle = self._kept()
         z = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         with self._watched():
-            request = handle.comm.combine_async(y.contiguous(), handle.inner, out=z)
+            request = handle.comm.combine_async(y.contiguous(), handle.trimmed, out=z)
 
         def receive() -> None:
             with self._watched():
@@ -258,7 +243,7 @@ class _Fixed:
     """The handle of a step in fixed shapes."""
 
     def __init__(self, comm: MoECommunicator, inner: Any) -> None:
-        self.comm, self.inner = comm, inner
+        self.comm, self.inner, self.trimmed = comm, inner, inner
 
 
 def _crossing(*tensors: torch.Tensor | None) -> None:
