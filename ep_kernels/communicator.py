@@ -18,13 +18,13 @@ import torch
 
 from ep_kernels import bringup, checks, ops, quant, received
 from ep_kernels.config import MoEConfig, may_overflow
-from ep_kernels.errors import ArgumentError, CapacityError, HandleError, TransportError
+from ep_kernels.errors import CapacityError, HandleError, TransportError
 from ep_kernels.in_flight import InFlight
 from ep_kernels.membership import GroupMember
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
 from ep_kernels.traced import TraceSite
 from ep_kernels.transports import base, create
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Overflow, stamp
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Overflow, stamp
 
 T = TypeVar("T")
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -284,8 +284,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         """
         if torch.compiler.is_compiling():
             return ops.dispatch_input(self, num_tokens)
-        if not 0 <= num_tokens <= self._config.max_tokens_per_rank:
-            raise ArgumentError("num_tokens", f"0..{self._config.max_tokens_per_rank}", num_tokens)
+        checks.input_rows(num_tokens, self._config)
         self._ready("dispatch_input")
         return self._run(self._transport.dispatch_input, num_tokens)
 
@@ -302,17 +301,10 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         return self._run(self._transport.combine_input, handle)
 
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
-        """The handle of a dispatch in fixed shapes [N, H], for who has read its `num_rows`: `combine` takes so many
-        rows, `combine_input` gives them. A smaller number than arrived is the caller's mistake.
-
-        Raises: ArgumentError, HandleError.
-        """
-        layout = self._config.resolved_layout
-        if layout not in (Layout.GROUPED, Layout.FLAT):
-            raise ArgumentError("layout", "GROUPED or FLAT", layout.value)
+        """The handle of a dispatch in fixed shapes [N, H], for who has read its `num_rows`: `combine` takes so many,
+        `combine_input` gives them. Fewer than arrived are the caller's mistake. Raises ArgumentError, HandleError."""
         handle = self._own(handle)
-        if not 0 <= num_rows <= handle.rows_shape[0]:
-            raise ArgumentError("num_rows", f"0..{handle.rows_shape[0]}", num_rows)
+        checks.trimmed_rows(num_rows, handle, self._config)
         return self._transport.trimmed(handle, num_rows)
 
     def is_current(self, handle: DispatchHandle) -> bool:
@@ -327,8 +319,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             return ops.row_weights(self, handle)
         self._ready("row_weights")
         handle = self._own(handle)
-        if not self._config.resolved_layout.per_expert:
-            raise ArgumentError("layout", "a per-expert layout", self._config.resolved_layout.value)
+        checks.per_expert(self._config)
         return self._run(self._transport.row_weights, handle)
 
     def count_received(self) -> None:
@@ -352,9 +343,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
     # Inside.
 
     def _buffers(self, pending: base.PendingDispatch | base.QuickPending) -> Buffers:
-        compact = self._config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
-        if compact and self._config.exact_shapes:
-            raise ArgumentError("exact_shapes", "False with GROUPED and FLAT, to know shapes before they arrive", True)
+        checks.known_early(self._config)
         return pending.buffers()
 
     def _forget(self) -> None:

@@ -334,6 +334,58 @@ def test_tensors_of_functorch_launch_nothing(driver: SilentDriver, wrapped: str)
         assert not long_way(driver, comm, x, ids, weights)
 
 
+def test_what_plain_calls_gave_goes_into_compiled_functions(driver: SilentDriver) -> None:
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, _):
+        x, ids, weights = given(comm.config)
+        out, handle = comm.dispatch(x, ids, weights)
+        assert isinstance(handle.state, QuickState)
+        y = torch.zeros_like(out.tokens)
+        functions: dict[Callable[..., Any], tuple[Any, ...]] = {
+            lambda x, handle: comm.dispatch(x, None, None, previous_handle=handle)[0].counts: (x, handle),
+            lambda y, handle: comm.combine(y, handle) + 1: (y, handle),
+            lambda out: out.counts + 1: (out,),
+        }
+        for function, arguments in functions.items():
+            compiled = torch.compile(function, fullgraph=True, backend="eager")
+            assert compiled(*arguments).shape == function(*arguments).shape
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_trimmed_handle_takes_so_many_rows(driver: SilentDriver, exact: bool) -> None:
+    """By both ways; the handle that it was made of stays as it is."""
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=exact) as (comm, transport):
+        x, ids, weights = given(comm.config)
+        driver.record_bytes.value = ctypes.sizeof(abi.CombineArgs)
+        out, handle = comm.dispatch(x, ids, weights)
+        rows, records = out.tokens.shape[0], []
+        for quick_calls in (comm._quick, None):
+            comm._quick = quick_calls
+            short = comm.trimmed(handle, 4)
+            assert (short.rows_shape, handle.rows_shape, short.num_tokens) == ((4,), (rows,), 5)
+            z, y = torch.empty(5, WIDTH, dtype=x.dtype), torch.zeros(4, WIDTH, dtype=x.dtype)
+            transport._engine.num_combines = 0
+            assert comm.combine(y, short, out=z) is z
+            records.append(abi.CombineArgs.from_buffer_copy(driver.record()))
+            records[-1].y = records[-1].z = 0
+            with pytest.raises(ArgumentError, match=r"y: expected shape \[4, 2304\]"):
+                comm.combine(out.tokens, short)
+            assert comm.combine(torch.zeros_like(out.tokens), handle).shape == (5, WIDTH)
+        assert bytes(records[0]) == bytes(records[1])
+        for wrong in (-1, rows + 1):
+            with pytest.raises(ArgumentError, match=rf"num_rows: expected 0\.\.{rows}, got {wrong}"):
+                comm.trimmed(handle, wrong)
+        comm._quick = transport._quick
+        again = comm.dispatch(x, None, None, previous_handle=comm.trimmed(handle, 4))
+        assert exact or again[1].rows_shape == again[0].tokens.shape[:1] == (rows,)
+
+
+def test_handles_of_fixed_slots_are_not_trimmed(driver: SilentDriver) -> None:
+    with silent_rank(driver, CASE, mode=Mode.LL, layout=Layout.EXPERT_MAJOR) as (comm, _):
+        handle = comm.dispatch(*given(comm.config))[1]
+        with pytest.raises(ArgumentError, match="layout: expected GROUPED or FLAT, got expert_major"):
+            comm.trimmed(handle, 1)
+
+
 def test_no_call_is_launched_where_its_memory_is_fake(driver: SilentDriver) -> None:
     with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, _):
         inputs, before = given(comm.config), driver.launches.value

@@ -151,6 +151,16 @@ class QuickState(StateParts):
             return self.given
         return part(self.block, self.origin.addresses.kept_at, (self.tokens, self.origin.topk), torch.float32)
 
+    def flatten(self) -> list[torch.Tensor]:
+        """See `base.HandleState`. By no address: torch.compile may trace it."""
+        at, maker = self.origin.addresses, self.former or self
+        return [
+            part(maker.block, at.routing_at, (at.state.routing_bytes,), torch.uint8),
+            part(self.block, at.carried_at, (at.state.carried_bytes,), torch.uint8),
+            part(maker.block, at.carried_at, (8 * abi.OP_WORDS,), torch.uint8),
+            self.topk_weights,
+        ]
+
     def _span(self, offset: int, num_bytes: int) -> Span:
         return Span(self.block, offset, num_bytes, self.block.data_ptr() + offset)
 
