@@ -27,6 +27,7 @@ from ep_kernels.transports import base, create
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Overflow, stamp
 
 T = TypeVar("T")
+Delivered = tuple[DispatchOutput, DispatchHandle]
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """x [T, H], or (x, scales [T, S])."""
 
@@ -56,8 +57,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         super().__init__(config, transport)
         self._num_local_experts = config.resolved_expert_map.num_local_experts(self.rank)  # a map never changes
         self._device = transport.capabilities.device_type
-        on_host = self._device == "cpu"  # a GPU is not read for what cannot be
-        may = on_host or may_overflow(config, self._num_local_experts)
+        may = self._device == "cpu" or may_overflow(config, self._num_local_experts)  # else a GPU is read for nothing
         self._reads_dropped = config.overflow is Overflow.RAISE and may
         self._dispatches = InFlight("dispatch", config.max_in_flight)
         self._combines = InFlight("combine", config.max_in_flight)
@@ -89,7 +89,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     @property
     def ll_max_tokens(self) -> int:
-        """AUTO: steps of at most so many tokens per rank run LL. Equal on all ranks."""
+        """AUTO: steps of at most this many tokens per rank run LL. Equal on all ranks."""
         return self._ll_max_tokens
 
     @property
@@ -98,7 +98,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         return quant.row_bytes(self._config)
 
     def wire_bytes(self, num_tokens: int) -> tuple[int, int]:
-        """Bytes of a row in dispatch and in combine of steps of at most so many tokens: see `Transport.wire_bytes`."""
+        """Bytes of a row in dispatch and in combine, for steps of `num_tokens` tokens: see `Transport.wire_bytes`."""
         return self._transport.wire_bytes(checks.resolve_mode(self._config, num_tokens, self._ll_max_tokens))
 
     def dispatch(
@@ -120,8 +120,8 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             topk_weights: [T, K] float32. NaN propagates into the token's result (`validate`: refused).
             previous_handle: use its routing again and skip the count exchange. topk_ids is then not looked at, and
                 topk_weights None means the former ones. All ranks pass the handle of the same step.
-            step_tokens: largest T of the step, equal on all ranks; AUTO picks the algorithm by it, AG moves so many
-                rows of every rank. None: M.
+            step_tokens: largest T of the step, equal on all ranks; AUTO picks the algorithm by it, AG moves this
+                many rows of every rank. None: M.
 
         Raises: ArgumentError, HandleError (nothing was sent), CapacityError, PeerTimeout, AbortedError, ClosedError.
         """
@@ -340,6 +340,12 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             words = self._transport.peek(self._received)
         return None if words is None else words.tolist()
 
+    def dropped_rows(self) -> int | None:
+        """Rows past the receive capacity that dispatches have dropped here so far, those of CUDA graphs among them, as
+        far as the device has got. None once closed. Waits for no operation. Any thread."""
+        with self._sampling:
+            return None if self._closed else self._transport.dropped_rows()
+
     # Inside.
 
     def _buffers(self, pending: base.PendingDispatch | base.QuickPending) -> Buffers:
@@ -382,15 +388,11 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
         return finish
 
-    def _delivered(
-        self, number: int, out: DispatchOutput, made: DispatchHandle, args: base.DispatchArgs
-    ) -> tuple[DispatchOutput, DispatchHandle]:
+    def _delivered(self, number: int, out: DispatchOutput, made: DispatchHandle, args: base.DispatchArgs) -> Delivered:
         stamp(made, self._id, args.topk_ids, args.topk_weights)
         return self._noted(number, out, made, self._transport.num_dropped(out, made) if self._reads_dropped else 0)
 
-    def _noted(
-        self, number: int, out: DispatchOutput, made: DispatchHandle, dropped: int
-    ) -> tuple[DispatchOutput, DispatchHandle]:
+    def _noted(self, number: int, out: DispatchOutput, made: DispatchHandle, dropped: int) -> Delivered:
         """Its buffers are current; raises what overflowed."""
         self._recent.append((number, made.seq))
         if self._received is not None:

@@ -21,7 +21,7 @@ from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Mode
 
 _ABI = "ag1"
 _kept: list[GatherEngine] = []
-"""What graphs of closed communicators still read. Nobody tells when a graph is gone, so it stays for good."""
+"""What graphs of closed communicators still read. The end of a graph is not reported, so it is kept for good."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
 
 
@@ -126,6 +126,10 @@ class GatherTransport(GatherMember):
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
         """See `Transport.restore`."""
         return replace(handle, state=GatherState.restore(handle.state))
+
+    def dropped_rows(self) -> int:
+        """See `Transport.dropped_rows`: every row has its place."""
+        return 0
 
     def wire_bytes(self, mode: Mode) -> tuple[int, int]:
         """See `Transport.wire_bytes`. Each row goes to every rank, with a place and a weight for each expert."""

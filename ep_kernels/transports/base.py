@@ -132,7 +132,7 @@ class QuickPending(Protocol):
 
 class QuickCalls(Protocol):
     """Plain operations by their shortest way, arguments not yet checked. None: nothing has begun, and the operation
-    takes the long way; so it is wherever an argument is wrong or anything has to be told."""
+    takes the full path; so does a call with a wrong argument, and one with an error to raise."""
 
     def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> Delivered | None:
         """Both phases, of a step of M tokens, or with the routing of `previous`. Raises as `PendingDispatch.wait`."""
@@ -271,6 +271,10 @@ class Transport(MemberTransport, Protocol):
 
     def num_dropped(self, out: DispatchOutput, handle: DispatchHandle) -> int:
         """Rows that this dispatch has dropped. Where only the device knows, it is read."""
+
+    def dropped_rows(self) -> int:
+        """Rows past the receive capacity that dispatches have dropped here so far, as far as the device has got. Waits
+        for nothing. Any thread."""
 
     def blank_state(self, num_tokens: int) -> HandleState:
         """The state of a fresh dispatch of that many tokens, its tensors uninitialised. For tracing, so made of

@@ -37,6 +37,7 @@ def check(
     wanted, step = reference.dispatch(config, xs, ids, weights, scales=scales)
     looked_at = ids if previous is None else [torch.full_like(i, -1) for i in ids]
     looked_at = [widened(i, case.num_experts) for i in looked_at] if wide else looked_at
+    before = [engine.tables.host.num_dropped for engine in loop.engines]
     got = loop.dispatch(xs, looked_at, weights, mode, scales, phases, previous)
     handles = [handle for _, handle in got]
     try:
@@ -44,6 +45,8 @@ def check(
             same_dispatch(out, want)
             if config.scale_format is ScaleFormat.UE8M0_PACKED:
                 packed_layout(out.scales)
+        for engine, was, want in zip(loop.engines, before, wanted, strict=True):
+            assert engine.tables.host.num_dropped == was + int(want.num_dropped)
         dtype = config.resolved_output_dtype
         numbers = home = None
         if backward:

@@ -27,6 +27,7 @@ class OperationHome(Protocol):
     config: MoEConfig
     geometry: native.Geometry
     epoch: int
+    num_dropped: int
 
     def native(self) -> NativeComm:
         """The native object, kept alive by the caller while it uses it. Raises ClosedError, AbortedError."""
@@ -35,7 +36,7 @@ class OperationHome(Protocol):
         """Slot of the next dispatch (0) or combine (1)."""
 
     def ended(self, pending: CpuDispatch | CpuCombine) -> None:
-        """The receive half of `pending` runs now; well or not, nobody is to run it again."""
+        """The receive half of `pending` runs now; it must not run again, even if it fails."""
 
     def judge(self, status: int) -> None:
         """Turn a native status into the exception it stands for."""
@@ -96,6 +97,7 @@ class CpuDispatch:
             self._transport.judge(comm.lib.cd_dispatch_place(comm.pointer, ctypes.byref(self._op)))
             result = self._finish()  # while rows of other hosts are under way
             self._transport.judge(comm.lib.cd_dispatch_receive(comm.pointer, ctypes.byref(self._op)))
+            self._transport.num_dropped += self._op.num_dropped
             self._result = result
         return self._result
 

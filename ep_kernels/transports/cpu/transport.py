@@ -57,6 +57,7 @@ class CpuTransport(CpuMember[NativeComm]):
         self.geometry = geometry_of(config)
         check_rows(config, self.geometry)
         super().__init__(NativeComm(config, native.load(), self.geometry), config.group.size, config.group.epoch)
+        self.num_dropped = 0
         self._dispatches: dict[int, CpuDispatch] = {}
         self._combines: dict[int, CpuCombine] = {}
         self._remote: dict[int, NetworkTicket] = {}
@@ -230,7 +231,7 @@ class CpuTransport(CpuMember[NativeComm]):
         return replace(handle, state=RoutingState.restore(handle.state))
 
     def _recycle(self, slot: int) -> None:
-        """Finish what still uses the buffers of dispatch slot `slot` and nobody has waited for. All ranks do, in the
+        """Finish what still uses the buffers of dispatch slot `slot` and was not waited for. All ranks do, in the
         same call, so none waits for credit that a peer would give only after that call."""
         dispatch = self._dispatches.get(slot)
         if dispatch is not None:
@@ -240,7 +241,7 @@ class CpuTransport(CpuMember[NativeComm]):
                 combine.finish()
 
     def ended(self, pending: CpuDispatch | CpuCombine) -> None:
-        """The receive half of `pending` runs now; well or not, nobody is to run it again."""
+        """The receive half of `pending` runs now; it must not run again, even if it fails."""
         for table in (self._dispatches, self._combines):
             if table.get(pending.slot) is pending:
                 del table[pending.slot]
@@ -294,6 +295,10 @@ class CpuTransport(CpuMember[NativeComm]):
             for rank, one in enumerate(by_rank)
             if rank in self._remote
         ]
+
+    def dropped_rows(self) -> int:
+        """See `Transport.dropped_rows`."""
+        return self.num_dropped
 
     def wire_bytes(self, mode: Mode) -> tuple[int, int]:
         """See `Transport.wire_bytes`: one algorithm runs both modes, and the receiver reads places and weights."""
