@@ -318,14 +318,12 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         if torch.compiler.is_compiling():
             return ops.row_weights(self, handle)
         self._ready("row_weights")
-        handle = self._own(handle)
         checks.per_expert(self._config)
-        return self._run(self._transport.row_weights, handle)
+        return self._run(self._transport.row_weights, self._own(handle))
 
     def count_received(self) -> None:
         """From now on count the tokens that dispatch brings here, for `received`: one addition of [R] per dispatch, on
-        the device, in CUDA graphs that are captured from now on too. Nothing is read back. Idempotent. Call it outside
-        captures. Raises as an operation does where the communicator is broken or closed."""
+        the device, in CUDA graphs captured from now on too. Nothing is read back. Idempotent; not while capturing."""
         self._ready("count_received")
         if self._received is None:
             self._received = received.counter(self.size, self._transport.failed().device)
