@@ -388,7 +388,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     def _delivered(self, number: int, out: DispatchOutput, made: DispatchHandle, args: base.DispatchArgs) -> Delivered:
         stamp(made, self._id, args.topk_ids, args.topk_weights)
-        return self._noted(number, out, made, self._transport.num_dropped(out, made) if self._reads_dropped else 0)
+        return self._noted(number, out, made, self._transport.dropped_by(out, made) if self._reads_dropped else 0)
 
     def _noted(self, number: int, out: DispatchOutput, made: DispatchHandle, dropped: int) -> Delivered:
         """Its buffers are current; raises what overflowed."""

@@ -115,8 +115,8 @@ class GatherTransport(GatherMember):
         """See `Transport.trimmed`."""
         return replace(handle, rows_shape=(num_rows,))
 
-    def num_dropped(self, out: DispatchOutput, handle: DispatchHandle) -> int:
-        """See `Transport.num_dropped`: every row has its place."""
+    def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
+        """See `Transport.dropped_by`: every row has its place."""
         return 0
 
     def blank_state(self, num_tokens: int) -> GatherState:

@@ -269,7 +269,7 @@ class Transport(MemberTransport, Protocol):
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
         """The handle with so many rows, of a compact layout."""
 
-    def num_dropped(self, out: DispatchOutput, handle: DispatchHandle) -> int:
+    def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
         """Rows that this dispatch has dropped. Where only the device knows, it is read."""
 
     def dropped_rows(self) -> int:

@@ -67,7 +67,7 @@ class Script:
     def quick(self, number: int, mode: Mode) -> None:
         """No plans."""
 
-    def num_dropped(self, out: DispatchOutput, handle: DispatchHandle) -> int:
+    def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
         return int(out.num_dropped)
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:

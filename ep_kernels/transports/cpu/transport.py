@@ -217,8 +217,8 @@ class CpuTransport(CpuMember[NativeComm]):
         """See `Transport.trimmed`."""
         return replace(handle, rows_shape=(num_rows,))
 
-    def num_dropped(self, out: DispatchOutput, handle: DispatchHandle) -> int:
-        """See `Transport.num_dropped`."""
+    def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
+        """See `Transport.dropped_by`."""
         state: RoutingState = handle.state
         return state.totals[1]
 

@@ -203,7 +203,7 @@ class NvlinkTransport(NvlinkMember):
         """See `base.Transport`."""
         return trimmed(handle, num_rows)
 
-    def num_dropped(self, out: DispatchOutput, handle: DispatchHandle) -> int:
+    def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
         """See `base.Transport`."""
         return int(out.num_dropped)
 
