@@ -75,6 +75,7 @@ def test_deep_ep_low_latency(alone: World, scales: ScaleFormat | None, hooked: b
 
 def test_deep_ep_high_throughput(alone: World) -> None:
     case = RoutingCase(8, 3, 128, (6,), "single_none", draw_seed(), max_tokens=8)
+    alone.run(deep_ep_steps.run, deep_ep_steps.ht_waits_once, case, "nvlink")
     for asynchronous in (False, True):
         alone.run(deep_ep_steps.run, deep_ep_steps.ht_steps, case, "nvlink", asynchronous)
 
