@@ -68,5 +68,6 @@ def test_a_step_reads_the_device_once(calls: HighThroughput) -> None:
         calls.combine(got.x.contiguous(), got.handle, None)
     assert (reads.dispatches, reads.number) == (2, 1)
     assert not got.handle.comm.config.exact_shapes, "else the communicator reads, too"
+    assert got.counts is not None
     assert (got.counted, got.counts.tolist()) == ([5, 0, 0, 5], [5, 0, 0, 5])
     assert got.x.shape == again.shape == x.shape

@@ -19,6 +19,9 @@ from ep_kernels.transports.base import EXCHANGE_WORDS
 SMALLEST = 128
 """Tokens per rank of the first communicator; then powers of two."""
 
+SPARE = 1024
+"""Places for what is not counted: additions of a GPU to one place wait for each other."""
+
 Payload = tuple[torch.Tensor, torch.Tensor | None]
 """x [T, H] and its scales [T, S], or None."""
 
@@ -74,14 +77,14 @@ class Handle:
 @dataclass(frozen=True, slots=True)
 class Delivered:
     """What arrived: rows and scales [N, ...], local ids int64 and weights [N, K], handle; rows per local expert, on the
-    device int32 [L] and as a list (empty where shapes are fixed)."""
+    device int32 [L] and as a list (None and empty where shapes are fixed)."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
     handle: Handle
-    counts: torch.Tensor
+    counts: torch.Tensor | None
     counted: list[int]
 
 
@@ -119,10 +122,12 @@ class HighThroughput:
         out, inner = comm.dispatch(_packed(payload), topk_idx, topk_weights)
         assert out.topk_ids is not None
         assert out.topk_weights is not None
-        ids = torch.where(self._places(comm, out.topk_ids) < out.num_rows, out.topk_ids, -1).long()
-        counts = _histogram(ids, comm.num_local_experts)
-        num_rows, counted, trimmed = len(ids), list[int](), inner
+        numbers = self._row_numbers(comm, out.topk_ids)
+        ids = torch.where(numbers < out.num_rows, out.topk_ids, -1).long()
+        num_rows, counts, counted, trimmed = len(ids), None, list[int](), inner
         if not kind.worst:
+            size = comm.num_local_experts
+            counts = _histogram(torch.where(ids < 0, size + numbers % SPARE, ids), size)
             *counted, num_rows = torch.cat([counts, out.num_rows]).tolist()
             ids, trimmed = ids[:num_rows], comm.trimmed(inner, num_rows)
         x, scales = _first(out, payload, num_rows)
@@ -131,8 +136,8 @@ class HighThroughput:
         handle = Handle(comm, inner, num_rows, trimmed, kind, topk_idx, topk_weights)
         return Delivered(x, scales, ids, out.topk_weights[:num_rows], handle, counts, counted)
 
-    def _places(self, comm: MoECommunicator, ids: torch.Tensor) -> torch.Tensor:
-        """int32 [rows, 1], the number of each row."""
+    def _row_numbers(self, comm: MoECommunicator, ids: torch.Tensor) -> torch.Tensor:
+        """int32 [rows, 1]."""
         found = self._numbers.get(comm)
         if found is None:
             found = self._numbers[comm] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None]
@@ -195,16 +200,17 @@ def layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> tuple[to
     to_rank = to_rank[:, :num_ranks].contiguous()
     return (
         to_rank.sum(0, dtype=torch.int32),
-        _histogram(torch.where(valid, topk_idx, -1), num_experts),
+        _histogram(torch.where(valid, topk_idx, num_experts), num_experts),
         to_rank,
     )
 
 
 def _histogram(ids: torch.Tensor, size: int) -> torch.Tensor:
-    """int32 [size]: how often each value from 0 on occurs; -1 is not counted. `bincount` would synchronise."""
+    """int32 [size]: how often each value occurs; `size` and SPARE - 1 values from there on are not counted. `bincount`
+    would synchronise."""
     flat = ids.flatten()
-    counts = torch.zeros(size + 1, dtype=torch.int32, device=ids.device)
-    return counts.scatter_add_(0, flat + 1, torch.ones_like(flat, dtype=torch.int32))[1:]
+    counts = torch.zeros(size + SPARE, dtype=torch.int32, device=ids.device)
+    return counts.scatter_add_(0, flat, counts.new_ones(1).expand(len(flat)))[:size]
 
 
 def _packed(payload: Payload) -> Any:
