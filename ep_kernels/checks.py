@@ -130,10 +130,12 @@ def handle(value: object, owner: int, epoch: int) -> None:
 
 
 def trimmed_rows(num_rows: int, handle: DispatchHandle, config: MoEConfig) -> None:
-    """Rows of a compact layout, no more than the handle has."""
+    """Rows of a compact layout in fixed shapes, no more than the handle has."""
     layout = config.resolved_layout
     if layout not in _COMPACT:
         raise ArgumentError("layout", "GROUPED or FLAT", layout.value)
+    if config.exact_shapes:
+        raise ArgumentError("exact_shapes", "False: a handle of exact shapes has its number of rows", True)
     if not 0 <= num_rows <= handle.rows_shape[0]:
         raise ArgumentError("num_rows", f"0..{handle.rows_shape[0]}", num_rows)
 

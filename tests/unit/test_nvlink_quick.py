@@ -350,10 +350,9 @@ def test_what_plain_calls_gave_goes_into_compiled_functions(driver: SilentDriver
             assert compiled(*arguments).shape == function(*arguments).shape
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_trimmed_handle_takes_so_many_rows(driver: SilentDriver, exact: bool) -> None:
+def test_a_trimmed_handle_takes_so_many_rows(driver: SilentDriver) -> None:
     """By both ways; the handle that it was made of stays as it is."""
-    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=exact) as (comm, transport):
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, transport):
         x, ids, weights = given(comm.config)
         driver.record_bytes.value = ctypes.sizeof(abi.CombineArgs)
         out, handle = comm.dispatch(x, ids, weights)
@@ -376,13 +375,20 @@ def test_a_trimmed_handle_takes_so_many_rows(driver: SilentDriver, exact: bool) 
                 comm.trimmed(handle, wrong)
         comm._quick = transport._quick
         again = comm.dispatch(x, None, None, previous_handle=comm.trimmed(handle, 4))
-        assert exact or again[1].rows_shape == again[0].tokens.shape[:1] == (rows,)
+        assert again[1].rows_shape == again[0].tokens.shape[:1] == (rows,)
 
 
-def test_handles_of_fixed_slots_are_not_trimmed(driver: SilentDriver) -> None:
-    with silent_rank(driver, CASE, mode=Mode.LL, layout=Layout.EXPERT_MAJOR) as (comm, _):
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout.EXPERT_MAJOR, "layout: expected GROUPED or FLAT, got expert_major"),
+        (Layout.GROUPED, "exact_shapes: expected False: a handle of exact shapes has its number of rows, got True"),
+    ],
+)
+def test_other_handles_are_not_trimmed(driver: SilentDriver, layout: Layout, message: str) -> None:
+    with silent_rank(driver, CASE, mode=Mode.LL, layout=layout) as (comm, _):
         handle = comm.dispatch(*given(comm.config))[1]
-        with pytest.raises(ArgumentError, match="layout: expected GROUPED or FLAT, got expert_major"):
+        with pytest.raises(ArgumentError, match=message):
             comm.trimmed(handle, 1)
 
 

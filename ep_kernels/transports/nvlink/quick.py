@@ -19,7 +19,7 @@ import torch
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import launch
 
-_MOST_DIMS, _MOST_TENSORS, _MOST_ADDRESSES = 3, 7, 24
+_MOST_DIMS, _MOST_TENSORS, _MOST_ADDRESSES, _MOST_RECORD_BYTES = 3, 7, 24, 4096
 TOKENS, ROWS = -1, -2
 """Instead of a length: T of the operation, its received rows."""
 _OPTIONAL, _ALIGNED, _MAY_BE_WIDE = 1, 2, 4
@@ -153,6 +153,7 @@ class OperationPlan:
         state: Callable[[Marks], Sequence[int]] | None = None, takes_state: bool = False, reads: bool = False,
         split: bool = False, not_captured: bool = False, tells_width: bool = False,
     ) -> None:  # fmt: skip
+        assert ctypes.sizeof(record) <= _MOST_RECORD_BYTES
         marks = {name: (1 + i) << _MARK for i, name in enumerate(STATE_BASES)}
         marks |= {name: (_FIRST_TENSOR + i) << _MARK for i, name in enumerate(tensors)}
         found, left = places(marks), () if state is None else state(marks)
