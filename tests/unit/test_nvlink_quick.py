@@ -395,7 +395,10 @@ def test_other_handles_are_not_trimmed(driver: SilentDriver, layout: Layout, mes
 def test_no_call_is_launched_where_its_memory_is_fake(driver: SilentDriver) -> None:
     with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, _):
         inputs, before = given(comm.config), driver.launches.value
-        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ArgumentError, match="under FakeTensorMode"):
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            pytest.raises(ArgumentError, match="under a mode that makes .*FakeTensor"),
+        ):
             comm.dispatch(*inputs)
         assert driver.launches.value == before
         assert not long_way(driver, comm, *inputs)

@@ -295,9 +295,9 @@ class LaunchEngine:
         previous: DispatchState | None = None if args.previous is None else args.previous.state
         at, where = self._state_map, self.addresses
         block = torch.empty_like(self.blanks[previous is None])
+        if type(block) is not torch.Tensor:
+            raise ArgumentError("x", "a call where tensors have memory", f"one under a mode that makes {type(block)}")
         base = block.data_ptr()
-        if base == 0:
-            raise ArgumentError("x", "a call where tensors have memory", "one under FakeTensorMode")
         carried = Span(block, where.carried_at, at.carried_bytes, base + where.carried_at)
         own_weights = args.topk_weights
         if self.config.exact_combine:  # the kernel copies them
