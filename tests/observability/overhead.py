@@ -68,15 +68,19 @@ class Row:
     low_percent: float
     high_percent: float
     turns: int
+    metrics_percent: float | None = None
+    """How far the mean of the exported histograms is from that of the bench's own clock, over the same operations."""
 
 
-def row_of(device: str, op: str, mode: str, tokens: int, turns: Sequence[Turn]) -> Row:
+def row_of(
+    device: str, op: str, mode: str, tokens: int, turns: Sequence[Turn], metrics_percent: float | None = None
+) -> Row:
     """Of the turns."""
     off, on = (round(1e6 * statistics.median(times), 2) for times in zip(*turns, strict=True))
     ratios = sorted(100 * (with_records / without - 1) for without, with_records in turns)
     low, high = median_interval(ratios)
     shares = (round(share, 2) for share in (statistics.median(ratios), low, high))
-    return Row(device, op, mode, tokens, off, on, *shares, len(turns))
+    return Row(device, op, mode, tokens, off, on, *shares, len(turns), metrics_percent)
 
 
 def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
@@ -134,8 +138,9 @@ class Ranked:
         self._switch = ctypes.c_int.in_dll(ctypes.CDLL(str(library.library)), SWITCH)
         ids = torch.rand(tokens, EXPERTS).topk(TOPK).indices.int()
         self._inputs = torch.randn(tokens, HIDDEN).bfloat16(), ids, torch.rand(tokens, TOPK)
-        self.telemetry = WorkerTelemetry(WorkerMetrics(), (HIDDEN * 2, HIDDEN * 2))
-        self._pairs = 1
+        self._metrics = WorkerMetrics()
+        self.telemetry = WorkerTelemetry(self._metrics, (HIDDEN * 2, HIDDEN * 2))
+        self._mode, self._pairs, self._clocked_s, self._recorded = mode, 1, 0.0, 0
         for _ in range(WARMUP):
             once = self.stretch(False)
         store = dist.FileStore(str(folder / f"{mode}-pairs"), RANKS)  # type: ignore[attr-defined]
@@ -152,22 +157,36 @@ class Ranked:
             self.comm.combine(self.comm.combine_input(handle), handle)
             if records:
                 self.telemetry.collect(self.comm)
-        return (time.perf_counter() - began) / self._pairs
+        taken_s = time.perf_counter() - began
+        if records:
+            self._clocked_s, self._recorded = self._clocked_s + taken_s, self._recorded + self._pairs
+        return taken_s / self._pairs
+
+    def metrics_percent(self) -> float:
+        """See `Row`. The bench's clock counts what is around the two operations, too."""
+        value = self._metrics.registry.get_sample_value
+        exported_s = 0.0
+        for op in ("dispatch", "combine"):
+            labels = {"op": op, "mode": self._mode, "phase": "total", "transport": "cpu"}
+            exported_s += value("crossdock_operation_duration_seconds_sum", labels) or 0.0
+            assert value("crossdock_operation_duration_seconds_count", labels) == self._recorded, "samples are lost"
+        return 100 * (exported_s / self._clocked_s - 1)
 
 
-def turns_of(rank: int, folder: Path, turns: int) -> dict[tuple[str, str], list[Turn]]:
-    """The turns of one rank, in a process of its own, by mode and what they show."""
+def turns_of(rank: int, folder: Path, turns: int) -> tuple[dict[tuple[str, str], list[Turn]], dict[str, float]]:
+    """The turns of one rank, in a process of its own, by mode and what they show; `metrics_percent` by mode."""
     torch.set_num_threads(1)
-    found = {}
+    found, apart = {}, {}
     for mode in CASES:
         ranked = Ranked(rank, folder, mode)
         found[mode, "control"] = alternate(lambda _, ranked=ranked: ranked.stretch(False), turns)  # type: ignore[misc]
         assert not ranked.comm.samples(), "something was recorded"
         found[mode, "pair"] = alternate(ranked.stretch, turns)
+        ranked.telemetry.parted(ranked.comm)
         ranked.telemetry.close()
-        assert ranked.telemetry.recent(), "nothing was recorded"
+        apart[mode] = ranked.metrics_percent()
         ranked.comm.close()
-    return found
+    return found, apart
 
 
 def cpu_rows(turns: int) -> Iterator[Row]:
@@ -176,10 +195,12 @@ def cpu_rows(turns: int) -> Iterator[Row]:
         library_with_switch(Path(name))
         with ProcessPoolExecutor(RANKS, get_context("spawn")) as pool:
             ranks = list(pool.map(turns_of, range(RANKS), [Path(name)] * RANKS, [turns] * RANKS))
-    for mode, op in ranks[0]:
-        same_turn = zip(*(rank[mode, op] for rank in ranks), strict=True)
+    found, apart = zip(*ranks, strict=True)
+    for mode, op in found[0]:
+        same_turn = zip(*(rank[mode, op] for rank in found), strict=True)
         slowest = [(max(off for off, _ in turn), max(on for _, on in turn)) for turn in same_turn]
-        yield row_of("cpu", op, mode, CASES[mode], slowest)
+        furthest = round(max((rank[mode] for rank in apart), key=abs), 2) if op == "pair" else None
+        yield row_of("cpu", op, mode, CASES[mode], slowest, furthest)
 
 
 def main() -> None:
