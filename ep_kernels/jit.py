@@ -41,6 +41,7 @@ KERNELS: Mapping[str, str] = {
     "ht_dispatch": "ht/dispatch.cuh",
     "ht_combine": "ht/combine.cuh",
     "barrier": "barrier.cuh",
+    "narrow": "narrow.cuh",
     "all_gather": "collectives/all_gather.cuh",
     "reduce_scatter": "collectives/reduce_scatter.cuh",
     "all_reduce": "collectives/all_reduce.cuh",
@@ -78,7 +79,7 @@ class Variant:
         """Threads of a block."""
         if self.kernel == "copy_wait":
             return FEW_THREADS
-        return NUM_THREADS if self.kernel in ("ht_dispatch", "barrier") else WIDE_THREADS
+        return NUM_THREADS if self.kernel in ("ht_dispatch", "barrier", "narrow") else WIDE_THREADS
 
     @property
     def name(self) -> str:
@@ -87,7 +88,8 @@ class Variant:
         return "-".join([*parts, *(["network"] if self.network else []), *(["loopback"] if self.loopback else [])])
 
 
-GENERAL = (Variant("barrier"),)
+NARROW = Variant("narrow")
+GENERAL = Variant("barrier"), NARROW
 """Those that every configuration launches."""
 
 

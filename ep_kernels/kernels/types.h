@@ -214,14 +214,12 @@ struct DispatchArgs {
   i32 scale_group_stride;  // packed scales, EXPERT_MAJOR and RANK_MAJOR: elements between groups
   i32 power_of_two;  // quantiser: 0 = fp32 scales, 1 = powers of two, 2 = packed powers of two
   i32 cached;  // 1 = the routing of an earlier dispatch is used again
-  i32 wide_ids;  // 1 = topk_ids are int64
   u64* op;  // [2] device words of this operation: seq, number of its latency record
   u64* routing_id;  // [1] cached: seq of the dispatch that made the routing
   u8* x;  // [T, H] caller's rows
   u8* x_scales;  // [T, S] caller's scales, null = none
-  i32* topk_ids;  // [T, K] logical experts; int64 where wide_ids
+  i32* topk_ids;  // [T, K] logical experts
   f32* topk_weights;  // [T, K]
-  f32* kept_weights;  // [T, K] out, a copy of topk_weights for exact combines; or null
   Route* routes;  // [T, K] out (cached: in)
   u8* valid;  // [T] out: 0 where every copy of a chosen expert is gone
   i32* num_invalid_ids;  // [1] out
@@ -238,7 +236,7 @@ struct DispatchArgs {
   i32* out_ids;  // [R, M, K] or [N, K] local ids, rank-wise layouts
   f32* out_weights;  // same shape
 };
-static_assert(sizeof(DispatchArgs) == 1184, "DispatchArgs: host and GPU differ");
+static_assert(sizeof(DispatchArgs) == 1176, "DispatchArgs: host and GPU differ");
 struct CombineArgs {
   World world;
   Work work;

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_kernels import bringup
+from ep_kernels import bringup, jit
 from ep_kernels.communicator import MoECommunicator
 from ep_kernels.transports.build import find_compiler, native_of
 from ep_kernels.transports.nvlink import launch
@@ -30,11 +30,22 @@ DRIVER = """
 #include <cstdint>
 #include <cstring>
 extern "C" {
-int launches = 0, answer = 0, capturing = 0, record_bytes = 0, busy = 0;
-int64_t brought = 0;  // what copies, of 8 bytes, bring: two int32; -1 = nothing
+int launches = 0, narrowed = 0, copies = 0, answer = 0, capturing = 0, record_bytes = 0, busy = 0;
+int64_t brought = 0;  // what copies of 8 bytes bring: two int32; -1 = nothing
 void* context = nullptr;
 unsigned char record[4096];
-int cuLaunchKernelEx(const void*, void*, void** arguments, void**) {
+int cuLaunchKernelEx(const void*, void* function, void** arguments, void**) {
+  if (function == reinterpret_cast<void*>(2)) {  // the kernel `narrow`
+    auto* from = *static_cast<int64_t**>(arguments[0]);
+    auto* to = *static_cast<int32_t**>(arguments[1]);
+    auto *weights = *static_cast<float**>(arguments[3]), *copy = *static_cast<float**>(arguments[4]);
+    for (int i = 0; i < *static_cast<int32_t*>(arguments[2]); ++i) {
+      to[i] = static_cast<int32_t>(from[i]);
+      if (copy) copy[i] = weights[i];
+    }
+    ++narrowed;
+    return answer;
+  }
   ++launches;
   memcpy(record, arguments[0], record_bytes);
   return answer;
@@ -42,8 +53,10 @@ int cuLaunchKernelEx(const void*, void*, void** arguments, void**) {
 int cuStreamIsCapturing(void*, int* status) { return *status = capturing, 0; }
 int cuCtxGetCurrent(void** found) { return *found = context, 0; }
 int cuStreamQuery(void*) { return busy ? 600 : 0; }
-int cuMemcpyAsync(uint64_t to, uint64_t, size_t num_bytes, void*) {
-  if (brought != -1) memcpy(reinterpret_cast<void*>(to), &brought, num_bytes);
+int cuMemcpyAsync(uint64_t to, uint64_t from, size_t num_bytes, void*) {
+  ++copies;
+  if (num_bytes != 8) memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), num_bytes);
+  else if (brought != -1) memcpy(reinterpret_cast<void*>(to), &brought, 8);
   return 0;
 }
 int cuGetErrorName(int, const char** text) { return *text = "CUDA_ERROR_LAUNCH_FAILED", 0; }
@@ -109,7 +122,8 @@ class SilentTransport(NvlinkTransport):
         self._streams.alone.value = self._streams._handle = 0
         self._domain: Any = type("Domain", (), {"mailbox": _Mailbox(), "close": lambda self: None})()
         self._num_rows = torch.zeros(1, dtype=torch.int32)
-        self._functions = dict.fromkeys(self._engine.variants(), launch.Kernel(1, 0, driver.library))
+        kernel, narrow = (launch.Kernel(number, 0, driver.library) for number in (1, 2))
+        self._functions = dict.fromkeys(self._engine.variants(), kernel) | {jit.NARROW: narrow}
 
     def allocate(self, ll_max_tokens: int | None) -> bytes:
         """Already done."""

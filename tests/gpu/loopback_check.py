@@ -25,10 +25,9 @@ def check(
     backward: bool = False,
     again: RoutingCase | None = None,
     previous: list[DispatchHandle] | None = None,
-    wide: bool = False,
 ) -> list[DispatchHandle]:
     """One step of all ranks is what the reference says. With `again` and the `previous` handles of the case: its
-    routing with the payload and weights of `again`. `wide`: ids are int64."""
+    routing with the payload and weights of `again`."""
     config, ranks, fresh = loop.configs[0], range(case.num_ranks), again or case
     xs = [fresh.x(r, config.dtype) for r in ranks]
     columns = config.scale_columns
@@ -36,7 +35,6 @@ def check(
     ids, weights = [case.topk_ids(r) for r in ranks], [fresh.topk_weights(r) for r in ranks]
     wanted, step = reference.dispatch(config, xs, ids, weights, scales=scales)
     looked_at = ids if previous is None else [torch.full_like(i, -1) for i in ids]
-    looked_at = [widened(i, case.num_experts) for i in looked_at] if wide else looked_at
     before = [engine.tables.host.num_dropped for engine in loop.engines]
     got = loop.dispatch(xs, looked_at, weights, mode, scales, phases, previous)
     handles = [handle for _, handle in got]
@@ -68,29 +66,6 @@ def check(
     for out, _ in got:
         poison(out.tokens)
     return handles
-
-
-def widened(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """The ids as int64; of those out of range, every other one has the low word of an expert, the rest that of -1."""
-    bad, odd = (ids < -1) | (ids >= num_experts), torch.arange(ids.numel()).view(ids.shape) % 2
-    return torch.where(bad, torch.where(odd == 0, (5 << 32) + odd, -1 - (3 << 32)), ids.long())
-
-
-def check_kept_weights(
-    loop: Loopback, case: RoutingCase, mode: Mode, previous: list[DispatchHandle] | None = None
-) -> list[DispatchHandle]:
-    """A dispatch copies the weights of each rank's tokens, for combines that are exact."""
-    ranks, config = range(case.num_ranks), loop.configs[0]
-    xs = [case.x(r, config.dtype) for r in ranks]
-    ids, weights = [case.topk_ids(r) for r in ranks], [case.topk_weights(r) for r in ranks]
-    steps = loop.begin(xs, ids, weights, mode, previous=previous)
-    for step in steps:
-        poison(step.state.topk_weights)
-    loop.launch([step.call for step in steps])
-    loop.check()
-    for step, given in zip(steps, weights, strict=True):
-        same_bits(step.state.topk_weights, given, f"{case} {mode}")
-    return [handle for _, handle in loop.finish(steps)]
 
 
 def combine_of(loop: Loopback, handles: list[DispatchHandle], numbers: list[torch.Tensor] | None = None) -> list[Call]:

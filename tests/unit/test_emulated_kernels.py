@@ -19,7 +19,7 @@ from tests.cases import RoutingCase, cases, draw_seed, replicated
 from tests.emulator.build import build, compiler
 from tests.emulator.machine import Emulated, without_driver
 from tests.gpu.loopback import Loopback
-from tests.gpu.loopback_check import check, check_kept_weights, check_what_a_stop_left, combine_of
+from tests.gpu.loopback_check import check, check_what_a_stop_left, combine_of
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs g++"),
@@ -71,27 +71,6 @@ def run(steps: list[RoutingCase], mode: Mode, layout: Layout, blocks: int | None
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_routing(size: int, mode: Mode, layout: Layout) -> None:
     run(cases(size, 9, hidden_size=136, num_experts=2 * size + 1, topk=3), mode, layout)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mode", MODES)
-def test_ids_of_64_bits(mode: Mode, layout: Layout) -> None:
-    """None is wrapped into the range."""
-    kinds = ("uniform", "out_of_range", "repeated", "none")
-    steps = [RoutingCase(7, 3, 64, (5, 0, 40), kind, draw_seed(), max_tokens=40) for kind in kinds]
-    loop = Loopback(lambda group: steps[0].config(group, mode=mode, layout=layout), 3, 2, Emulated())
-    for case in steps:
-        check(loop, case, mode, wide=True)
-        check(loop, replace(case, seed=draw_seed()), mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_weights_are_kept_for_an_exact_combine(mode: Mode) -> None:
-    case = RoutingCase(7, 3, 64, (5, 0, 40), "single_none", draw_seed(), max_tokens=40)
-    fields: dict[str, Any] = {"mode": mode, "layout": Layout.EXPERT_MAJOR, "exact_combine": True}
-    loop = Loopback(lambda group: case.config(group, **fields), 3, 2, Emulated())
-    handles = check_kept_weights(loop, case, mode)
-    check_kept_weights(loop, replace(case, seed=draw_seed()), mode, handles)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -105,8 +105,11 @@ class Way:
         return self.call(kind, request.wait)
 
     def _comparable(self, kind: Any) -> bytes:
-        """z is known at the end at the latest."""
+        """The copy of weights that an exact combine reads is the only thing that lies elsewhere; z is known at the end
+        at the latest."""
         record = kind.from_buffer_copy(self.driver.record())
+        if kind is abi.CombineArgs and self.comm.config.exact_combine:
+            record.topk_weights = 0
         if kind is abi.CombineArgs and record.work.phases == SEND:
             record.z = 0
         return bytes(record)
@@ -397,7 +400,7 @@ def test_no_call_is_launched_where_its_memory_is_fake(driver: SilentDriver) -> N
         inputs, before = given(comm.config), driver.launches.value
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
-            pytest.raises(ArgumentError, match="under a mode that makes .*FakeTensor"),
+            pytest.raises(ArgumentError, match=r"under a mode that makes .*FakeTensor"),
         ):
             comm.dispatch(*inputs)
         assert driver.launches.value == before
@@ -624,27 +627,37 @@ def test_requests_are_counted(driver: SilentDriver) -> None:
         assert not comm.is_current(handle)
 
 
-def test_the_kernel_is_told_whether_ids_are_wide(driver: SilentDriver) -> None:
-    """Each call anew; a dispatch that uses the routing again, too."""
+def test_wide_ids_are_narrowed_in_the_memory_of_the_dispatch(driver: SilentDriver) -> None:
+    """By a kernel before it; a dispatch that uses the routing again does the same."""
     with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, _):
         x, ids, weights = given(comm.config)
-        driver.record_bytes.value = ctypes.sizeof(abi.DispatchArgs)
-        for each, previous in ((ids, False), (ids.long(), False), (ids.long(), True), (ids, False), (ids, True)):
-            former = comm.dispatch(x, each, weights)[1] if previous else None
-            assert not long_way(driver, comm, x, each, weights, previous_handle=former)
-            record = abi.DispatchArgs.from_buffer_copy(driver.record())
-            assert (record.wide_ids, record.topk_ids) == (each.dtype == torch.int64, each.data_ptr())
+        ids = torch.randint(-1, EXPERTS, ids.shape)
+        driver.record_bytes.value, before = ctypes.sizeof(abi.DispatchArgs), driver.narrowed.value
+        for tokens, previous in ((5, False), (5, True), (0, False)):
+            former = comm.dispatch(x, ids, weights)[1] if previous else None
+            _, handle = comm.dispatch(x[:tokens], ids[:tokens], weights[:tokens], previous_handle=former)
+            at = abi.DispatchArgs.from_buffer_copy(driver.record()).topk_ids
+            block = handle.state.block.view(torch.uint8)
+            seen = block[at - block.data_ptr() :][: tokens * TOPK * 4].view(torch.int32).view(tokens, TOPK)
+            assert torch.equal(seen.long(), ids[:tokens])
+        assert driver.narrowed.value == before + 3
+        assert not long_way(driver, comm, x, ids.int(), weights)
+        assert driver.narrowed.value == before + 3
 
 
-def test_an_exact_combine_keeps_the_weights_of_the_dispatch(driver: SilentDriver) -> None:
-    """Callers may overwrite theirs."""
+@pytest.mark.parametrize("wide", [True, False])
+def test_an_exact_combine_keeps_the_weights_of_the_dispatch(driver: SilentDriver, wide: bool) -> None:
+    """Callers may overwrite theirs. The kernel that narrows ids copies them; else a copy behind the launch does."""
     with silent_rank(driver, CASE, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, exact_combine=True) as (comm, _):
         x, ids, weights = given(comm.config)
-        driver.record_bytes.value = ctypes.sizeof(abi.DispatchArgs)
-        out, handle = comm.dispatch(x, ids.long(), weights)
+        weights.copy_(torch.rand(5, TOPK))
+        before = driver.copies.value, driver.narrowed.value
+        out, handle = comm.dispatch(x, ids.long() if wide else ids, weights)
         assert isinstance(handle.state, QuickState)
-        kept, record = handle.state.topk_weights, abi.DispatchArgs.from_buffer_copy(driver.record())
-        assert (record.kept_weights, record.topk_weights) == (kept.data_ptr(), weights.data_ptr())
+        assert (driver.copies.value - before[0], driver.narrowed.value - before[1]) == (not wide, wide)
+        kept, given_weights = handle.state.topk_weights, weights.clone()
+        weights.zero_()
+        assert torch.equal(kept, given_weights)
         driver.record_bytes.value = ctypes.sizeof(abi.CombineArgs)
         comm.combine(torch.zeros_like(out.tokens), handle)
         assert abi.CombineArgs.from_buffer_copy(driver.record()).topk_weights == kept.data_ptr()

@@ -97,8 +97,8 @@ __device__ __forceinline__ void send_entries(const DispatchArgs& args, const Top
   }
 }
 
-// The metadata warp: sends the metadata of this block's tokens, writes valid [T] and a copy of the weights to the
-// caller, and counts ids out of range.
+// The metadata warp: sends the metadata of this block's tokens, writes valid [T] to the caller and counts ids out of
+// range.
 __device__ __forceinline__ void send_metadata(const DispatchArgs& args, TokenRange tokens) {
   constexpr i32 kUnroll = TokenEntries::kUnroll;
   const TopkLanes lanes = topk_lanes(args.world.topk);
@@ -114,8 +114,6 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, TokenRan
       const u32 no_replica = __ballot_sync(~0u, entries.route[i].rank == kNoReplica);
       bad_ids += __popc(__ballot_sync(~0u, entries.route[i].rank == kBadId));
       if (lanes.k == 0 && lanes.has(token, tokens)) args.valid[token] = (no_replica & lanes.token_lanes) == 0;
-      if (kPerExpert && args.kept_weights != nullptr && lanes.has(token, tokens))
-        args.kept_weights[static_cast<i64>(token) * args.world.topk + lanes.k] = entries.weight[i];
     }
     send_entries(args, lanes, entries, first);
   }

@@ -29,20 +29,19 @@ __device__ __forceinline__ Entry load_entry(const DispatchArgs& args, i32 token)
   if (lane_idx() >= args.world.topk || token >= args.num_tokens) return entry;
   const i32 at = token * args.world.topk + lane_idx();
   entry.weight = args.topk_weights[at];
-  if (!args.cached) entry.id = expert_id(args, at);
   if (args.cached) entry.route = args.routes[at];
+  else entry.id = args.topk_ids[at];
   return entry;
 }
 
-// Saves a token's routes and weights in the handle, and whether all of its experts have an active copy.
+// Saves a token's routes in the handle, and whether all of its experts have an active copy.
 __device__ __forceinline__ void save_routes(const DispatchArgs& args, const Destinations& dst, i32 key, i32 dst_row,
-                                            i32 token, f32 weight) {
+                                            i32 token) {
   const i32 topk = args.world.topk, k = lane_idx(), at = token * topk + k;
   const i32 position = value_at_offset(args.world, dst.position_low, dst.position_high,
                                        offset_of_rank(args.world, max(key, 0) >> 16));
   if (k < topk && !args.cached)
     args.routes[at] = key < 0 ? Route{key, -1, -1, -1} : Route{key >> 16, position, key & 0xFFFF, dst_row};
-  if (kPerExpert && k < topk && args.kept_weights != nullptr) args.kept_weights[at] = weight;
   const bool valid = __all_sync(~0u, key != kNoReplica);
   if (k == 0) args.valid[token] = valid;
 }
@@ -92,7 +91,7 @@ __device__ __forceinline__ void send_all_metadata(const DispatchArgs& args, Team
     if (is_dst)
       send_metadata(args, scratch, current, key, dst_row, token, peer_offset,
                     value_at_offset(world, dst.position_low, dst.position_high, peer_offset), seq);
-    if (peer_offset == 0) save_routes(args, dst, key, dst_row, token, current.weight);
+    if (peer_offset == 0) save_routes(args, dst, key, dst_row, token);
   }
 }
 

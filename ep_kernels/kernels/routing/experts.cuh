@@ -42,14 +42,6 @@ __device__ __noinline__ i32 choose_replica(const World& world, i32 id, i32 token
   return world.replica_ranks[chosen] << 16 | world.replica_slots[chosen];
 }
 
-// Logical expert `entry` of the caller's [T, K]. An int64 that is no int32 is out of range, as it stands.
-__device__ __forceinline__ i32 expert_id(const DispatchArgs& args, i64 entry) {
-  constexpr i32 kOutOfRange = -0x7fffffff - 1;
-  if (!args.wide_ids) return args.topk_ids[entry];
-  const i64 id = reinterpret_cast<const i64*>(args.topk_ids)[entry];
-  return id == static_cast<i32>(id) ? static_cast<i32>(id) : kOutOfRange;
-}
-
 // rank << 16 | local expert of an id, negative as Route.rank; kReplicated is resolved by choose_replica. No branch.
 __device__ __forceinline__ i32 look_up(const World& world, const i32* table, i32 id) {
   const bool in_range = static_cast<u32>(id) < static_cast<u32>(world.num_experts);

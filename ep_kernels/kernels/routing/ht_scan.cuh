@@ -110,12 +110,11 @@ struct Ids {
 };
 
 __device__ __forceinline__ Ids prefetch_ids(const DispatchArgs& args, i32 first, i32 count, i32 entry) {
-  const i64 base = static_cast<i64>(first) * args.world.topk;
+  const i32* topk_ids = args.topk_ids + static_cast<i64>(first) * args.world.topk;
   const i32 end = count * args.world.topk;
   Ids ids;
 #pragma unroll
-  for (i32 j = 0; j < kIdUnroll; ++j)
-    ids.at[j] = entry + j * THREADS < end ? expert_id(args, base + entry + j * THREADS) : kNoExpert;
+  for (i32 j = 0; j < kIdUnroll; ++j) ids.at[j] = entry + j * THREADS < end ? topk_ids[entry + j * THREADS] : -1;
   return ids;
 }
 

@@ -77,7 +77,7 @@ struct PrefetchedIds {
 };
 
 __device__ __forceinline__ i32 load_id(const DispatchArgs& args, i32 entry) {
-  return !args.cached && entry < args.num_tokens * args.world.topk ? expert_id(args, entry) : kNoExpert;
+  return !args.cached && entry < args.num_tokens * args.world.topk ? args.topk_ids[entry] : kNoExpert;
 }
 
 __device__ __forceinline__ PrefetchedIds prefetch_ids(const DispatchArgs& args) {
@@ -211,7 +211,7 @@ __device__ __noinline__ i32 dst_row_by_entries(const DispatchArgs& args, const i
     for (i32 j = 0; j < kTargets; ++j) target[j] = __shfl_sync(~0u, key, (first + j) & 31);
 #pragma unroll 1
     for (i32 e = lane_idx(); e < token * topk; e += 32) {
-      const i32 other = key_of(args.world, expert_table, expert_id(args, e), e / topk);
+      const i32 other = key_of(args.world, expert_table, args.topk_ids[e], e / topk);
 #pragma unroll
       for (i32 j = 0; j < kTargets; ++j) count[j] += other == target[j];
     }

@@ -31,26 +31,29 @@ class RecordAddresses:
 
     Attributes:
         state: byte map of the routing and of what is carried.
-        carried_at, kept_at, routing_at, num_bytes: in the memory of one dispatch: its numbers, what it carries, a copy
-            of its weights, its routing.
+        carried_at, ids_at, kept_at, routing_at, num_bytes: in the memory of one dispatch: its numbers, what it carries,
+            narrowed ids, a copy of its weights, its routing.
         num_rows_at: there, with num_dropped behind it.
 
     Args:
         state: as above.
         numbers: places of the numbers.
         number_bytes: of them all.
-        kept_bytes: of the most weights, where they are copied; else 0.
+        routed_bytes: of the most ids, and of the most weights.
+        keeps: whether weights are copied.
     """
 
-    def __init__(self, state: StateMap, numbers: Mapping[str, FieldPlace], number_bytes: int, kept_bytes: int) -> None:
+    def __init__(
+        self, state: StateMap, numbers: Mapping[str, FieldPlace], number_bytes: int, routed_bytes: int, keeps: bool
+    ) -> None:
         self.state = state
         self.carried_at = round_up(number_bytes, _ALIGN)
-        self.kept_at = self.carried_at + round_up(state.carried_bytes, _ALIGN)
-        self.routing_at = self.kept_at + round_up(kept_bytes, _ALIGN)
+        self.ids_at = self.carried_at + round_up(state.carried_bytes, _ALIGN)
+        self.kept_at = self.ids_at + round_up(routed_bytes, _ALIGN)
+        self.routing_at = self.kept_at + round_up(routed_bytes * keeps, _ALIGN)
         self.num_bytes = self.routing_at + state.routing_bytes
         self.num_rows_at = numbers["num_rows"].offset
         assert numbers["num_dropped"].offset == self.num_rows_at + 4, "they are read together"
-        self._keeps = kept_bytes > 0
         self._numbers = NumberOffsets(**{name: place.offset for name, place in numbers.items()})
 
     def dispatch(
@@ -60,9 +63,8 @@ class RecordAddresses:
         """Those of a dispatch's record, in its order."""
         at, to = self.state, self._numbers
         return (
-            carried, routing_id, x, x_scales, topk_ids, weights, self._keeps and block + self.kept_at,
-            routing + at.routes, block + to.valid, block + to.num_invalid_ids, routing + at.dst_rows,
-            carried + at.weights, routing + at.tokens,
+            carried, routing_id, x, x_scales, topk_ids, weights, routing + at.routes, block + to.valid,
+            block + to.num_invalid_ids, routing + at.dst_rows, carried + at.weights, routing + at.tokens,
             routing + at.source_rows, routing + at.saved_counts, block + to.counts, to.offsets and block + to.offsets,
             block + to.num_rows, block + to.num_dropped, scales, to.topk_ids and block + to.topk_ids,
             to.topk_weights and block + to.topk_weights,

@@ -17,7 +17,7 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan, routing_state
 from ep_kernels.transports.nvlink.addresses import RecordAddresses
 from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
-from ep_kernels.transports.nvlink.outputs import Memory, Outputs, part
+from ep_kernels.transports.nvlink.outputs import Memory, Outputs
 from ep_kernels.transports.nvlink.record_template import RecordTemplate
 from ep_kernels.transports.nvlink.routing_state import DispatchState, Span
 from ep_kernels.transports.nvlink.tables import Tables
@@ -26,11 +26,10 @@ from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 SEND, RECEIVE, BOTH = 1, 2, 3
 _ROW = 16
 _DISPATCH = (
-    ("num_tokens", "slot", "scale_row_stride", "scale_column_stride", "scale_group_stride", "power_of_two", "cached",
-     "wide_ids"),
-    ("op", "routing_id", "x", "x_scales", "topk_ids", "topk_weights", "kept_weights", "routes", "valid",
-     "num_invalid_ids", "dst_rows", "weights", "tokens", "source_rows", "saved_counts", "counts", "offsets", "num_rows",
-     "num_dropped", "out_scales", "out_ids", "out_weights"),
+    ("num_tokens", "slot", "scale_row_stride", "scale_column_stride", "scale_group_stride", "power_of_two", "cached"),
+    ("op", "routing_id", "x", "x_scales", "topk_ids", "topk_weights", "routes", "valid", "num_invalid_ids", "dst_rows",
+     "weights", "tokens", "source_rows", "saved_counts", "counts", "offsets", "num_rows", "num_dropped", "out_scales",
+     "out_ids", "out_weights"),
 )  # fmt: skip
 """What a dispatch sets in its record, in the record's order; a combine:"""
 _COMBINE = (
@@ -131,8 +130,10 @@ class LaunchEngine:
             for mode in modes
         }
         self._memory: Memory | None = None
-        kept = config.max_tokens_per_rank * config.topk * 4 * config.exact_combine
-        self.addresses = RecordAddresses(self._state_map, self.outputs.places, self.outputs.num_bytes, kept)
+        routed = config.max_tokens_per_rank * config.topk * 4
+        self.addresses = RecordAddresses(
+            self._state_map, self.outputs.places, self.outputs.num_bytes, routed, config.exact_combine
+        )
         word = torch.empty(1, dtype=torch.int32, device=device)  # most fields are int32: a view of one is one operation
         self.blanks = word.expand(self.addresses.routing_at // 4), word.expand(self.addresses.num_bytes // 4)
         """Of the size of a call's memory: with `previous`, without. Taking after them is the cheapest allocation."""
@@ -212,7 +213,8 @@ class LaunchEngine:
         """Every kernel that this configuration can launch; launches of one kernel differ in their grid alone."""
         chosen = (*self.dispatch_operations.values(), *self.combine_operations.values())
         barrier = self._of_group(jit.Variant("barrier"))
-        return {each.variant: each.launch for each in chosen} | {barrier: plan.Launch(1, 0, 0, 0)}
+        general = {barrier: plan.Launch(1, 0, 0, 0), jit.NARROW: plan.narrow_launch(self.config)}
+        return {each.variant: each.launch for each in chosen} | general
 
     def _of_group(self, variant: jit.Variant) -> jit.Variant:
         return replace(variant, network=self.config.network is not None)
@@ -250,8 +252,7 @@ class LaunchEngine:
         scales, strides = self.outputs.scales(slot, trimmed)
         operation = self.dispatch_operations[args.mode]
         record = operation.records.record(
-            (num_tokens, slot, *strides, self.power_of_two, args.previous is not None,
-             args.topk_ids.dtype is torch.int64),
+            (num_tokens, slot, *strides, self.power_of_two, args.previous is not None),
             self.addresses.dispatch(
                 block.data_ptr(), state.routing.address, state.routing_id.address, state.carried.address, x.data_ptr(),
                 pointer(args.scales), args.topk_ids.data_ptr(), args.topk_weights.data_ptr(), pointer(scales),
@@ -299,9 +300,7 @@ class LaunchEngine:
             raise ArgumentError("x", "a call where tensors have memory", f"one under a mode that makes {type(block)}")
         base = block.data_ptr()
         carried = Span(block, where.carried_at, at.carried_bytes, base + where.carried_at)
-        own_weights = args.topk_weights
-        if self.config.exact_combine:  # the kernel copies them
-            own_weights = part(block, where.kept_at, tuple(own_weights.shape), torch.float32)
+        own_weights = args.topk_weights.clone() if self.config.exact_combine else args.topk_weights
         if previous is not None:
             return DispatchState(previous.routing, previous.routing_id, carried, own_weights, previous.num_rows), block
         routing = Span(block, where.routing_at, at.routing_bytes, base + where.routing_at)

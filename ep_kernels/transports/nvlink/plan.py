@@ -250,6 +250,11 @@ class Launch:
         return abi.Work(self.segment_bytes, self.stage_offset, phases, self.num_senders)
 
 
+def narrow_launch(c: MoEConfig) -> Launch:
+    """Of M x K ids."""
+    return Launch(-(-c.max_tokens_per_rank * c.topk // jit.NUM_THREADS), 0, 0, 0)
+
+
 def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, width: int) -> Launch:
     """Of HT dispatch; `width`: bytes loaded per byte sent."""
     offset = -(-control_bytes // 128) * 128

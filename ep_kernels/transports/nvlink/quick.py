@@ -82,7 +82,6 @@ class _PlanWords(ctypes.Structure):
         ("addresses_at", c_uint64),
         ("phases_at", c_uint64),
         ("num_rows_at", c_uint64),
-        ("wide_at", c_uint64),
         ("num_addresses", c_uint32),
         ("num_tensors", c_uint32),
         ("addresses", _PlaceWords * _MOST_ADDRESSES),
@@ -101,6 +100,11 @@ class _PlanWords(ctypes.Structure):
         ("not_captured", c_uint32),
         ("was_captured", c_uint32),
         ("numbers", c_void_p),
+        ("copy_from", _PlaceWords),
+        ("copy_to", _PlaceWords),
+        ("narrow", launch.Prepared),
+        ("narrow_to", _PlaceWords),
+        ("token_words", c_uint64),
     )
 
 
@@ -144,14 +148,18 @@ class OperationPlan:
         reads: num_rows and num_dropped are waited for.
         split: two launches, one that sends and one that receives.
         not_captured: not plain while a CUDA graph captures the stream.
-        tells_width: the record is told whether a tensor that may be wide is.
+        routed: numbers of each token in what follows.
+        narrowed: launch of the kernel `narrow`, and where it writes, as `places`.
+        copied: (from, to) as `places`: float32 that are copied, by that kernel where it is launched.
     """
 
     def __init__(
         self, around: Surroundings, prepared: Any, record: Any, runs: tuple[str, str],
         tensors: Mapping[str, ExpectedTensor], places: Callable[[Marks], Sequence[int]], most_tokens: int, rows: int,
         state: Callable[[Marks], Sequence[int]] | None = None, takes_state: bool = False, reads: bool = False,
-        split: bool = False, not_captured: bool = False, tells_width: bool = False,
+        split: bool = False, not_captured: bool = False, routed: int = 0,
+        narrowed: tuple[launch.Prepared, Callable[[Marks], int]] | None = None,
+        copied: Callable[[Marks], tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
         assert ctypes.sizeof(record) <= _MOST_RECORD_BYTES
         marks = {name: (1 + i) << _MARK for i, name in enumerate(STATE_BASES)}
@@ -168,8 +176,11 @@ class OperationPlan:
             context=around.context, stream=addressof(around.stream), not_captured=not_captured,
             device_type=_CUDA if around.device.type == "cuda" else _CPU, device_id=around.device.index or 0,
         )  # fmt: skip
-        if tells_width:
-            self._plan.wide_at = type(record).wide_ids.offset
+        self._plan.token_words = routed
+        if narrowed is not None:
+            self._plan.narrow, self._plan.narrow_to = narrowed[0], _place(narrowed[1](marks))
+        if copied is not None:
+            self._plan.copy_from, self._plan.copy_to = map(_place, copied(marks))
         if split:
             self._plan.phases_at = type(record).work.offset + abi.Work.phases.offset
         self.numbers = self._read_numbers(type(record).num_rows.offset) if reads else None

@@ -81,6 +81,7 @@ class NvlinkQuickCalls:
         self._allocates_scales = engine.sizes.scale_columns > 0
         self._slots = engine.sizes.shape.dispatch_slots, engine.sizes.shape.combine_slots
         self._strides = self._outputs.strides(config.exact_shapes)
+        self._narrow = self._prepared(jit.NARROW, plan.narrow_launch(config))
         modes = engine.dispatch_operations
         self._plans = {each: self._planned(each, False) for each in modes}
         self._split = {each: self._planned(each, True) for each in modes}
@@ -125,7 +126,7 @@ class NvlinkQuickCalls:
         return OperationPlan(
             self._around,
             self._prepared(operation.variant, operation.launch),
-            operation.records.record((0, 0, *self._strides, engine.power_of_two, again, False), (0,) * 22),
+            operation.records.record((0, 0, *self._strides, engine.power_of_two, again), (0,) * 21),
             _RUNS,
             self._dispatch_tensors(again),
             lambda a: addresses.dispatch(
@@ -138,7 +139,9 @@ class NvlinkQuickCalls:
             reads=read,
             split=split,
             not_captured=read or self._exact,
-            tells_width=True,
+            routed=config.topk,
+            narrowed=(self._narrow, lambda a: a["block"] + addresses.ids_at),
+            copied=(lambda a: (a["topk_weights"], kept(a))) if self._weighs else None,
         )
 
     def _dispatch_tensors(self, again: bool) -> dict[str, ExpectedTensor]:

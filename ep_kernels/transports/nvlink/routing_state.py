@@ -126,6 +126,8 @@ class QuickState(StateParts):
         self.scales = scales
         self.topk_ids = topk_ids
         self.given = given
+        self.tokens = self.delivered = 0
+        self.shape: tuple[int, ...] = ()
 
     @property
     def carried(self) -> Span:  # type: ignore[override]

@@ -59,7 +59,6 @@ struct Plan {
   uint64_t addresses_at;
   uint64_t phases_at;   // of an operation in two launches, else 0
   uint64_t num_rows_at;  // the address of num_rows, with num_dropped behind it
-  uint64_t wide_at;      // int32: whether a tensor is wide; 0: it is not told
   uint32_t num_addresses, num_tensors;
   Place addresses[kMostAddresses];
   Expected tensors[kMostTensors];
@@ -73,6 +72,10 @@ struct Plan {
   int32_t device_type, device_id;
   uint32_t not_captured, was_captured;
   volatile int32_t* numbers;  // pinned [2]: num_rows and num_dropped, to be waited for; or null
+  Place copy_from, copy_to;   // float32 that are copied; base 0: none
+  Prepared narrow;            // for a tensor that is wide; it copies those, too
+  Place narrow_to;
+  uint64_t token_words;  // numbers of each token in both
 };
 enum Phases : uint32_t { kSend = 1, kReceive = 2 };
 
@@ -94,9 +97,9 @@ bool is_contiguous(const python::Tensor& t) {
   return is_dense;
 }
 
-// Whether an argument is what it must be; then its address. `*wide` is set where it is a wide one.
+// Whether an argument is what it must be; then its address, of a wide one `*wide`, too.
 bool is_expected(const Plan* plan, const Expected& want, python::Object* given, State* op, uint64_t* address,
-                 int32_t* wide) {
+                 uint64_t* wide) {
   *address = 0;
   if (given == py.none) return want.flags & kOptional;
   python::Object* type = py.type_of(given);
@@ -114,7 +117,7 @@ bool is_expected(const Plan* plan, const Expected& want, python::Object* given, 
     if (t.shape[d] != (length == kTokens ? op->tokens : length == kRows ? op->rows : length)) return false;
   }
   *address = reinterpret_cast<uint64_t>(t.data) + t.byte_offset;
-  *wide |= is_wide;
+  if (is_wide) *wide = *address;
   return is_contiguous(t) && !((want.flags & kAligned) && *address % kAlignment);
 }
 
@@ -176,13 +179,30 @@ struct Kept {
 };
 static_assert(offsetof(Kept, record) == sizeof(State), "Python reads them as one");
 
-// The driver's status.
-int start(Plan* plan, void* stream, Kept* kept) {
+// Wide ids become narrow ones, and what is copied is, by one kernel in front.
+int narrow(const Plan* plan, uint64_t ids, uint64_t to, uint64_t from, uint64_t copy, void* stream, int32_t count) {
+  void* arguments[] = {&ids, &to, &count, &from, &copy};
+  return count ? cd_launch(&plan->narrow, stream, arguments) : 0;
+}
+
+int launch_first(Plan* plan, void* stream, Kept* kept) {
   if (!plan->phases_at) return launch_last(plan, stream, kept->record, &kept->op);
   kept->set(plan->phases_at, uint32_t{kSend});
   const int status = launch(plan, stream, kept->record);
   kept->set(plan->phases_at, uint32_t{kReceive});
   return status;
+}
+
+// The driver's status. `wide`: address of the wide ids, or 0.
+int start(Plan* plan, const uint64_t* bases, uint64_t wide, void* stream, Kept* kept) {
+  const uint64_t from = at(bases, plan->copy_from), to = at(bases, plan->copy_to);
+  const auto count = static_cast<int32_t>(kept->op.tokens * plan->token_words);
+  if (wide) {
+    const int status = narrow(plan, wide, at(bases, plan->narrow_to), from, to, stream, count);
+    return status ? status : launch_first(plan, stream, kept);
+  }
+  const int status = launch_first(plan, stream, kept);
+  return status || !from || !count ? status : cd::copy(to, from, count * sizeof(float), stream);
 }
 
 // (slot, state of a former dispatch or None, tensors...) -> what Python gets of `Kept` (0 where that is nothing), the
@@ -202,17 +222,20 @@ python::Object* call(python::Object* self, python::Object* const* given, python:
     memcpy(&op, former, sizeof(op));
     memcpy(bases + kFormer, former, 4 * sizeof(uint64_t));
   }
-  int32_t wide = 0;
-  for (uint32_t i = 0; i < plan->num_tensors; ++i)
+  uint64_t wide = 0, wide_base = 0;
+  for (uint32_t i = 0; i < plan->num_tensors; ++i) {
+    const uint64_t before = wide;
     if (!is_expected(plan, plan->tensors[i], given[i + 2], &op, &bases[kTensors + i], &wide)) return none;
+    if (wide != before) wide_base = kTensors + i;
+  }
+  if (wide) bases[wide_base] = at(bases, plan->narrow_to);
   if (op.tokens < 0 || op.tokens > plan->most_tokens) return none;
   kept.set(plan->num_tokens_at, static_cast<int32_t>(op.tokens));
   kept.set(plan->num_tokens_at + sizeof(int32_t), static_cast<int32_t>(py.as_integer(given[0])));
-  if (plan->wide_at) kept.set(plan->wide_at, wide);
   for (uint32_t i = 0; i < plan->num_addresses; ++i)
     kept.set(plan->addresses_at + i * sizeof(uint64_t), at(bases, plan->addresses[i]));
   void* thread = py.leave();
-  const int status = start(plan, stream, &kept);
+  const int status = start(plan, bases, wide, stream, &kept);
   py.enter(thread);
   py.drop(none);
   if (status || !(plan->makes_state || plan->phases_at)) return py.new_integer(status);
