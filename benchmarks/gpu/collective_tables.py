@@ -154,6 +154,8 @@ class Session:
             runner.close()
         except Unavailable:
             return
+        except Exception as error:  # a backend that failed above fails again
+            self.kernels[f"{name} {words(case)}"] = f"unknown ({error})"
 
     def _write(self) -> None:
         if self._rank == 0:

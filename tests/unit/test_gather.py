@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from ep_kernels import quant, reference
+from ep_kernels.collectives.collective_types import Algorithm
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import AbortedError, ConfigError, HandleError, PeerTimeout, TransportError
 from ep_kernels.gather import gather_memory as memory
+from ep_kernels.gather.gather_engine import GatherEngine
 from ep_kernels.gather.gather_member import GatherMember, renamed
 from ep_kernels.gather.gather_routing import GatherTables
 from ep_kernels.network import NetworkConfig
@@ -165,3 +167,18 @@ def test_samples_that_a_ring_has_lost_are_counted_once() -> None:
     assert told(reduced(15, row + 1), gathered(4, "copy_pull"), reduced(16)) == {"dispatch": 2}
     member.set_active((True, True, True), 1)
     assert told(gathered(40), reduced(41)) == {}, "another epoch begins anew"
+
+
+def test_copy_engines_alone_are_for_this_mode() -> None:
+    """`num_sms=0`: of dispatch; a reduce-scatter takes as many multiprocessors as it likes."""
+    assert config(num_sms=0).num_sms == 0
+    with pytest.raises(ConfigError, match="num_sms: expected None or an int in 1"):
+        CASE.config(LoopGroup(0, CASE.num_ranks), mode=Mode.LL, num_sms=0)
+    asked: list[int | None] = []
+    engine = SimpleNamespace(
+        config=config(num_sms=0),
+        _algorithm=lambda *_: Algorithm.KERNEL_PULL,
+        _coll=SimpleNamespace(reduce_scatter=lambda args: asked.append(args.num_sms)),
+    )
+    GatherEngine.reduce(cast(Any, engine), torch.ones(3, 2), torch.ones(1, 2), 1)
+    assert asked == [None]
