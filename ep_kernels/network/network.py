@@ -166,6 +166,11 @@ class Channel:
         self._lib.cn_device(self.pointer, stripe, found)
         return DeviceRing(*found)
 
+    def help(self) -> bool:
+        """Let one more thread send, where processors are plenty. False: the provider has no use for one, or there can
+        be none; the proxy's thread does it all."""
+        return bool(self._call(0, self._lib.cn_help))
+
     def ticket(self) -> NetworkTicket:
         """For the ranks of other hosts."""
         network = self._network

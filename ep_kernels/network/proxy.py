@@ -79,6 +79,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_bench_stream": (c_int64, (c_void_p, c_void_p, c_int, POINTER(c_uint32), c_int64, c_uint64)),
     "cn_join": (c_int, (c_void_p, c_int, c_int, POINTER(c_int32), c_int)),
     "cn_leave": (None, (c_void_p, c_int, c_uint64)),
+    "cn_help": (c_int, (c_void_p,)),
     "cn_up": (c_uint64, (c_void_p,)),
     "cn_traffic": (None, (c_void_p, POINTER(Traffic))),
     "cn_quiet": (c_int, (c_void_p, c_uint64)),

@@ -159,6 +159,11 @@ void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
   fall(*c, rank, false);
 }
 
+bool Proxy::help(NetChannel* c) {
+  Hold hold(*this);
+  return c->provider && c->provider->help();
+}
+
 uint64_t Proxy::up(NetChannel* c) {
   Hold hold(*this);
   uint64_t mask = 0;

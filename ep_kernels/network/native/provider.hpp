@@ -26,7 +26,7 @@ struct Text {
 };
 
 // Where a provider reports; the calls come from inside `advance`, `poll`, `write` and `disconnect`, `ended` from the
-// first two alone.
+// first two alone. `sent` may also come from the thread of `help`.
 struct Sink {
   void* owner;
   void (*sent)(void* owner, int peer);                 // one write: its bytes will not be read again
@@ -75,7 +75,7 @@ struct NetSettings {
 constexpr int kNoPeer = 0xff;  // `poll` of the provider's own descriptors
 constexpr int kMaxLanes = 16;
 
-// Not thread-safe: the proxy calls. No method waits for a peer. A lane is made of a TCP connection that both ranks have
+// Not thread-safe: the proxy calls, or another thread under its lock. No method waits for a peer. A lane is made of a TCP connection that both ranks have
 // proved membership on, `fd`: `tcp` moves the bytes on it; others exchange on it what their own connection needs, and
 // its end is the end of the lane.
 class Provider {
@@ -91,6 +91,7 @@ class Provider {
   virtual void disconnect(int) {}                                  // its writes are given up: `sent` for each of them
   // Lets go of a peer in order: its descriptors, which the caller closes when the peer has; returns how many.
   virtual int release(int, int*) { return 0; }
+  virtual bool help() { return false; }  // starts one more thread, which sends. False: it has no use for one, or cannot
   virtual void close() {}                                          // closes all; frees itself
   virtual void forsake() { close(); }                              // in a forked child: closes its copies only
   virtual uint64_t most_bytes() const { return 1 << 30; }          // of one write

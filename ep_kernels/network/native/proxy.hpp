@@ -84,6 +84,7 @@ struct Proxy {
   // come after `remove`, and then do nothing.
   int join(NetChannel* channel, int rank, int control_fd, const int32_t* lanes, int num_lanes);
   void leave(NetChannel* channel, int rank, uint64_t tag);
+  bool help(NetChannel* channel);  // one more thread, which sends; false: the provider has none
   uint64_t up(NetChannel* channel);
   void why(NetChannel* channel, int rank, Text* out);    // why its connection ended, "" if nothing is known
   void traffic(NetChannel* channel, Traffic* out);
