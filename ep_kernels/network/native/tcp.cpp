@@ -163,7 +163,11 @@ class Tcp final : public Provider {
       for_each_lane(peer, [&](Lane& l) {
         if (!l.has_frames() || l.is_full.load()) return;
         const bool is_long = l.queued - l.flushed.load(std::memory_order_relaxed) >= kShared;
-        if ((hand_.is_there() && is_long) || pthread_mutex_trylock(&l.sending) != 0) return give(peer);
+        if (is_long && hand_.is_there()) {
+          give(peer);
+          if (is_awake_.load(std::memory_order_relaxed)) return;  // else this thread begins
+        }
+        if (pthread_mutex_trylock(&l.sending) != 0) return give(peer);
         if (send(peer, l)) to_send_ |= 1ull << peer;
         pthread_mutex_unlock(&l.sending);
       });
@@ -253,14 +257,17 @@ class Tcp final : public Provider {
   static void serve(void* self) {
     auto& tcp = *static_cast<Tcp*>(self);
     int64_t looked_ns = now_ns();
+    tcp.is_awake_.store(true);
     while (!tcp.is_closed_.load(std::memory_order_relaxed)) {
       if (tcp.send_given()) {
         looked_ns = now_ns();
       } else if (now_ns() - looked_ns < kPatienceNs) {
         relax();
       } else {
+        tcp.is_awake_.store(false);
         tcp.is_serving_.store(false);
         if (tcp.given_.load() == 0 || tcp.is_serving_.exchange(true)) return;
+        tcp.is_awake_.store(true);
       }
     }
   }
@@ -395,10 +402,11 @@ class Tcp final : public Provider {
   uint64_t to_send_ = 0;  // bit per peer: frames wait for `advance`
   NetMemory memory_{};
   std::atomic<Lane*> lanes_[kNetRanks][kMaxLanes] = {};
-  // The other thread, if there is one: peers to which it has something to send; whether it looks.
+  // The other thread, if there is one: peers to which it has something to send; whether it is to look,
+  // and does.
   Hand hand_;
   std::atomic<uint64_t> given_{0};
-  std::atomic<bool> is_serving_{false}, is_closed_{false};
+  std::atomic<bool> is_serving_{false}, is_awake_{false}, is_closed_{false};
 };
 
 }  // namespace
