@@ -15,27 +15,21 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping
 from ctypes import POINTER
 from typing import Any, ClassVar
 
-from ep_kernels.errors import ClosedError, PeerTimeout, TransportError
+from ep_kernels.errors import AbortedError, ClosedError, PeerTimeout, TransportError
 from ep_kernels.network import handshake, proxy
-from ep_kernels.network.address import advertised, source_of
+from ep_kernels.network.address import advertised
 from ep_kernels.network.channel_memory import ChannelMemory, DeviceRing
-from ep_kernels.network.greeting import NetworkTicket, greet, prepare
+from ep_kernels.network.dialer import Dialer, unreached
+from ep_kernels.network.greeting import NetworkTicket, prepare
 from ep_kernels.network.handshake import CONTROL_ROLE, Greeting
-from ep_kernels.network.listener import Door, Listener
+from ep_kernels.network.listener import Listener, Registration
 from ep_kernels.network.network_config import MAX_LANES, NetworkConfig
 
 log = logging.getLogger(__name__)
-
-_DIALS = 16
-"""Peers dialled at the same time."""
-_RETRY_S = 0.05
-_GREETINGS = 5
-"""A data port that strangers flood may close a member's connection before its proof; the next one may get in."""
 
 
 class Network:
@@ -127,6 +121,9 @@ class Channel:
         self._named = None if not memory.box else set[int]()
         self._waiting: dict[int, dict[int, socket.socket]] = {}
         self._freed: int | None = None
+        self._aborted: str | None = None
+        self._given_up: frozenset[int] = frozenset()
+        self._dialer = Dialer(network.config, rank, self._ended)
         text = proxy.Text()
         self.pointer: int | None = self._lib.cn_channel(
             network.proxy,
@@ -152,7 +149,7 @@ class Channel:
         if self.about:
             log.info("network of rank %d: %s", rank, self.about)
         network.channels.add(self)
-        network.listener.open(self._token, Door(self._secret, self._admit))
+        network.listener.open(self._token, Registration(self._secret, self._admit))
 
     @property
     def outbox(self) -> int:
@@ -181,9 +178,9 @@ class Channel:
         """Connections with those ranks, where none stands: this rank dials the higher ones and is dialled by the lower.
 
         Raises:
-            PeerTimeout: a rank that was not reached, or did not come, and what to check.
+            PeerTimeout: a rank that was not reached, or did not come, and what to check; or it was given up.
             TransportError: another provider there.
-            ClosedError: `close` was called meanwhile.
+            ClosedError, AbortedError: `close` or `abort` was called, meanwhile or before.
         """
         until, up = time.monotonic() + timeout_s, self.up()
         peers = {rank: ticket for rank, ticket in peers.items() if not up >> rank & 1}
@@ -196,24 +193,35 @@ class Channel:
                 self._named |= peers.keys()
             for rank in peers.keys() & self._waiting.keys():
                 self._join(rank, self._waiting.pop(rank))
-        dialled = [(rank, ticket) for rank, ticket in peers.items() if rank > self._rank]
+        dialled = {rank: ticket for rank, ticket in peers.items() if rank > self._rank}
         if dialled:
-            with ThreadPoolExecutor(min(_DIALS, len(dialled)), thread_name_prefix="crossdock-network-dial") as pool:
-                for made in [pool.submit(self._dial, rank, ticket, until) for rank, ticket in dialled]:
-                    made.result()
+            self._dialer.dial(dialled, until, self._join_dialled)
         with self._lock:
-            ended = lambda: self.pointer is None or not self._missing(peers)  # noqa: E731
-            self._lock.wait_for(ended, max(0.0, until - time.monotonic()))
+            self._lock.wait_for(lambda: self._is_over(peers), max(0.0, until - time.monotonic()))
             self._require_open()
             missing = self._missing(peers)
+            if error := next(filter(None, map(self._ended, missing or peers)), None):
+                raise error
         if missing:
             where = f"{self._network.address}:{self._network.listener.address[1]}"
-            raise _unreached(
+            raise unreached(
                 missing[0],
                 timeout_s,
                 f"ranks {missing} did not connect to the data port of rank {self._rank}, {where}; open it between the "
                 "hosts, or set network.advertise to an address they reach",
             )
+
+    def abort(self, reason: str) -> None:
+        """`connect` ends in AbortedError, now and later. Any thread."""
+        with self._lock:
+            self._aborted = self._aborted or reason
+            self._lock.notify_all()
+
+    def give_up(self, ranks: Collection[int]) -> None:
+        """`connect` with one of these ends in PeerTimeout, now and later. Any thread."""
+        with self._lock:
+            self._given_up |= frozenset(ranks)
+            self._lock.notify_all()
 
     def leave(self, rank: int, epoch_tag: int) -> None:
         """Part from a rank that is left out of the group: say so to it, and close its connections."""
@@ -284,6 +292,22 @@ class Channel:
         if self.pointer is None:
             raise ClosedError("network: closed while it connected")
 
+    def _ended(self, rank: int) -> Exception | None:
+        """What ends a connect with that rank, if anything does."""
+        if self.pointer is None:
+            return ClosedError("network: closed while it connected")
+        if self._aborted is not None:
+            return AbortedError(self._aborted)
+        if rank in self._given_up:
+            return PeerTimeout(
+                peer=rank, op="connect", phase="connection", expected=1, seen=0, waited_s=0.0, given_up=True
+            )
+        return None
+
+    def _is_over(self, peers: Mapping[int, NetworkTicket]) -> bool:
+        missing = self._missing(peers)
+        return not missing or any(map(self._ended, missing))
+
     def _missing(self, peers: Mapping[int, NetworkTicket]) -> list[int]:
         up = self.up()
         return [rank for rank in peers if not up >> rank & 1]
@@ -326,49 +350,14 @@ class Channel:
             connection.detach()
         self._lock.notify_all()
 
-    def _dial(self, rank: int, ticket: NetworkTicket, until: float) -> None:
-        lanes = self._network.config.lanes
-        roles: dict[int, socket.socket] = {}
+    def _join_dialled(self, rank: int, roles: Mapping[int, socket.socket]) -> None:
         try:
-            for role in (*range(lanes), CONTROL_ROLE):
-                roles[role] = self._dial_one(rank, ticket, role, until)
             with self._lock:
                 self._join(rank, roles)
         except BaseException:
             for connection in roles.values():
                 connection.close()
             raise
-
-    def _dial_one(self, rank: int, ticket: NetworkTicket, role: int, until: float) -> socket.socket:
-        place, refused = (ticket.address, ticket.port), 0
-        config, own = self._network.config, source_of(self._network.config)
-        source, lanes, began = (own, 0) if own else None, config.lanes, time.monotonic()
-        while True:
-            left = until - time.monotonic()
-            self._require_open()
-            try:
-                connection = socket.create_connection(place, max(0.001, left), source)
-            except (OSError, UnicodeError, OverflowError) as error:  # of a name or a port that cannot be
-                if left <= _RETRY_S or not isinstance(error, OSError):
-                    why = getattr(error, "strerror", None) or str(error)
-                    text = (
-                        f"{ticket.address}:{ticket.port} is not reached ({why}); open the data port between the hosts, "
-                        "or set network.advertise on that rank to an address of it"
-                    )
-                    raise _unreached(rank, time.monotonic() - began, text) from error
-                time.sleep(_RETRY_S)
-                continue
-            try:
-                greet(connection, handshake.hello(ticket.token, self._rank, rank, role, lanes), ticket)
-                connection.setblocking(False)
-                return connection
-            except (OSError, ValueError) as error:
-                connection.close()
-                refused += 1
-                if refused == _GREETINGS or time.monotonic() + _RETRY_S > until:
-                    text = f"{ticket.address}:{ticket.port} is not its data port: {error}"
-                    raise _unreached(rank, time.monotonic() - began, text) from error
-                time.sleep(_RETRY_S)
 
 
 def _settings(network: Network, rank: int) -> proxy.NetSettings:
@@ -386,7 +375,3 @@ def _settings(network: Network, rank: int) -> proxy.NetSettings:
         seed=config.seed + rank,
         drop_after=config.drop_after,
     )
-
-
-def _unreached(rank: int, waited_s: float, why: str) -> PeerTimeout:
-    return PeerTimeout(peer=rank, op="connect", phase="connection", expected=1, seen=0, waited_s=waited_s, end=why)

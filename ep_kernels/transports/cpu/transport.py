@@ -249,6 +249,23 @@ class CpuTransport(CpuMember[NativeComm]):
             self._change_peers(comm.channel, mask, epoch)
         super().set_active(mask, epoch)
 
+    def abort(self, reason: str) -> None:
+        """See `CpuMember.abort`."""
+        super().abort(reason)
+        if channel := self._channel():
+            channel.abort(reason)
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """See `CpuMember.give_up`."""
+        super().give_up(ranks)
+        if channel := self._channel():
+            channel.give_up(ranks)
+
+    def _channel(self) -> Channel | None:
+        """None on one host, and once closed."""
+        comm = self.comm
+        return None if comm is None else comm.channel
+
     def _change_peers(self, channel: Channel, mask: Sequence[bool], epoch: int) -> None:
         """Part from the ranks of other hosts that are left out; reach those again whose connection was lost."""
         out = [rank for rank in self._remote if not mask[rank]]

@@ -261,10 +261,14 @@ class Mailbox:
     def abort(self, reason: str) -> None:
         """End every wait, present and future, in AbortedError(reason)."""
         self._aborted = self._aborted or reason
+        if self.remote is not None:
+            self.remote.abort(reason)
 
     def give_up(self, ranks: Sequence[int]) -> None:
         """While these are active, every wait ends in PeerTimeout, present and future. Any thread."""
         self._given_up = self._given_up.union(ranks)
+        if self.remote is not None:
+            self.remote.give_up(ranks)
 
     def close(self) -> None:
         """Part from ranks of other hosts, give the page's descriptor back; the mappings die with the object.

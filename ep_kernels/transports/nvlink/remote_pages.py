@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import functools
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import c_void_p
 
 from ep_kernels.errors import PeerTimeout, TransportError
@@ -91,6 +91,14 @@ class RemotePages:
         """Try for so long to connect with those of `mask` that are of other hosts, where no connection stands."""
         with contextlib.suppress(PeerTimeout):
             self._channel.connect({rank: one for rank, one in self._tickets.items() if mask >> rank & 1}, timeout_s)
+
+    def abort(self, reason: str) -> None:
+        """Connecting ends in AbortedError, now and later. Any thread."""
+        self._channel.abort(reason)
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """Connecting with one of these ends in PeerTimeout, now and later. Any thread."""
+        self._channel.give_up(ranks)
 
     def send(self, block: int, mask: int) -> None:
         """That block of the own page to those of `mask` that are of other hosts. Waits while the ring is full, which
