@@ -190,6 +190,24 @@ def test_traffic_goes_on_over_communicators_and_links_are_those_of_active_ranks(
     assert (value("link_up", 2), value("link_up", 3), value("sent_bytes_total", 3)) == (0, None, 0)
 
 
+def test_the_end_of_an_epoch_is_counted_by_a_thread_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry_module, "_MAX_RECORDS", 4)
+    metrics, comm, hold = WorkerMetrics(), TalkingComm(), threading.Event()
+    telemetry = WorkerTelemetry(metrics, (8, 8))
+    monkeypatch.setattr(telemetry, "_count_step", lambda record: hold.wait())
+    telemetry.step(step())
+    collected(telemetry, comm)
+    for _ in range(10):
+        telemetry.step(step())
+    before = dropped(metrics)
+    assert before > 0, "the queue is full"
+    telemetry.parted(comm)
+    hold.set()
+    telemetry.close()
+    assert metrics.registry.get_sample_value("crossdock_network_link_up", {"peer": "2"}) is None
+    assert metrics.registry.get_sample_value("crossdock_network_sent_bytes_total", {"peer": "2"}) == 0, "it was up"
+
+
 def test_no_link_is_expected_after_an_epoch() -> None:
     metrics, comm = WorkerMetrics(), TalkingComm()
     telemetry = WorkerTelemetry(metrics, (8, 8))

@@ -6,7 +6,6 @@ buckets; labels are looked up once).
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -95,7 +94,7 @@ class WorkerTelemetry:
         self._row_bytes, self._transport = row_bytes, transport
         self._network = NetworkCounts(metrics)
         self._latency = LatencySums()
-        self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_RECORDS)
+        self._queue: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()  # bounded by `_put`
         self._ops: dict[tuple[str, str], tuple[BatchedHistogram, ...]] = {}
         self._next_seq: dict[str, int] = {}
         self._waits: dict[tuple[str, int], Counter] = {}
@@ -156,7 +155,7 @@ class WorkerTelemetry:
         """The epoch has ended (engine's thread). Returns the last operations."""
         samples = comm.samples()
         self._put(samples)
-        self._put(_Look(None))
+        self._queue.put(_Look(None))  # whatever waits there: links of an epoch that has ended are not up
         return [*self._latency.recent(), *samples]
 
     def recent(self) -> list[LatencySample]:
@@ -209,8 +208,7 @@ class WorkerTelemetry:
 
     def close(self) -> None:
         """Count what is in the queue and stop the thread."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=5)
+        self._queue.put(None)
         self._thread.join(timeout=5)
 
     @property
@@ -220,11 +218,10 @@ class WorkerTelemetry:
 
     def _put(self, record: _Record) -> bool:
         """Queue a record, or drop it if the queue is full: False."""
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
+        if self._queue.qsize() >= _MAX_RECORDS:
             self._metrics.telemetry_records_dropped_total.inc()
             return False
+        self._queue.put(record)
         return True
 
     def _drain(self) -> None:
