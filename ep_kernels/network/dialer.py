@@ -1,4 +1,4 @@
-"""The dialling side of the data port: connections to ranks of other hosts, until a deadline or something that ends it."""
+"""The dialling side of the data port: connections to ranks of other hosts, until a deadline or an end."""
 
 from __future__ import annotations
 

@@ -195,25 +195,25 @@ def test_a_thousand_pending_connections_at_once() -> None:
     with End(0) as one, End(1) as two:
         pending = [socket.socket() for _ in range(1000)]
         address = two.network.listener.address
-        for one in pending[:500]:
-            one.setblocking(False)
-            one.connect_ex(address)
+        for other in pending[:500]:
+            other.setblocking(False)
+            other.connect_ex(address)
 
         def more() -> None:
-            for number, one in enumerate(pending[500:]):
-                one.setblocking(False)
-                one.connect_ex(address)
+            for number, other in enumerate(pending[500:]):
+                other.setblocking(False)
+                other.connect_ex(address)
                 if number % 2:
                     with contextlib.suppress(OSError):
-                        one.send(b"GET / HTTP/1.1\r\n" * 8)
+                        other.send(b"GET / HTTP/1.1\r\n" * 8)
 
         thread = threading.Thread(target=more)
         thread.start()
         join(one, two)
         thread.join()
         assert one.kinds(1) == two.kinds(0) == [3]
-        for one in pending:
-            one.close()
+        for other in pending:
+            other.close()
         assert two.network.listener._thread.is_alive()
         assert sum(two.network.listener.refused.values()) > 0
 
