@@ -167,7 +167,7 @@ def test_a_device_that_is_gone_and_comes_back(ends: tuple[End, End], fake: Fake)
         TransportError, match="rank 1 cannot be joined: verbs: expected one of the devices fake0, found"
     ):
         one.channel.connect({1: two.ticket()}, SOON_S)
-    End.poll(lambda: two.channel.up() == 0, SOON_S)  # whatever it had joined meanwhile
+    two.until(lambda events: events[-2:] == [(0, UP, 0), (0, DOWN, events[-1][2])], SOON_S)  # given up by `one`
     fake.heal()
     again(one, two)
 

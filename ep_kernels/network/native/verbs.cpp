@@ -199,7 +199,8 @@ void Verbs::hear_device() {
     for (int peer = 0; peer < kNetRanks && (pair || is_dead_); ++peer) {
       for (Lane* l : lanes_[peer]) {
         if (!l || (!is_dead_ && l->pair != pair)) continue;
-        fail(peer, *l, is_dead_ ? ENODEV : EIO);
+        if (is_dead_) l->error = ENODEV;  // also where a completion was quicker, which tells of it as of a write
+        fail(peer, *l, EIO);
       }
     }
     port_.lib->ack_async_event(&event);
@@ -208,6 +209,7 @@ void Verbs::hear_device() {
 
 int64_t Verbs::advance(int64_t) {
   if (queue_ && !is_dead_) drain();
+  if (failed_) hear_device();  // its event says why, and must not end the connections that are made anew
   tell();
   return -1;
 }
