@@ -89,7 +89,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     @property
     def ll_max_tokens(self) -> int:
-        """AUTO: steps of at most so many tokens per rank run LL. Equal on all ranks."""
+        """AUTO: most tokens per rank of a step that runs LL. Equal on all ranks."""
         return self._ll_max_tokens
 
     @property
@@ -98,7 +98,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         return quant.row_bytes(self._config)
 
     def wire_bytes(self, num_tokens: int) -> tuple[int, int]:
-        """Bytes of a row in dispatch and in combine of steps of at most so many tokens: see `Transport.wire_bytes`."""
+        """Bytes of a row in dispatch and in combine of steps of at most `step_tokens`: see `Transport.wire_bytes`."""
         return self._transport.wire_bytes(checks.resolve_mode(self._config, num_tokens, self._ll_max_tokens))
 
     def dispatch(
