@@ -97,7 +97,7 @@ class SharedMemory:
         return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset).view(shape)
 
     def give_back(self) -> None:
-        """Free the pages, whoever else maps them still."""
+        """Free the pages, also where another process still maps them."""
         with contextlib.suppress(OSError):  # then they go with the last mapping
             self._mapping.madvise(mmap.MADV_REMOVE)
 

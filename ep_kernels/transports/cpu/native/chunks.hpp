@@ -5,7 +5,7 @@
 
 namespace cd {
 
-// From so many bytes on it is worth waking.
+// Operations of fewer bytes do not wake it.
 constexpr int64_t kHandBytes = 1 << 20;
 
 // Chunks of an operation that a rank and its hand take in turns: a bit for each that nobody has taken.
