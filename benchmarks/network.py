@@ -298,8 +298,8 @@ def _run(case: Case, job: Job, rank: int, store: str, rounds: int, pipe: Connect
 
 
 def _stream(case: Case, rank: int, store: Any, rounds: int, other_bytes: int) -> list[float]:
-    """Each rank to one on the other host, both ways at once, after writing `other_bytes` of other memory, if any, and then
-    what it sends; ns of each round."""
+    """Each rank to one on the other host, both ways at once, after writing `other_bytes` of other memory, if any, and
+    then what it sends; ns of each round."""
     peer, step = (rank + case.ranks // 2) % case.ranks, make_steps(case, 1, SEED)[0]
     here, there = runs(case, step, rank), runs(case, step, peer)
     network = Network(network_of(rank, case.ranks))

@@ -75,9 +75,9 @@ struct NetSettings {
 constexpr int kNoPeer = 0xff;  // `poll` of the provider's own descriptors
 constexpr int kMaxLanes = 16;
 
-// Not thread-safe: the proxy calls, or another thread under its lock. No method waits for a peer. A lane is made of a TCP connection that both ranks have
-// proved membership on, `fd`: `tcp` moves the bytes on it; others exchange on it what their own connection needs, and
-// its end is the end of the lane.
+// Not thread-safe: the proxy calls, or another thread under its lock. No method waits for a peer. A lane is made of a
+// TCP connection that both ranks have proved membership on, `fd`: `tcp` moves the bytes on it; others exchange on it
+// what their own connection needs, and its end is the end of the lane.
 class Provider {
  public:
   // Epoll descriptor, and the tag for descriptors of the provider's own. False: it cannot be used, `about` says why.

@@ -282,7 +282,8 @@ class Tcp final : public Provider {
         if (l.fd < 0 || !l.has_frames()) return;
         if (send(peer, l)) given_.fetch_or(1ull << peer);
         // The proxy, which may sleep, has more for this lane.
-        if (!l.is_full.load() && l.tail.load() - l.head.load() <= kWindow / 2 && l.refused.exchange(false)) want_out(l, true);
+        const bool has_room = !l.is_full.load() && l.tail.load() - l.head.load() <= kWindow / 2;
+        if (has_room && l.refused.exchange(false)) want_out(l, true);
       });
     }
     return peers != 0;
