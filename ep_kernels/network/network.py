@@ -27,7 +27,7 @@ from ep_kernels.network.dialer import Dialer, unreached
 from ep_kernels.network.greeting import NetworkTicket, prepare
 from ep_kernels.network.handshake import CONTROL_ROLE, Greeting
 from ep_kernels.network.listener import Listener, Registration
-from ep_kernels.network.network_config import MAX_LANES, NetworkConfig
+from ep_kernels.network.network_config import NetworkConfig
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +124,7 @@ class Channel:
         self._aborted: str | None = None
         self._given_up: frozenset[int] = frozenset()
         self._dialer = Dialer(network.config, rank, self._ended)
+        self._connections = network.config.lanes
         text = proxy.Text()
         self.pointer: int | None = self._lib.cn_channel(
             network.proxy,
@@ -136,6 +137,7 @@ class Channel:
                 ctypes.cast(memory.dma_bufs, POINTER(ctypes.c_int32)),
                 ranks,
                 network.config.lanes,
+                rank,
             ),
             _settings(network, rank),
             memory.handler,
@@ -164,9 +166,12 @@ class Channel:
         return DeviceRing(*found)
 
     def help(self) -> bool:
-        """Let one more thread send, where processors are plenty. False: the provider has no use for one, or there can
-        be none; the proxy's thread does it all."""
-        return bool(self._call(0, self._lib.cn_help))
+        """Let one more thread send, where processors are plenty; before `connect`, which makes a connection for each
+        way then. False: the provider has no use for one, or there can be none; the proxy's thread does it all."""
+        helped = bool(self._call(0, self._lib.cn_help))
+        if helped:
+            self._connections = 2 * self._network.config.lanes
+        return helped
 
     def ticket(self) -> NetworkTicket:
         """For the ranks of other hosts."""
@@ -195,7 +200,7 @@ class Channel:
                 self._join(rank, self._waiting.pop(rank))
         dialled = {rank: ticket for rank, ticket in peers.items() if rank > self._rank}
         if dialled:
-            self._dialer.dial(dialled, until, self._join_dialled)
+            self._dialer.dial(dialled, self._connections, until, self._join_dialled)
         with self._lock:
             self._lock.wait_for(lambda: self._is_over(peers), max(0.0, until - time.monotonic()))
             self._require_open()
@@ -315,7 +320,8 @@ class Channel:
     def _admit(self, hello: Greeting, connection: socket.socket) -> None:
         """A member's connection, on the listener's thread."""
         roles = {*range(hello.lanes), CONTROL_ROLE}
-        wrong = hello.peer != self._rank or not hello.rank < self._rank or not 0 < hello.lanes <= MAX_LANES
+        lanes, ways = self._network.config.lanes, 2 if self._network.config.carrier == "tcp" else 1
+        wrong = hello.peer != self._rank or not hello.rank < self._rank or hello.lanes not in (lanes, ways * lanes)
         if wrong or hello.role not in roles:
             raise ValueError(f"a hello of rank {hello.rank} to rank {hello.peer} as {hello.role} of {hello.lanes}")
         with self._lock:

@@ -29,6 +29,7 @@ class NetMemory(ctypes.Structure):
         ("dma_bufs", POINTER(c_int32)),
         ("ranks", c_int32),
         ("lanes", c_int32),
+        ("rank", c_int32),
     )
 
 

@@ -138,6 +138,7 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   }
   p.control_fd = control_fd;
   p.lanes = num_lanes;
+  p.ways = num_lanes == 2 * c->memory.lanes ? 2 : 1;
   p.lanes_ended = p.error = p.message_bytes = 0;
   p.ends_ns = 0;
   p.in_order = false;

@@ -48,6 +48,7 @@ struct NetMemory {
   // must not touch.
   const int32_t* dma_bufs;
   int ranks, lanes;
+  int rank;
 
   const uint8_t* source(int peer) const { return own + uint64_t(peer) * box; }
   uint64_t source_bytes() const { return box ? box : own_bytes; }
@@ -73,7 +74,7 @@ struct NetSettings {
 };
 
 constexpr int kNoPeer = 0xff;  // `poll` of the provider's own descriptors
-constexpr int kMaxLanes = 16;
+constexpr int kMaxLanes = 32;    // two for each of NetworkConfig.lanes: one each way
 
 // Not thread-safe: the proxy calls, or another thread under its lock. No method waits for a peer. A lane is made of a
 // TCP connection that both ranks have proved membership on, `fd`: `tcp` moves the bytes on it; others exchange on it

@@ -41,6 +41,7 @@ struct Traffic {
 struct NetPeer {
   int control_fd = -1;
   int lanes = 0, lanes_ended = 0;
+  int ways = 1;  // 2: each lane of the configuration is two, of which the first is the lower rank's to write to
   bool up = false;
   bool in_order = false;  // it said that it closes
   uint64_t left_out = 0;  // it said that it leaves this rank out: tag of the epoch
