@@ -128,17 +128,7 @@ class Channel:
         text = proxy.Text()
         self.pointer: int | None = self._lib.cn_channel(
             network.proxy,
-            proxy.NetMemory(
-                memory.own,
-                memory.own_bytes,
-                memory.landing,
-                memory.stride,
-                memory.box,
-                ctypes.cast(memory.dma_bufs, POINTER(ctypes.c_int32)),
-                ranks,
-                network.config.lanes,
-                rank,
-            ),
+            _memory(memory, ranks, network.config.lanes, rank),
             _settings(network, rank),
             memory.handler,
             memory.context,
@@ -364,6 +354,13 @@ class Channel:
             for connection in roles.values():
                 connection.close()
             raise
+
+
+def _memory(memory: ChannelMemory, ranks: int, lanes: int, rank: int) -> proxy.NetMemory:
+    dma_bufs = ctypes.cast(memory.dma_bufs, POINTER(ctypes.c_int32))
+    return proxy.NetMemory(
+        memory.own, memory.own_bytes, memory.landing, memory.stride, memory.box, dma_bufs, ranks, lanes, rank
+    )
 
 
 def _settings(network: Network, rank: int) -> proxy.NetSettings:

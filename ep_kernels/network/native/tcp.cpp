@@ -5,9 +5,9 @@
 // last bytes of a frame go from the socket straight into the mirror; a short frame comes through the staging buffer,
 // together with its neighbours, in one system call.
 //
-// The proxy's thread sends and receives. Where processors are plenty (`help`), another one sends what is long, while the
-// proxy receives: the frames of a lane are a queue that the proxy fills and whoever holds the lane's mutex empties, in
-// order. A bit for each peer says to the other thread that there is something to send.
+// The proxy's thread sends and receives. Where processors are plenty (`help`), another one sends what is long, while
+// the proxy receives: the frames of a lane are a queue that the proxy fills and the holder of the lane's mutex empties,
+// in order. A bit for each peer says to the other thread that there is something to send.
 #include <errno.h>
 #include <pthread.h>
 #include <sys/epoll.h>
