@@ -36,7 +36,7 @@ class Dialer:
     def __init__(self, config: NetworkConfig, rank: int, ended: Callable[[int], Exception | None]) -> None:
         self._config, self._rank, self._ended = config, rank, ended
         self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
+        self._open: set[socket.socket] = set()  # until they are joined
 
     def dial(
         self, peers: dict[int, NetworkTicket], lanes: int, until: float, join: Callable[[int, Roles], None]
@@ -51,7 +51,11 @@ class Dialer:
 
         def one(rank: int, ticket: NetworkTicket) -> None:
             try:
-                join(rank, self._roles(_Dial(rank, ticket, lanes, until, failed)))
+                roles = self._roles(_Dial(rank, ticket, lanes, until, failed))
+                try:
+                    join(rank, roles)
+                finally:
+                    self._forget(*roles.values())
             except BaseException:
                 failed.set()
                 raise
@@ -67,6 +71,11 @@ class Dialer:
         if errors:
             raise next((error for error in errors if not isinstance(error, _OtherFailed)), errors[0])
 
+    def forsake(self) -> None:
+        """In a forked child, which has no thread that dials: close its copies."""
+        for connection in self._open:
+            connection.close()
+
     def _interrupt(self) -> None:
         """Whoever connects or greets just now looks whether it is to go on."""
         with self._lock:
@@ -80,6 +89,7 @@ class Dialer:
             for role in (*range(dial.lanes), CONTROL_ROLE):
                 made[role] = self._role(dial, role)
         except BaseException:
+            self._forget(*made.values())
             for connection in made.values():
                 connection.close()
             raise
@@ -92,7 +102,6 @@ class Dialer:
             connection = self._reach(dial, began)
             try:
                 greet(connection, hello, ticket)
-                self._forget(connection)
                 connection.setblocking(False)
                 return connection
             except (OSError, ValueError) as error:
@@ -153,9 +162,9 @@ class Dialer:
         if dial.failed.is_set():
             raise _OtherFailed
 
-    def _forget(self, connection: socket.socket) -> None:
+    def _forget(self, *connections: socket.socket) -> None:
         with self._lock:
-            self._open.discard(connection)
+            self._open.difference_update(connections)
 
 
 class _OtherFailed(Exception):

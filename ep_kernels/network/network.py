@@ -273,8 +273,12 @@ class Channel:
             self._lib.cn_free(freed)
 
     def forsake(self) -> None:
-        """In a forked child: nothing of this is used any more."""
+        """In a forked child: nothing of this is used any more; close its copies of what is not joined."""
         self.pointer = None
+        self._dialer.forsake()
+        for roles in (*self._arrived.values(), *self._waiting.values()):
+            for connection in roles.values():
+                connection.close()
 
     def _call(self, otherwise: Any, call: Any, *args: Any) -> Any:
         """A call of the library; `otherwise` once closed. `close` and `free` of another thread wait for it."""

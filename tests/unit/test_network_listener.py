@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import threading
 import time
@@ -337,6 +338,39 @@ def test_dialling_a_host_that_does_not_answer_is_ended(backlog: int, how: str) -
                 filling.connect_ex(port.getsockname())
         tickets = {1 + n: NetworkTicket("tcp", *port.getsockname(), 5, SECRET.hex()) for n, port in enumerate(ports)}
         ends_soon(end, tickets, how, 2)
+
+
+def test_a_forked_child_holds_no_connection_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that greets nor one that has come and waits for the rank's others; peers see the parent's end."""
+    monkeypatch.setattr(Network, "_shared", {})
+    with (
+        End(1, 3, shared=True) as end,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        contextlib.ExitStack() as stack,
+    ):
+        ticket = end.ticket()
+        half = stack.enter_context(socket.create_connection((ticket.address, ticket.port), WAIT_S))
+        greet(half, handshake.hello(ticket.token, 0, 1, 0, 1), ticket)
+        End.poll(lambda: bool(end.channel._arrived), WAIT_S)
+        there = NetworkTicket("tcp", *silent.getsockname(), 5, SECRET.hex())
+        dialling = threading.Thread(target=ends_soon, args=(end, {2: there}, "abort", 2))
+        dialling.start()
+        stack.enter_context(silent.accept()[0])
+        child = os.fork()
+        if child == 0:
+            ports = {silent.getsockname()[1], half.getsockname()[1]}
+            os._exit(len([peer for peer in peers_of_this_process() if peer[1] in ports]))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        dialling.join()
+
+
+def peers_of_this_process() -> list[tuple[str, int]]:
+    """Other ends of its connections."""
+    found = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            found.append(copy.getpeername())
+    return [peer for peer in found if isinstance(peer, tuple)]
 
 
 class Library:
