@@ -266,6 +266,10 @@ class Transport(MemberTransport, Protocol):
         """int32 [R], tokens that each rank sent here by the handle's dispatch, this rank's own among them; on the
         device, where a dispatch that was waited for has written it before anything that is launched afterwards."""
 
+    def dropped_rows(self) -> int:
+        """Rows past the receive capacity that dispatches have dropped here so far, as far as the device has got. Waits
+        for nothing. Any thread."""
+
     def blank_state(self, num_tokens: int) -> HandleState:
         """The state of a fresh dispatch of that many tokens, its tensors uninitialised. For tracing, so made of
         `torch.empty`; touches nothing else."""

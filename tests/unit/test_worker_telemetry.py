@@ -13,6 +13,7 @@ import torch
 
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.worker import worker_telemetry as telemetry_module
+from crossdock.worker.communicator_counts import CommunicatorCounts
 from crossdock.worker.worker_telemetry import StepRecord, WorkerTelemetry
 from ep_kernels import LatencySample, PeerTraffic
 from ep_kernels.telemetry import MAX_RANKS, RECORD_BYTES, RING_SIZE, decode, quantile, slowest_peer
@@ -156,12 +157,16 @@ class TalkingComm:
     def __init__(self) -> None:
         self.active: tuple[bool, ...] = (True,) * 4
         self.passed = {2: PeerTraffic(2, True, 0, 0, 0), 3: PeerTraffic(3, True, 0, 0, 0)}
+        self.dropped: int | None = 0
 
     def samples(self) -> list[LatencySample]:
         return []
 
     def traffic(self) -> list[PeerTraffic]:
         return list(self.passed.values())
+
+    def dropped_rows(self) -> int | None:
+        return self.dropped
 
 
 def collected(telemetry: WorkerTelemetry, comm: Any) -> None:
@@ -206,6 +211,15 @@ def test_the_end_of_an_epoch_is_counted_by_a_thread_that_is_behind(monkeypatch: 
     telemetry.close()
     assert metrics.registry.get_sample_value("crossdock_network_link_up", {"peer": "2"}) is None
     assert metrics.registry.get_sample_value("crossdock_network_sent_bytes_total", {"peer": "2"}) == 0, "it was up"
+
+
+def test_rows_dropped_by_one_communicator_after_the_other() -> None:
+    metrics, first, second = WorkerMetrics(), TalkingComm(), TalkingComm()
+    counts = CommunicatorCounts(metrics)
+    for comm, dropped in ((first, 4), (first, 9), (first, None), (second, 0), (second, 2), (second, 2)):
+        comm.dropped = dropped
+        counts.count(comm)  # type: ignore[arg-type]
+    assert metrics.registry.get_sample_value("crossdock_rows_dropped_total") == 11
 
 
 def test_no_link_is_expected_after_an_epoch() -> None:
