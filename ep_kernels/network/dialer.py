@@ -71,7 +71,7 @@ class Dialer:
         if errors:
             raise next((error for error in errors if not isinstance(error, _OtherFailed)), errors[0])
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child, which has no thread that dials: close its copies."""
         for connection in self._open:
             connection.close()

@@ -88,7 +88,7 @@ class Listener:
         try:
             self._thread.start()
         except RuntimeError as error:
-            self.forsake()
+            self._close_sockets()
             raise TransportError(f"network: the thread of the data port cannot be started: {error}") from error
 
     def open(self, token: int, registration: Registration) -> None:
@@ -106,8 +106,11 @@ class Listener:
         self._waker.close()
         self._thread.join()
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child, which has no such thread: close its copies."""
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         for connection in (self._socket, self._waker, self._woken, *self._pending):
             connection.close()
         self._selector.close()
@@ -118,7 +121,7 @@ class Listener:
             ready = self._selector.select(None if until is None else max(0.0, until - time.monotonic()))
             for key, _ in ready:
                 if key.fileobj is self._woken:
-                    self.forsake()
+                    self._close_sockets()
                     return
                 if key.fileobj is self._socket:
                     self._accept()

@@ -85,20 +85,20 @@ class Network:
             self.lib.cn_shut(proxy)
 
     @classmethod
-    def forsake_all(cls) -> None:
+    def close_all_in_child(cls) -> None:
         """In a forked child: close its copies of descriptors, so that peers see the end of the parent's process."""
         cls._lock = threading.Lock()
         for one in cls._shared.values():
             proxy, one.proxy = one.proxy, None
-            one.listener.forsake()
+            one.listener.close_in_child()
             for channel in list(one.channels):
-                channel.forsake()
+                channel.close_in_child()
             if proxy:
-                one.lib.cn_forsake(proxy)
+                one.lib.cn_close_in_child(proxy)
         cls._shared.clear()
 
 
-os.register_at_fork(after_in_child=Network.forsake_all)
+os.register_at_fork(after_in_child=Network.close_all_in_child)
 
 
 class Channel:
@@ -272,10 +272,10 @@ class Channel:
         if freed is not None:
             self._lib.cn_free(freed)
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: nothing of this is used any more; close its copies of what is not joined."""
         self.pointer = None
-        self._dialer.forsake()
+        self._dialer.close_in_child()
         for roles in (*self._arrived.values(), *self._waiting.values()):
             for connection in roles.values():
                 connection.close()

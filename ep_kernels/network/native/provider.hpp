@@ -94,7 +94,7 @@ class Provider {
   virtual int release(int, int*) { return 0; }
   virtual bool help() { return false; }  // starts one more thread, which sends. False: it has no use for one, or cannot
   virtual void close() {}                                          // closes all; frees itself
-  virtual void forsake() { close(); }                              // in a forked child: closes its copies only
+  virtual void close_in_child() { close(); }                              // in a forked child: closes its copies only
   virtual uint64_t most_bytes() const { return 1 << 30; }          // of one write
   virtual const char* about() const { return ""; }                 // what was chosen and why, or what went wrong
 

@@ -62,13 +62,13 @@ void Verbs::end() {
   events_ = 0;
 }
 
-void Verbs::forsake() {
+void Verbs::close_in_child() {
   if (channel_) ::close(channel_->fd);
   if (port_.context) {
     ::close(port_.context->async_fd);
     ::close(port_.context->cmd_fd);
   }
-  Lanes::forsake();
+  Lanes::close_in_child();
 }
 
 bool Verbs::reg(Region** made, const uint8_t* address, uint64_t bytes, int access, int number) {

@@ -156,12 +156,12 @@ class NvlinkMember:
             self._domain.close()
             self._domain.free_returned()
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """See `base.MemberTransport`."""
         if hasattr(self, "_domain"):
-            self._domain.forsake()
+            self._domain.close_in_child()
         if self._remote is not None:
-            self._remote.forsake()
+            self._remote.close_in_child()
 
     # Operations.
 

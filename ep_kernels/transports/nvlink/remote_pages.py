@@ -134,9 +134,9 @@ class RemotePages:
         if words:
             self._lib.cd_words_close(words)
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: nothing of this is used any more."""
-        self._channel.forsake()
+        self._channel.close_in_child()
         self._words = None
 
 
