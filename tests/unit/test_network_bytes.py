@@ -314,12 +314,13 @@ def rest(pipe: Connection, provider: str) -> None:
     """Two joined ends that have nothing to do, and then two into whose rings a GPU may push: shares of a processor."""
     shares = []
     for of_gpu in (False, True):
-        with End(0, provider=provider) as one, End(1, provider=provider) as two:
+        with End(0, provider=provider, size=1 << 20) as one, End(1, provider=provider, size=1 << 20) as two:
             for end in (one, two):
+                end.channel.help()
                 if of_gpu:
                     end.channel.for_device(1 << 30)
             join(one, two)
-            one.push(1, 0, 100, 1)
+            one.push(1, 0, one.size, 1)  # whatever thread sends it sleeps again
             two.until(lambda events: (0, ARRIVED, 1) in events)
             time.sleep(1.5)
             before, begun = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
