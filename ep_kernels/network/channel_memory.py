@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+
+from ep_kernels.network import proxy
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class ChannelMemory:
             anywhere.
         dma_bufs: [2, ranks] int32 by address, of a GPU's memory: descriptors of the dma-buf of what goes to each rank
             and of its mirror, read when it is joined; -1: it is registered by address. 0: all is host memory.
+        device: number of that GPU, as CUDA counts them in this process.
     """
 
     own: int
@@ -44,3 +48,19 @@ class ChannelMemory:
     context: int
     box: int = 0
     dma_bufs: int = 0
+    device: int = 0
+
+    def native(self, ranks: int, lanes: int, rank: int) -> proxy.NetMemory:
+        """For the library; of this rank."""
+        return proxy.NetMemory(
+            own=self.own,
+            own_bytes=self.own_bytes,
+            landing=self.landing,
+            stride=self.stride,
+            box=self.box,
+            dma_bufs=ctypes.cast(self.dma_bufs, ctypes.POINTER(ctypes.c_int32)),
+            ranks=ranks,
+            lanes=lanes,
+            device=self.device,
+            rank=rank,
+        )

@@ -189,9 +189,9 @@ class Listener:
         self._forget(pending)
         try:
             found.admit(hello, pending.connection)
-        except Exception:  # a member's words that make no sense end its connection, not this thread
+        except Exception as error:  # a member's words that make no sense end its connection, not this thread
             pending.connection.close()
-            self._count("not admitted")
+            self._count("not admitted", f": {error}")
 
     def _say(self, pending: _Pending, words: bytes) -> bool:
         """A few bytes into an empty socket buffer."""
@@ -207,10 +207,10 @@ class Listener:
         pending.connection.close()
         self._count(why)
 
-    def _count(self, why: str) -> None:
+    def _count(self, why: str, more: str = "") -> None:
         number = self.refused[why] = self.refused.get(why, 0) + 1
         if str(number).strip("0") == "1":  # 1, 10, 100, ...: a scanner must not fill the log
-            log.warning("data port %s:%d: refused %d connections: %s", *self.address, number, why)
+            log.warning("data port %s:%d: refused %d connections: %s%s", *self.address, number, why, more)
 
     def _forget(self, pending: _Pending) -> None:
         with contextlib.suppress(KeyError, ValueError):

@@ -15,8 +15,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping
-from ctypes import POINTER
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 from ep_kernels.errors import AbortedError, ClosedError, PeerTimeout, TransportError
@@ -30,6 +29,9 @@ from ep_kernels.network.listener import Listener, Registration
 from ep_kernels.network.network_config import NetworkConfig
 
 log = logging.getLogger(__name__)
+
+_LOOK_S = 0.001
+"""Between two looks whether connections stand."""
 
 
 class Network:
@@ -128,7 +130,7 @@ class Channel:
         text = proxy.Text()
         self.pointer: int | None = self._lib.cn_channel(
             network.proxy,
-            _memory(memory, ranks, network.config.lanes, rank),
+            memory.native(ranks, network.config.lanes, rank),
             _settings(network, rank),
             memory.handler,
             memory.context,
@@ -171,9 +173,10 @@ class Channel:
 
     def connect(self, peers: Mapping[int, NetworkTicket], timeout_s: float) -> None:
         """Connections with those ranks, where none stands: this rank dials the higher ones and is dialled by the lower.
+        They stand, at both ends, when it returns.
 
         Raises:
-            PeerTimeout: a rank that was not reached, or did not come, and what to check; or it was given up.
+            PeerTimeout: a rank that was not reached, did not come, or gave it up, and what to check; or was given up.
             TransportError: another provider there.
             ClosedError, AbortedError: `close` or `abort` was called, meanwhile or before.
         """
@@ -191,12 +194,23 @@ class Channel:
         dialled = {rank: ticket for rank, ticket in peers.items() if rank > self._rank}
         if dialled:
             self._dialer.dial(dialled, self._connections, until, self._join_dialled)
+        self._await(peers, dialled, until, timeout_s)
+
+    def _await(
+        self, peers: Mapping[int, NetworkTicket], dialled: Collection[int], until: float, timeout_s: float
+    ) -> None:
+        """Until connections with those ranks stand. Raises as `connect`."""
         with self._lock:
-            self._lock.wait_for(lambda: self._is_over(peers), max(0.0, until - time.monotonic()))
-            self._require_open()
-            missing = self._missing(peers)
-            if error := next(filter(None, map(self._ended, missing or peers)), None):
-                raise error
+            while (missing := self._missing(peers)) and time.monotonic() < until:
+                self._go_on(missing)
+                joined = self._call(0, self._lib.cn_joined)
+                if lost := [rank for rank in missing if rank in dialled and not joined >> rank & 1]:
+                    why = self.why(lost[0]) or "the log of that rank says why"
+                    raise unreached(lost[0], timeout_s, f"it ended the connection before it had joined: {why}")
+                self._lock.wait(_LOOK_S)
+            self._go_on(missing or peers)
+        if missing and missing[0] in dialled:
+            raise unreached(missing[0], timeout_s, "it took the connection and has not joined yet")
         if missing:
             where = f"{self._network.address}:{self._network.listener.address[1]}"
             raise unreached(
@@ -231,7 +245,7 @@ class Channel:
         return bool(self._call(1, self._lib.cn_quiet, mask))
 
     def up(self) -> int:
-        """Bit per rank whose connections stand."""
+        """Bit per rank whose connections stand: both ends have joined."""
         return int(self._call(0, self._lib.cn_up))
 
     def why(self, rank: int) -> str:
@@ -303,9 +317,11 @@ class Channel:
             )
         return None
 
-    def _is_over(self, peers: Mapping[int, NetworkTicket]) -> bool:
-        missing = self._missing(peers)
-        return not missing or any(map(self._ended, missing))
+    def _go_on(self, ranks: Iterable[int]) -> None:
+        """Raise what ends a connect with these ranks."""
+        self._require_open()
+        if error := next(filter(None, map(self._ended, ranks)), None):
+            raise error
 
     def _missing(self, peers: Mapping[int, NetworkTicket]) -> list[int]:
         up = self.up()
@@ -358,13 +374,6 @@ class Channel:
             for connection in roles.values():
                 connection.close()
             raise
-
-
-def _memory(memory: ChannelMemory, ranks: int, lanes: int, rank: int) -> proxy.NetMemory:
-    dma_bufs = ctypes.cast(memory.dma_bufs, POINTER(ctypes.c_int32))
-    return proxy.NetMemory(
-        memory.own, memory.own_bytes, memory.landing, memory.stride, memory.box, dma_bufs, ranks, lanes, rank
-    )
 
 
 def _settings(network: Network, rank: int) -> proxy.NetSettings:

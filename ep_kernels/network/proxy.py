@@ -27,9 +27,7 @@ class NetMemory(ctypes.Structure):
         ("stride", c_uint64),
         ("box", c_uint64),
         ("dma_bufs", POINTER(c_int32)),
-        ("ranks", c_int32),
-        ("lanes", c_int32),
-        ("rank", c_int32),
+        *((name, c_int32) for name in ["ranks", "lanes", "device", "rank"]),
     )
 
 
@@ -70,7 +68,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_device": (None, (c_void_p, c_uint64, POINTER(c_uint64))),
     "cn_push": (c_int, (c_void_p, c_int, c_uint64, c_uint32, c_uint32)),
     "cn_bench_box_bytes": (c_uint64, ()),
-    "cn_bench_echo": (c_int, (c_void_p, c_void_p, c_int64, c_int64)),
+    "cn_bench_echo": (c_int, (c_void_p, c_void_p, c_int64, c_int64, POINTER(c_int64))),
     "cn_bench_ring": (c_int, (c_int64, POINTER(c_int64))),
     "cn_bench_handler": (c_void_p, ()),
     "cn_bench_ponger": (c_void_p, ()),
@@ -82,6 +80,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_leave": (None, (c_void_p, c_int, c_uint64)),
     "cn_help": (c_int, (c_void_p,)),
     "cn_up": (c_uint64, (c_void_p,)),
+    "cn_joined": (c_uint64, (c_void_p,)),
     "cn_traffic": (None, (c_void_p, POINTER(Traffic))),
     "cn_quiet": (c_int, (c_void_p, c_uint64)),
     "cn_close": (None, (c_void_p,)),

@@ -36,6 +36,7 @@ import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ConfigError
+from ep_kernels.network.network_config import NetworkConfig
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Mode, PeerTraffic
 
 _GATHER = "ep_kernels.gather.gather_transport"
@@ -361,6 +362,13 @@ def probe(name: str, device: int) -> dict[str, Any]:
     "gpu_direct": how NICs would reach it, in words."""
     look = inspection(name, "probe")
     return {} if look is None else look(device)
+
+
+def boxes(name: str, network: NetworkConfig, device: int) -> str:
+    """Where a transport keeps what the network sends from and writes to on a GPU, and why, in words; "" where it has no
+    `inspection.py` with such a function. Raises TransportError: `network.gpu_direct` names a way that cannot be had."""
+    tell = inspection(name, "boxes")
+    return "" if tell is None else str(tell(network, device))
 
 
 def inspection(transport: str, function: str) -> Any:

@@ -3,8 +3,8 @@
     python -m tests.observability.overhead [--device cpu|cuda] [--turns N] [--out DIR]       (make bench-overhead)
 
 cpu     ranks are processes; in one communicator, and so in the same memory, a switch of the native half says whether
-        records are kept; while they are, a worker's telemetry collects them every quarter of a second. `control`: both
-        halves of a turn without records, which shows what such a table cannot tell apart
+        records are kept. `records`: nobody collects them; `pair`: a worker's telemetry does, every quarter of a second;
+        `control`: both halves of a turn without records, which shows what such a table cannot tell apart
 cuda    ranks of one GPU by loop-back, kernels with `common/trace.cuh` and with one that records nothing; and how far
         apart two values of `%globaltimer` are
 
@@ -44,8 +44,11 @@ CASES = {"ll": 128, "ht": 4096}
 """Tokens of a rank."""
 TURNS = 60
 WARMUP = 3
-STRETCH_S = 0.3
-"""Of a stretch of a turn: longer than telemetry's interval, so that each one with records has them collected."""
+STRETCH_S, SHORT_S = 0.3, 0.02
+"""Of a stretch of a turn: longer than telemetry's interval, so that each one with records has them collected; where
+nobody collects them."""
+SHORT_TURNS = 4
+"""Times as many turns of short stretches."""
 _load = native.load
 PUSH = "void SampleRing::push(const Sample& sample) {"
 SWITCH = "crossdock_test_records"
@@ -68,15 +71,19 @@ class Row:
     low_percent: float
     high_percent: float
     turns: int
+    metrics_percent: float | None = None
+    """How far the mean of the exported histograms is from that of the bench's own clock, over the same operations."""
 
 
-def row_of(device: str, op: str, mode: str, tokens: int, turns: Sequence[Turn]) -> Row:
+def row_of(
+    device: str, op: str, mode: str, tokens: int, turns: Sequence[Turn], metrics_percent: float | None = None
+) -> Row:
     """Of the turns."""
     off, on = (round(1e6 * statistics.median(times), 2) for times in zip(*turns, strict=True))
     ratios = sorted(100 * (with_records / without - 1) for without, with_records in turns)
     low, high = median_interval(ratios)
     shares = (round(share, 2) for share in (statistics.median(ratios), low, high))
-    return Row(device, op, mode, tokens, off, on, *shares, len(turns))
+    return Row(device, op, mode, tokens, off, on, *shares, len(turns), metrics_percent)
 
 
 def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
@@ -134,40 +141,72 @@ class Ranked:
         self._switch = ctypes.c_int.in_dll(ctypes.CDLL(str(library.library)), SWITCH)
         ids = torch.rand(tokens, EXPERTS).topk(TOPK).indices.int()
         self._inputs = torch.randn(tokens, HIDDEN).bfloat16(), ids, torch.rand(tokens, TOPK)
-        self.telemetry = WorkerTelemetry(WorkerMetrics(), (HIDDEN * 2, HIDDEN * 2))
-        self._pairs = 1
-        for _ in range(WARMUP):
-            once = self.stretch(False)
+        self._metrics = WorkerMetrics()
+        self.telemetry = WorkerTelemetry(self._metrics, (HIDDEN * 2, HIDDEN * 2))
+        self._mode, self._clocked_s, self._recorded = mode, 0.0, 0
+        self._switch.value = False
+        once = min(self._pair()[0] for _ in range(WARMUP))
         store = dist.FileStore(str(folder / f"{mode}-pairs"), RANKS)  # type: ignore[attr-defined]
         if rank == 0:
-            store.set("pairs", str(max(1, round(STRETCH_S / once))))
-        self._pairs = int(store.get("pairs"))
+            store.set("once", str(once))
+        once = float(store.get("once"))
+        self._pairs, self._few = (max(1, round(stretch_s / once)) for stretch_s in (STRETCH_S, SHORT_S))
+
+    def short(self, records: bool) -> float:
+        """Seconds of a dispatch and a combine: the mean of a short stretch."""
+        self._switch.value = records
+        return statistics.fmean(self._pair()[0] for _ in range(self._few))
 
     def stretch(self, records: bool) -> float:
-        """Seconds of a dispatch and a combine, and of having the samples collected: the mean of one stretch."""
+        """The same of a stretch in which records are collected."""
         self._switch.value = records
         began = time.perf_counter()
         for _ in range(self._pairs):
-            _, handle = self.comm.dispatch(*self._inputs)
-            self.comm.combine(self.comm.combine_input(handle), handle)
+            clocked_s = self._pair()[1]
             if records:
+                self._clocked_s, self._recorded = self._clocked_s + clocked_s, self._recorded + 1
                 self.telemetry.collect(self.comm)
         return (time.perf_counter() - began) / self._pairs
 
+    def _pair(self) -> tuple[float, float]:
+        """Seconds of a dispatch and a combine; without what is between them."""
+        began = time.perf_counter()
+        _, handle = self.comm.dispatch(*self._inputs)
+        delivered = time.perf_counter()
+        y = self.comm.combine_input(handle)  # waits until the peers have read the one before
+        begun = time.perf_counter()
+        z = self.comm.combine(y, handle)
+        ended = time.perf_counter()
+        del z  # not before: giving back large memory takes time
+        return ended - began, delivered - began + ended - begun
 
-def turns_of(rank: int, folder: Path, turns: int) -> dict[tuple[str, str], list[Turn]]:
-    """The turns of one rank, in a process of its own, by mode and what they show."""
+    def metrics_percent(self) -> float:
+        """See `Row`. The bench's clock counts the Python around the two operations, too."""
+        value = self._metrics.registry.get_sample_value
+        exported_s = 0.0
+        for op in ("dispatch", "combine"):
+            labels = {"op": op, "mode": self._mode, "phase": "total", "transport": "cpu"}
+            exported_s += value("crossdock_operation_duration_seconds_sum", labels) or 0.0
+            assert value("crossdock_operation_duration_seconds_count", labels) == self._recorded, "samples are lost"
+        return 100 * (exported_s / self._clocked_s - 1)
+
+
+def turns_of(rank: int, folder: Path, turns: int) -> tuple[dict[tuple[str, str], list[Turn]], dict[str, float]]:
+    """The turns of one rank, in a process of its own, by mode and what they show; `metrics_percent` by mode."""
     torch.set_num_threads(1)
-    found = {}
+    found, apart = {}, {}
     for mode in CASES:
         ranked = Ranked(rank, folder, mode)
-        found[mode, "control"] = alternate(lambda _, ranked=ranked: ranked.stretch(False), turns)  # type: ignore[misc]
+        found[mode, "control"] = alternate(lambda _, r=ranked: r.short(False), turns * SHORT_TURNS)  # type: ignore[misc]
         assert not ranked.comm.samples(), "something was recorded"
+        found[mode, "records"] = alternate(ranked.short, turns * SHORT_TURNS)
+        assert ranked.comm.samples(), "nothing was recorded"
         found[mode, "pair"] = alternate(ranked.stretch, turns)
+        ranked.telemetry.parted(ranked.comm)
         ranked.telemetry.close()
-        assert ranked.telemetry.recent(), "nothing was recorded"
+        apart[mode] = ranked.metrics_percent()
         ranked.comm.close()
-    return found
+    return found, apart
 
 
 def cpu_rows(turns: int) -> Iterator[Row]:
@@ -176,10 +215,12 @@ def cpu_rows(turns: int) -> Iterator[Row]:
         library_with_switch(Path(name))
         with ProcessPoolExecutor(RANKS, get_context("spawn")) as pool:
             ranks = list(pool.map(turns_of, range(RANKS), [Path(name)] * RANKS, [turns] * RANKS))
-    for mode, op in ranks[0]:
-        same_turn = zip(*(rank[mode, op] for rank in ranks), strict=True)
+    found, apart = zip(*ranks, strict=True)
+    for mode, op in found[0]:
+        same_turn = zip(*(rank[mode, op] for rank in found), strict=True)
         slowest = [(max(off for off, _ in turn), max(on for _, on in turn)) for turn in same_turn]
-        yield row_of("cpu", op, mode, CASES[mode], slowest)
+        furthest = round(max((rank[mode] for rank in apart), key=abs), 2) if op == "pair" else None
+        yield row_of("cpu", op, mode, CASES[mode], slowest, furthest)
 
 
 def main() -> None:

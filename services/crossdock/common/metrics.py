@@ -35,9 +35,9 @@ _STREAMS = frozenset({"Watch", "Forward"})
 STEP_BUCKETS = decades(-6, 1)
 """Seconds: 1 us to 10 s."""
 REQUEST_BUCKETS = decades(-4, 2)
-REFORM_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 600.0)
-TOKEN_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-RPC_BUCKETS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1.0, 5.0)
+REFORM_BUCKETS = decades(-2, 3)
+TOKEN_BUCKETS = (0, 1, 2, *(number << shift for shift in range(12) for number in (3, 4)))
+RPC_BUCKETS = decades(-4, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +262,11 @@ class WorkerMetrics(GuardedMetrics):
         )
 
     def _declare_membership(self) -> None:
-        self.epoch = self._gauge("epoch", "1", "Epoch of the group, as seen by this worker")
-        self.members = self._gauge("members", "workers", "Members of the group, as seen by this worker")
-        self.rank = self._gauge("rank", "1", "This worker's rank; -1 before it has one")
+        self.epoch = self._gauge("epoch", "1", "Epoch of the group, as seen by this worker; 0 without a seat")
+        self.members = self._gauge(
+            "members", "workers", "Members of the group, as seen by this worker; 0 without a seat"
+        )
+        self.rank = self._gauge("rank", "1", "This worker's rank; -1 without a seat")
         self.serving = self._gauge("serving", "1", "1 while serving requests, 0 while joining or re-forming")
         self.expert_weights_bytes = self._gauge("expert_weights_bytes", "bytes", "Memory held by this rank's experts")
 
