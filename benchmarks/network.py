@@ -44,7 +44,6 @@ from ep_kernels.network import NetworkConfig, proxy
 from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.network import Channel, Network
 from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
-from ep_kernels.transports.cpu.transport import THREADS
 
 MESSAGE_BYTES = (8, 7168, 100_000)
 RING_US, MESSAGE_US, SHARE, RECORDS_PCT, GLOO = 0.5, 2.0, 0.9, 2.0, 2.0
@@ -304,8 +303,6 @@ def _stream(case: Case, rank: int, store: Any, rounds: int, other_bytes: int) ->
     here, there = runs(case, step, rank), runs(case, step, peer)
     network = Network(network_of(rank, case.ranks))
     with End(network, rank, case.ranks, case.tokens * case.row_bytes) as end:
-        if len(os.sched_getaffinity(0)) >= THREADS * case.ranks // 2:  # as a communicator does
-            end.channel.help()
         ticket = end.channel.ticket()
         store.set(f"ticket/{rank}", f"{ticket.port} {ticket.token} {ticket.secret}")
         port, token, secret = store.get(f"ticket/{peer}").decode().split()

@@ -50,8 +50,8 @@ class ChannelMemory:
     dma_bufs: int = 0
     device: int = 0
 
-    def native(self, ranks: int, lanes: int, rank: int) -> proxy.NetMemory:
-        """For the library; of this rank."""
+    def native(self, ranks: int, lanes: int) -> proxy.NetMemory:
+        """For the library."""
         return proxy.NetMemory(
             own=self.own,
             own_bytes=self.own_bytes,
@@ -62,5 +62,4 @@ class ChannelMemory:
             ranks=ranks,
             lanes=lanes,
             device=self.device,
-            rank=rank,
         )

@@ -38,11 +38,8 @@ class Dialer:
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()  # until they are joined
 
-    def dial(
-        self, peers: dict[int, NetworkTicket], lanes: int, until: float, join: Callable[[int, Roles], None]
-    ) -> None:
-        """Make the connections with these ranks, `lanes` data connections with each, side by side; hand each rank's to
-        `join`.
+    def dial(self, peers: dict[int, NetworkTicket], until: float, join: Callable[[int, Roles], None]) -> None:
+        """Make the connections with these ranks, side by side, and hand each rank's to `join`.
 
         Raises:
             PeerTimeout: a rank that was not reached, and what to check; the other dials are ended.
@@ -51,7 +48,7 @@ class Dialer:
 
         def one(rank: int, ticket: NetworkTicket) -> None:
             try:
-                roles = self._roles(_Dial(rank, ticket, lanes, until, failed))
+                roles = self._roles(_Dial(rank, ticket, until, failed))
                 try:
                     join(rank, roles)
                 finally:
@@ -86,7 +83,7 @@ class Dialer:
     def _roles(self, dial: _Dial) -> Roles:
         made: Roles = {}
         try:
-            for role in (*range(dial.lanes), CONTROL_ROLE):
+            for role in (*range(self._config.lanes), CONTROL_ROLE):
                 made[role] = self._role(dial, role)
         except BaseException:
             self._forget(*made.values())
@@ -97,7 +94,7 @@ class Dialer:
 
     def _role(self, dial: _Dial, role: int) -> socket.socket:
         ticket, refused, began = dial.ticket, 0, time.monotonic()
-        hello = handshake.hello(ticket.token, self._rank, dial.rank, role, dial.lanes)
+        hello = handshake.hello(ticket.token, self._rank, dial.rank, role, self._config.lanes)
         while True:
             connection = self._reach(dial, began)
             try:
@@ -174,8 +171,8 @@ class _OtherFailed(Exception):
 class _Dial:
     """Of one rank, in one `dial`: `failed` once another one has failed."""
 
-    def __init__(self, rank: int, ticket: NetworkTicket, lanes: int, until: float, failed: threading.Event) -> None:
-        self.rank, self.ticket, self.lanes, self.until, self.failed = rank, ticket, lanes, until, failed
+    def __init__(self, rank: int, ticket: NetworkTicket, until: float, failed: threading.Event) -> None:
+        self.rank, self.ticket, self.until, self.failed = rank, ticket, until, failed
 
 
 def unreached(rank: int, waited_s: float, why: str) -> PeerTimeout:

@@ -38,7 +38,7 @@ class Greeting:
         rank: of the dialer.
         peer: rank of the listener.
         role: CONTROL_ROLE, or number of the lane.
-        lanes: number of data connections of the dialer.
+        lanes: number of lanes of the dialer.
         nonce: 16 random bytes, so that no proof can be replayed.
     """
 

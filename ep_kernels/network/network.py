@@ -26,7 +26,7 @@ from ep_kernels.network.dialer import Dialer, unreached
 from ep_kernels.network.greeting import NetworkTicket, prepare
 from ep_kernels.network.handshake import CONTROL_ROLE, Greeting
 from ep_kernels.network.listener import Listener, Registration
-from ep_kernels.network.network_config import NetworkConfig
+from ep_kernels.network.network_config import MAX_LANES, NetworkConfig
 
 log = logging.getLogger(__name__)
 
@@ -126,11 +126,10 @@ class Channel:
         self._aborted: str | None = None
         self._given_up: frozenset[int] = frozenset()
         self._dialer = Dialer(network.config, rank, self._ended)
-        self._connections = network.config.lanes
         text = proxy.Text()
         self.pointer: int | None = self._lib.cn_channel(
             network.proxy,
-            memory.native(ranks, network.config.lanes, rank),
+            memory.native(ranks, network.config.lanes),
             _settings(network, rank),
             memory.handler,
             memory.context,
@@ -156,14 +155,6 @@ class Channel:
         found = (ctypes.c_uint64 * 4)()
         self._lib.cn_device(self.pointer, stripe, found)
         return DeviceRing(*found)
-
-    def help(self) -> bool:
-        """Let one more thread send, where processors are plenty; before `connect`, which makes a connection for each
-        way then. False: the provider has no use for one, or there can be none; the proxy's thread does it all."""
-        helped = bool(self._call(0, self._lib.cn_help))
-        if helped:
-            self._connections = 2 * self._network.config.lanes
-        return helped
 
     def ticket(self) -> NetworkTicket:
         """For the ranks of other hosts."""
@@ -193,7 +184,7 @@ class Channel:
                 self._join(rank, self._waiting.pop(rank))
         dialled = {rank: ticket for rank, ticket in peers.items() if rank > self._rank}
         if dialled:
-            self._dialer.dial(dialled, self._connections, until, self._join_dialled)
+            self._dialer.dial(dialled, until, self._join_dialled)
         self._await(peers, dialled, until, timeout_s)
 
     def _await(
@@ -330,8 +321,7 @@ class Channel:
     def _admit(self, hello: Greeting, connection: socket.socket) -> None:
         """A member's connection, on the listener's thread."""
         roles = {*range(hello.lanes), CONTROL_ROLE}
-        lanes, ways = self._network.config.lanes, 2 if self._network.config.carrier == "tcp" else 1
-        wrong = hello.peer != self._rank or not hello.rank < self._rank or hello.lanes not in (lanes, ways * lanes)
+        wrong = hello.peer != self._rank or not hello.rank < self._rank or not 0 < hello.lanes <= MAX_LANES
         if wrong or hello.role not in roles:
             raise ValueError(f"a hello of rank {hello.rank} to rank {hello.peer} as {hello.role} of {hello.lanes}")
         with self._lock:

@@ -27,7 +27,7 @@ class NetMemory(ctypes.Structure):
         ("stride", c_uint64),
         ("box", c_uint64),
         ("dma_bufs", POINTER(c_int32)),
-        *((name, c_int32) for name in ["ranks", "lanes", "device", "rank"]),
+        *((name, c_int32) for name in ["ranks", "lanes", "device", "unused"]),
     )
 
 
@@ -78,7 +78,6 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_bench_stream": (c_int64, (c_void_p, c_void_p, c_int, POINTER(c_uint32), c_int64, c_uint64)),
     "cn_join": (c_int, (c_void_p, c_int, c_int, POINTER(c_int32), c_int)),
     "cn_leave": (None, (c_void_p, c_int, c_uint64)),
-    "cn_help": (c_int, (c_void_p,)),
     "cn_up": (c_uint64, (c_void_p,)),
     "cn_joined": (c_uint64, (c_void_p,)),
     "cn_traffic": (None, (c_void_p, POINTER(Traffic))),

@@ -141,7 +141,6 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   }
   p.control_fd = control_fd;
   p.lanes = num_lanes;
-  p.ways = num_lanes == 2 * c->memory.lanes ? 2 : 1;
   p.lanes_ended = p.error = p.message_bytes = 0;
   p.ends_ns = 0;
   p.in_order = false;
@@ -169,11 +168,6 @@ void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
   }
   fall(*c, rank, false);
   p.told = false;
-}
-
-bool Proxy::help(NetChannel* c) {
-  Hold hold(*this);
-  return c->provider && c->provider->help();
 }
 
 uint64_t Proxy::up(NetChannel* c, bool stands) {

@@ -26,7 +26,7 @@ struct Text {
 };
 
 // Where a provider reports; the calls come from inside `advance`, `poll`, `write` and `disconnect`, `ended` from the
-// first two alone. `sent` may also come from the thread of `help`.
+// first two alone.
 struct Sink {
   void* owner;
   void (*sent)(void* owner, int peer);                 // one write: its bytes will not be read again
@@ -48,8 +48,7 @@ struct NetMemory {
   // must not touch.
   const int32_t* dma_bufs;
   int ranks, lanes;
-  int device;  // number of that GPU, as CUDA counts them
-  int rank;    // whose `own` is
+  int device, unused;  // number of that GPU, as CUDA counts them
 
   const uint8_t* source(int peer) const { return own + uint64_t(peer) * box; }
   uint64_t source_bytes() const { return box ? box : own_bytes; }
@@ -75,11 +74,11 @@ struct NetSettings {
 };
 
 constexpr int kNoPeer = 0xff;  // `poll` of the provider's own descriptors
-constexpr int kMaxLanes = 32;    // two for each of NetworkConfig.lanes: one each way
+constexpr int kMaxLanes = 16;
 
-// Not thread-safe: the proxy calls, or another thread under its lock. No method waits for a peer. A lane is made of a
-// TCP connection that both ranks have proved membership on, `fd`: `tcp` moves the bytes on it; others exchange on it
-// what their own connection needs, and its end is the end of the lane.
+// Not thread-safe: the proxy calls. No method waits for a peer. A lane is made of a TCP connection that both ranks have
+// proved membership on, `fd`: `tcp` moves the bytes on it; others exchange on it what their own connection needs, and
+// its end is the end of the lane.
 class Provider {
  public:
   // Epoll descriptor, and the tag for descriptors of the provider's own. False: it cannot be used, `about` says why.
@@ -93,7 +92,6 @@ class Provider {
   virtual void disconnect(int) {}                                  // its writes are given up: `sent` for each of them
   // Lets go of a peer in order: its descriptors, which the caller closes when the peer has; returns how many.
   virtual int release(int, int*) { return 0; }
-  virtual bool help() { return false; }  // starts one more thread, which sends. False: it has no use for one, or cannot
   virtual void close() {}                                          // closes all; frees itself
   virtual void close_in_child() { close(); }                              // in a forked child: closes its copies only
   virtual uint64_t most_bytes() const { return 1 << 30; }          // of one write

@@ -223,8 +223,7 @@ bool Proxy::flush(NetChannel& c) {
   for (int rank = 0; rank < c.memory.ranks; ++rank) {
     NetPeer& p = c.peers[rank];
     while (Order* next = p.backlog.front()) {
-      const int stripe = int(next->offset / box.stripe % uint64_t(p.lanes / p.ways));
-      const int lane = stripe * p.ways + (p.ways == 2 && c.memory.rank > rank);
+      const int lane = int(next->offset / box.stripe % uint64_t(p.lanes));
       const uint64_t to = next->offset - uint64_t(rank) * (next->bytes ? c.memory.box : 0);
       if (!c.provider->write(rank, lane, {c.memory.own + next->offset, to, next->bytes, next->imm})) break;
       ++p.traffic.sent_messages;

@@ -41,7 +41,6 @@ struct Traffic {
 struct NetPeer {
   int control_fd = -1;
   int lanes = 0, lanes_ended = 0;
-  int ways = 1;  // 2: each lane of the configuration is two, of which the first is the lower rank's to write to
   bool up = false;      // this end has joined
   bool stands = false;  // the other has, too
   bool told = false;    // the owner knows that some connection stands, and of no end since
@@ -87,7 +86,6 @@ struct Proxy {
   // come after `remove`, and then do nothing.
   int join(NetChannel* channel, int rank, int control_fd, const int32_t* lanes, int num_lanes);
   void leave(NetChannel* channel, int rank, uint64_t tag);
-  bool help(NetChannel* channel);  // one more thread, which sends; false: the provider has none
   uint64_t up(NetChannel* channel, bool stands);  // bit per rank: this end has joined; `stands`: the other has, too
   void why(NetChannel* channel, int rank, Text* out);    // why its connection ended, "" if nothing is known
   void traffic(NetChannel* channel, Traffic* out);

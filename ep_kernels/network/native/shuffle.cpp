@@ -78,7 +78,6 @@ class Shuffle final : public Provider {
     inner_->close_in_child();
     free(this);
   }
-  bool help() override { return inner_->help(); }
   bool rest() override { return inner_->rest(); }
   uint64_t most_bytes() const override { return inner_->most_bytes(); }
   const char* about() const override { return inner_->about(); }

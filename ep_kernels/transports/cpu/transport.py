@@ -36,8 +36,7 @@ LL_MAX_TOKENS = 128
 _PART_S = 0.1
 """What is left to be sent to a rank that is left out gets so long."""
 THREADS = 3
-"""Processors for each rank of a host from which on it gets two threads more than itself and the proxy: a second hand,
-and one that sends."""
+"""Processors for each rank of a host from which on it gets a second hand: itself, the proxy thread, the hand."""
 _QUIET_S = 0.0002
 """Between two looks whether the network has sent everything."""
 _RENEW_S, _REDIAL_S = 0.05, 1.0
@@ -124,8 +123,7 @@ class CpuTransport(CpuMember[NativeComm]):
             tickets_of = {rank: ticket.network for rank, ticket in enumerate(read) if hosts[rank] != hosts[own]}
             self._remote = {rank: ticket for rank, ticket in tickets_of.items() if ticket is not None}
             if self._remote and len(os.sched_getaffinity(0)) >= THREADS * hosts.count(hosts[own]):
-                self.lib.cd_give_hand(comm.pointer)  # if there can be no thread, those that are there do it all
-                comm.channel.help()
+                self.lib.cd_give_hand(comm.pointer)  # if there can be no thread, the rank does it all
             comm.channel.connect(self._remote, self.config.timeout_s)
         self.lib.cd_activate(comm.pointer, mask_of(self.active))
 

@@ -1,6 +1,5 @@
 // A member that moves tokens: its region and its peers' by the byte map, the routing tables, and what crosses hosts.
 #pragma once
-#include "chunks.hpp"
 #include "hand.hpp"
 #include "member.hpp"
 #include "region.hpp"

@@ -340,7 +340,6 @@ Status dispatch_send(Comm& c, DispatchOp& op) {
   if (const Status status = outputs_free(c, slot, Op::dispatch); status != kOk) return status;
   if (const Status status = dispatch_free(c); status != kOk) return status;
   c.take(Op::dispatch);
-  if (c.num_rails && op.routing.tokens * c.g.row_bytes > kHandBytes) wake(*c.outbox);  // until there is something
   if (op.fresh) {
     route(c, op);
     op.routing.origin = op.seq;

@@ -74,7 +74,7 @@ struct Want {
 struct Waiting {
   uint64_t missing;  // bit per peer that has not arrived
   int64_t started, looked;  // 0: it has not begun
-  int64_t began = 0;        // the first look, where the deadline counts from before it, or the end of the last work
+  int64_t began = 0;        // the first look, where the deadline counts from before it
 };
 
 // A zeroed array of plain values. The library needs nothing of the C++ runtime: so any C++ compiler's output loads
@@ -97,9 +97,6 @@ class Array {
  private:
   T* data_ = nullptr;
 };
-
-// About what a wake-up costs; where processors are plenty, longer than a chunk of rows takes to come.
-constexpr int64_t kSpinNs = 3000, kLongSpinNs = 150'000;
 
 class SampleRing {
  public:
@@ -138,7 +135,6 @@ struct Member {
   int64_t entered_ns = 0;
   uint64_t membership = 0;  // as in Meeting
 
-  int64_t spin_ns = kSpinNs;       // how long a wait for rows looks before it sleeps
   std::atomic<uint32_t> stop{0};   // abort(): every wait ends
   std::atomic<uint32_t> wakes{0};  // wake() calls not yet seen by wait_for_peer
   std::atomic<uint64_t> lost{0};   // give_up(): bit per rank with which nothing is waited for any more
@@ -208,6 +204,8 @@ struct Member {
   Status fail(Want want, int peer, uint64_t seen, Why why, int64_t started);
 };
 
+// Spins this long before it sleeps: about what a wake-up costs.
+constexpr int64_t kSpinNs = 3000;
 // Sleeps at most this long between looks at the peers' processes.
 constexpr int64_t kSliceNs = 4'000'000;
 
@@ -238,11 +236,8 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
       return fail(want, r, seen(r), Why::given_up, waiting.started);
     }
     if (!block) return kNothing;
-    if (now - waiting.started < timeout_ns && work()) {
-      waiting.began = now_ns();
-      continue;
-    }
-    if (now - waiting.began < (want.phase == Phase::payload ? spin_ns : kSpinNs)) {
+    if (now - waiting.started < timeout_ns && work()) continue;
+    if (now - waiting.began < kSpinNs) {
       relax();
       continue;
     }
