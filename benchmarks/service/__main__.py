@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import statistics
-import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -27,10 +24,11 @@ import torch
 
 from benchmarks import facts
 from benchmarks.service.beside import EchoProcess, InProcess, tokens_per_s
+from benchmarks.service.counters import PHASES, Counters
 from benchmarks.service.load import Job, LoadProcesses, Measured, Sizes
+from benchmarks.service.model import write_experts
 from benchmarks.service.rolling import load_checkpoint
 from crossdock.common.config import ControlConfig, WorkerConfig
-from crossdock.demo.models import write_checkpoint
 from crossdock.host.supervisor import Supervisor
 
 WORKERS, LAYER, PROCESSES = 2, 0, 2
@@ -41,9 +39,6 @@ OPEN_SHARE = 0.6
 """Rate of the open loop, of what the closed loop has reached."""
 FORM_S = 120.0
 ROLLING_CLIENTS, ROLLING_TOKENS, ROLLING_S = 4, 8, 5.0
-PHASES = ("queue", "dispatch", "experts", "combine")
-_HISTOGRAMS = {"queue_duration_seconds": "queue", "request_duration_seconds": "request"}
-_SAMPLE = r"^crossdock_(\w+?)_(sum|count)(\{.*?\})? (\S+)$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,34 +73,6 @@ class Row:
     outside_ms: float | None = None
 
 
-class Counters:
-    """Sums and counts of the workers' histograms."""
-
-    def __init__(self, pages: Sequence[str]) -> None:
-        self.sums = dict.fromkeys((*PHASES, "request"), 0.0)
-        self.counts = dict(self.sums)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        for page in pages:
-            with opener.open(f"http://{page}/metrics", timeout=10) as answer:
-                self._add(answer.read().decode())
-
-    def _add(self, text: str) -> None:
-        for name, kind, labels, value in re.findall(_SAMPLE, text, re.MULTILINE):
-            key = _HISTOGRAMS.get(name)
-            if name == "step_phase_duration_seconds":
-                key = next(phase for phase in PHASES[1:] if f'"{phase}"' in labels)
-            if key is not None:
-                (self.sums if kind == "sum" else self.counts)[key] += float(value)
-
-    def means_since(self, before: Counters) -> dict[str, float]:
-        """ms of a request, by part."""
-        found = {}
-        for key, total in self.sums.items():
-            number = self.counts[key] - before.counts[key]
-            found[key] = 1e3 * (total - before.sums[key]) / number if number else 0.0
-        return found
-
-
 class Bench:
     """All cases of one shape."""
 
@@ -119,7 +86,13 @@ class Bench:
         self.model = self._write("model", seed=0)
 
     def _write(self, name: str, seed: int) -> Path:
+        """A whole model where one is to be attached; else its experts alone, which needs no transformers."""
         sizes, inner = SHAPES[self.shape]
+        if not (self.shape == "model" and self._arguments.attach):
+            hidden, experts, topk = sizes.hidden, sizes.experts, sizes.topk
+            return write_experts(self._folder / name, hidden, inner, experts, topk, layers=2, seed=seed)
+        from crossdock.demo.models import write_checkpoint
+
         return write_checkpoint(
             "qwen3_moe", self._folder / name, dtype=torch.bfloat16, num_layers=2, hidden_size=sizes.hidden,
             intermediate_size=inner, num_experts=sizes.experts, topk=sizes.topk, seed=seed,
@@ -219,6 +192,7 @@ def main() -> None:
     """Measure; print each row as it is done."""
     parser = argparse.ArgumentParser(description="Measure the expert service beside its experts.")
     parser.add_argument("--out", type=Path, help="folder for service.csv and run.json; none: print only")
+    parser.add_argument("--commit", help="where the tree has no history of its own")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each case")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--paths", default="in-process,echo,shared,grpc,rolling")
@@ -237,7 +211,7 @@ def main() -> None:
                 print("  ".join("" if (cell := getattr(row, one)) is None else str(cell) for one in names), flush=True)
     if arguments.out:
         config: dict[str, object] = {"seconds": arguments.seconds, "load_before": round(load_before, 2)}
-        found = facts.of_control(sys.argv[1:], config, "benchmarks.service")
+        found = facts.of_this_run(config, arguments.commit, "benchmarks.service")
         facts.keep(arguments.out, "service", Row, rows, found)
 
 

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import grpc
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.service.load import Sizes
 from crossdock.client import Client, attach
@@ -96,6 +95,8 @@ class InProcess:
 
 def tokens_per_s(model: Path, target: str, shared: bool) -> tuple[float, float]:
     """Of a `transformers` model that generates: with its own experts, and attached to the service."""
+    from transformers import AutoModelForCausalLM
+
     made: Any = AutoModelForCausalLM.from_pretrained(model)
     made.eval()
     ids = torch.randint(0, 256, (BATCH, PROMPT))
