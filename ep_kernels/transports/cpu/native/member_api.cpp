@@ -18,6 +18,8 @@ CD_API int cd_resync(cd::Member* m, uint64_t mask, uint64_t epoch, int64_t limit
   return cd::resync(*m, mask, epoch, limit_ns);
 }
 
+CD_API void cd_set_spin(cd::Member* m, int64_t nanoseconds) { m->spin_ns = nanoseconds; }
+
 // From any thread.
 CD_API void cd_wake(cd::Member* m) {
   m->wakes.fetch_add(1);
