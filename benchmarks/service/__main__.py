@@ -6,14 +6,17 @@ Two workers of this host on the `cpu` transport serve a generated model; process
 and open loop (`load.py`). Beside them, in the same run: the same experts in one process, a bare gRPC echo of the same
 bytes, and tokens per second of a `transformers` model with its own experts and through `attach`. Two shapes: `model`
 has experts that cost something, `path` wide rows and experts that cost nearly nothing, so that the way to them is what
-is measured. Where the time goes is from the workers' own metrics: means of a request.
+is measured. Where the time goes is from the workers' own metrics: means of a request. With `far` among `--paths`, the
+group and an echo are also put into another network namespace, behind a pair of virtual devices, and reached by gRPC.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +32,7 @@ from benchmarks.service.load import Job, LoadProcesses, Measured, Sizes
 from benchmarks.service.model import write_experts
 from benchmarks.service.rolling import load_checkpoint
 from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.demo.hosts import HostPlace, become, namespaces
 from crossdock.host.supervisor import Supervisor
 
 WORKERS, LAYER, PROCESSES = 2, 0, 2
@@ -38,6 +42,7 @@ TOKENS, CLIENTS = (1, 8, 128, 1024), (1, 8, 64)
 OPEN_SHARE = 0.6
 """Rate of the open loop, of what the closed loop has reached."""
 FORM_S = 120.0
+FAR_PORT, INSIDE = 7400, "--inside"
 ROLLING_CLIENTS, ROLLING_TOKENS, ROLLING_S = 4, 8, 5.0
 
 
@@ -47,7 +52,7 @@ class Row:
 
     Attributes:
         shape: "model" or "path".
-        path: "grpc", "shared", "echo", "in-process 1 thread", ..., "attached".
+        path: "grpc", "shared", "echo", "far grpc", "far echo", "in-process, threads=1", "attached by grpc", ...
         loop: "closed", "open", or "".
         clients, tokens: of the case.
         p50_ms, p99_ms: of a call.
@@ -77,10 +82,10 @@ class Bench:
     """All cases of one shape."""
 
     def __init__(
-        self, shape: str, folder: Path, load: LoadProcesses, echo_at: str, arguments: argparse.Namespace
+        self, shape: str, folder: Path, load: LoadProcesses, there: HostPlace | None, arguments: argparse.Namespace
     ) -> None:
         self.shape, self._folder, self._load, self._arguments = shape, folder / shape, load, arguments
-        self._echo_at = echo_at
+        self._there = there
         self.sizes = SHAPES[shape][0]
         self._folder.mkdir()
         self.model = self._write("model", seed=0)
@@ -104,18 +109,31 @@ class Bench:
         if "in-process" in self._arguments.paths:
             yield from self._in_process(seconds)
         if "echo" in self._arguments.paths:
-            yield from self._echo(seconds)
-        anywhere = "127.0.0.1:0"
-        control = ControlConfig(listen=anywhere, http_listen=anywhere, world_size=WORKERS)
-        workers = [WorkerConfig(model=str(self.model), local_rank=i, uid=f"w{i}") for i in range(WORKERS)]
-        with Supervisor(control, workers, self._folder / "logs") as supervisor:
-            view = supervisor.wait_serving(FORM_S)
-            self._pages = [member.http_address for member in view.members]
+            yield from self._echo("echo", EchoProcess(), seconds)
+        with self._group("127.0.0.1", 0) as target:
             for path in ("shared", "grpc"):
                 if path in self._arguments.paths:
-                    yield from self._service(path, supervisor.control_address, seconds)
+                    yield from self._service(path, target, seconds)
             if "rolling" in self._arguments.paths:
-                yield from self._rolling(supervisor.control_address)
+                yield from self._rolling(target)
+        if self._there is not None:
+            yield from self._echo("far echo", EchoProcess(self._there.address, self._there.namespace), seconds)
+            with self._group(self._there.address, FAR_PORT, self._there.enter) as target:
+                yield from self._service("far grpc", target, seconds)
+
+    @contextlib.contextmanager
+    def _group(self, address: str, port: int, enter: Sequence[str] = ()) -> Iterator[str]:
+        """The group's control plane."""
+        anywhere = f"{address}:0"
+        listens = f"{address}:{port}", f"{address}:{port and port + 1}"
+        control = ControlConfig(listen=listens[0], http_listen=listens[1], world_size=WORKERS)
+        workers = [
+            WorkerConfig(model=str(self.model), local_rank=i, uid=f"w{i}", listen=anywhere, http_listen=anywhere)
+            for i in range(WORKERS)
+        ]
+        with Supervisor(control, workers, self._folder / f"logs{port}", enter=enter) as supervisor:
+            self._pages = [member.http_address for member in supervisor.wait_serving(FORM_S).members]
+            yield supervisor.control_address
 
     def _in_process(self, seconds: float) -> Iterator[Row]:
         experts = InProcess(self.model)
@@ -126,11 +144,12 @@ class Bench:
                 case = Job("", self.sizes, tokens, LAYER, 1, 0)
                 yield self._row(f"in-process, threads={threads}", "", case, Measured(took, sum(took)))
 
-    def _echo(self, seconds: float) -> Iterator[Row]:
-        for tokens in self._arguments.tokens:
-            for clients in self._arguments.clients:
-                job = Job(self._echo_at, self.sizes, tokens, LAYER, clients, seconds / 2, echo=True)
-                yield self._row("echo", "closed", job, self._load.run(job))
+    def _echo(self, path: str, process: EchoProcess, seconds: float) -> Iterator[Row]:
+        with process as echo:
+            for tokens in self._arguments.tokens:
+                for clients in self._arguments.clients:
+                    job = Job(echo.address, self.sizes, tokens, LAYER, clients, seconds / 2, echo=True)
+                    yield self._row(path, "closed", job, self._load.run(job))
 
     def _service(self, path: str, target: str, seconds: float) -> Iterator[Row]:
         for tokens in self._arguments.tokens:
@@ -188,25 +207,48 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def main() -> None:
-    """Measure; print each row as it is done."""
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description="Measure the expert service beside its experts.")
     parser.add_argument("--out", type=Path, help="folder for service.csv and run.json; none: print only")
     parser.add_argument("--commit", help="where the tree has no history of its own")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each case")
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--paths", default="in-process,echo,shared,grpc,rolling")
+    parser.add_argument("--paths", default="in-process,echo,shared,grpc,rolling,far")
     parser.add_argument("--tokens", type=numbers, default=TOKENS)
     parser.add_argument("--clients", type=numbers, default=CLIENTS)
     parser.add_argument("--open", type=int, default=1, help="0: no open loop")
     parser.add_argument("--attach", type=int, default=1, help="0: no tokens/s through attach")
-    arguments = parser.parse_args()
+    parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+@contextlib.contextmanager
+def other_host(arguments: argparse.Namespace) -> Iterator[HostPlace | None]:
+    """Where a group is reached over a network; None: not asked for, or there can be none, and why is printed."""
+    if "far" not in arguments.paths:
+        yield None
+    elif arguments.inside:
+        with namespaces() as (_, there):
+            yield there
+    else:
+        print(f"no other host: {become([*sys.argv[1:], INSIDE], 'benchmarks.service')}")
+        yield None
+
+
+def main() -> None:
+    """Measure; print each row as it is done."""
+    arguments = parsed(sys.argv[1:])
     load_before, rows = os.getloadavg()[0], list[Row]()
     names = [field.name for field in fields(Row)]
-    print("  ".join(names))
-    with tempfile.TemporaryDirectory() as name, LoadProcesses(PROCESSES) as load, EchoProcess() as echo:
+    with (
+        other_host(arguments) as there,
+        tempfile.TemporaryDirectory() as folder,
+        LoadProcesses(PROCESSES) as load,
+    ):
+        print("  ".join(names))
         for shape in arguments.shapes.split(","):
-            for row in Bench(shape, Path(name), load, echo.address, arguments).rows():
+            for row in Bench(shape, Path(folder), load, there, arguments).rows():
                 rows.append(row)
                 print("  ".join("" if (cell := getattr(row, one)) is None else str(cell) for one in names), flush=True)
     if arguments.out:

@@ -4,8 +4,8 @@
 
 The shape is a DeepSeek-V3 rank's of 8: 32 experts of 7168 x 2048, eight of them for each token. Clients of this host
 call `forward` in closed loop. `experts_ms` is the mean time of a step's experts by the GPU's clock, from the worker's
-metrics, and `expert_rows_per_s` the rows of a step over it; `rows_per_s` is what clients get: tokens, through two copies
-over PCIe and the clients' own. `ratio` is that of `expert_rows_per_s` to bf16's.
+metrics, and `expert_rows_per_s` the rows of a step over it; `rows_per_s` is what clients get: tokens, through two
+copies over PCIe and the clients' own. `ratio` is that of `expert_rows_per_s` to bf16's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A generated checkpoint of experts alone, under Qwen3-MoE's names: bf16, or e4m3 with block scales. No transformers."""
+"""A generated checkpoint of experts alone, under Qwen3-MoE's names: bf16, or e4m3 with block scales."""
 
 from __future__ import annotations
 

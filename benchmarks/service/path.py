@@ -2,9 +2,9 @@
 
     python -m benchmarks.service.path [--out DIR] [--tokens 1,128] [--seconds S]
 
-Real workers and a real control plane of this host, with time stamps around the parts of a call: the clock is one for all
-processes. One client, closed loop, through request buffers; all rows go to one worker. `floor` is what two ranks cannot
-do without: the same exchange, dispatch and combine in a tight loop, without experts, queue, client or other threads.
+Real workers and a real control plane of this host, with time stamps around the parts of a call: all processes have one
+clock. One client, closed loop, through request buffers; all rows go to one worker. `floor` is what two ranks cannot do
+without: the same exchange, dispatch and combine in a tight loop, without experts, queue, client or other threads.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def floor(tokens: int) -> list[float]:
         processes.append(context.Process(target=_floor_rank, args=(there, rank, port, tokens), daemon=True))
         processes[-1].start()
         pipes.append(here)
-    took: list[float] = [pipe.recv() for pipe in pipes][0]
+    took: list[float] = pipes[0].recv()
     for process in processes:
         process.join()
     return took
@@ -264,7 +264,9 @@ def main() -> None:
             for tokens in map(int, arguments.tokens.split(",")):
                 for row in measured(group, tokens, arguments.seconds):
                     rows.append(row)
-                    print(f"T={row.tokens:<4} {row.part:32} p50 {row.p50_us:9.1f} us, mean {row.mean_us:9.1f}", flush=True)
+                    print(
+                        f"T={row.tokens:<4} {row.part:32} p50 {row.p50_us:9.1f} us, mean {row.mean_us:9.1f}", flush=True
+                    )
         finally:
             group.stop()
     if arguments.out:

@@ -1,8 +1,8 @@
 """Request buffers: requests of clients of this host, without gRPC's copies (request_buffer.py of the protocol).
 
 OpenBuffer is a gRPC call like Forward: the same role, permits and connection limits, and as long as it is open, so is
-the buffer. Its ticket is good once. Answers are sent by the thread that has them. Requests are read by the thread of the
-steps while it is awake (`doorbells.py`), else by a thread that waits for all sockets.
+the buffer. Its ticket is good once. Answers are sent by the thread that has them. Requests are read by the thread of
+the steps while it is awake (`doorbells.py`), else by a thread that waits for all sockets.
 
 What a client can do to its memory: change it at any time, so x is only ever read as numbers, and ids and weights are
 copied before they are checked; not resize it, for it is sealed. Its bytes count, from the offer until the call ends,

@@ -1,8 +1,8 @@
 """Sockets on which clients announce requests, and the thread that reads them.
 
-While the thread of the steps is awake it looks at them itself, between two steps: no other thread has to wake up, and to
-wait for the interpreter. Before it sleeps, or begins what takes long, it arms them: then the thread that selects this
-object finds it readable, and answers.
+While the thread of the steps is awake it looks at them itself, between two steps: no other thread has to wake up, and
+to wait for the interpreter. Before it sleeps, or begins what takes long, it arms them: then the thread that selects
+this object finds it readable, and answers.
 """
 
 from __future__ import annotations

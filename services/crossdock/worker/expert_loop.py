@@ -84,7 +84,9 @@ class ExpertLoop:
         if matrix.transposed is not None:
             return _multiply(rows, matrix.transposed, bias, out)
         if stack.format.kind == "float":
-            return _multiply(rows, self._scratch[: stack.data.numel()].view(stack.data.shape).copy_(stack.data).t(), bias, out)
+            return _multiply(
+                rows, self._scratch[: stack.data.numel()].view(stack.data.shape).copy_(stack.data).t(), bias, out
+            )
         for begin, end in stack.tiles():
             tile = stack.tile(begin, end, self._scratch).t()
             out[:, begin:end] = _multiply(rows, tile, None if bias is None else bias[begin:end], None)

@@ -1,8 +1,8 @@
 """One step of one rank: dispatch -> experts -> combine. Uses tensors and the communicator; has no queue and no lock.
 
 A rank must never stop in the middle of a step, because its peers wait for its rows. So a local failure (the experts
-raise; dispatch refuses its arguments) is stored in `Batch.error`, and the step continues with NaN or without tokens. NaN
-is what a sum of it becomes, so a token without NaN owes nothing to a rank that failed, and is right.
+raise; dispatch refuses its arguments) is stored in `Batch.error`, and the step continues with NaN or without tokens.
+NaN is what a sum of it becomes, so a token without NaN owes nothing to a rank that failed, and is right.
 Only errors of the communicator about its peers, and a lost GPU, leave `step` as exceptions.
 """
 
