@@ -37,8 +37,8 @@ _PART_S = 0.1
 THREADS = 3
 """Processors for each rank of a host from which on it gets a second hand: itself, the proxy thread, the hand."""
 SPIN_NS = 100_000
-"""Where there is a processor for each rank of a host, a wait spins this long before it sleeps, and gives way to threads
-that want to run: a sleeper is woken after 50 us or more, a rank that spins sees its peer at once."""
+"""Where there is a processor for each rank of a host, a wait within an operation spins this long before it sleeps: a
+sleeper is woken after 50 us or more, a rank that spins sees its peer at once."""
 _QUIET_S = 0.0002
 """Between two looks whether the network has sent everything."""
 _RENEW_S, _REDIAL_S = 0.05, 1.0

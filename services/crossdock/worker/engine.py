@@ -27,6 +27,7 @@ import grpc
 import torch
 
 from crossdock.common import log
+from crossdock.common.cpus import usable_cpus
 from crossdock.common.postmortem_record import POSTMORTEM
 from crossdock.worker import request_trace
 from crossdock.worker.batcher import Batcher
@@ -46,8 +47,9 @@ _log = log.get(__name__)
 _CPU = torch.device("cpu")
 _IDLE_S = 1.0
 """Longest sleep of an idle rank; requests and peers wake it at once."""
-_LOOKS, _LOOK_S = 6, 20e-6
-"""How often, and how long each time, a rank looks for requests and peers itself before it sleeps."""
+_LOOKS, _SPARE = 20, 2
+"""How often a rank looks for requests and peers itself before it sleeps, about 100 us; processors beside those of the
+host's ranks from which on it does: a client that is woken up needs one."""
 _LONG_NS = 1_000_000
 """In steps that take so long, another thread reads requests."""
 
@@ -76,7 +78,7 @@ class Engine:
         self._comm: MoECommunicator | None = None
         self._tables: ExpertTables | None = None
         self._num_steps = 0
-        self._steps_are_long = True
+        self._steps_are_long, self._first_look = True, _LOOKS
         self._doorbells = Doorbells()
 
     def listen_to(self, doorbells: Doorbells) -> None:
@@ -177,6 +179,8 @@ class Engine:
         """
         with self._lock:
             self._comm, self._num_steps, self._tables, self._epoch = comm, 0, tables, epoch
+        spare = usable_cpus() - comm.domains.count(comm.domains[comm.rank])
+        self._first_look = 0 if spare >= _SPARE else _LOOKS
         ended: Fault | Left
         why: Exception | None = None
         try:
@@ -231,9 +235,10 @@ class Engine:
 
     def _sleep(self, comm: MoECommunicator) -> None:
         """Sleep until a request waits, this rank leaves, a placement change is pending, or a peer starts an exchange.
-        At first look for that again and again: it often comes soon, and to be woken takes longer than a step."""
+        Where there are processors to spare, first look for that again and again: it often comes soon, and to be woken
+        takes longer than a small step."""
         self._doorbells.disarm()
-        looks = 0
+        looks = self._first_look
         while True:
             self._doorbells.look()
             with self._lock:
@@ -243,7 +248,7 @@ class Engine:
                     break
             if looks == _LOOKS:
                 self._doorbells.arm()
-            woken = comm.wait_for_peer(_LOOK_S if looks < _LOOKS else _IDLE_S)
+            woken = comm.wait_for_peer(0.0 if looks < _LOOKS else _IDLE_S)
             with self._lock:
                 self._sleeping = False
             if woken:

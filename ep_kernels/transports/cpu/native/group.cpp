@@ -70,10 +70,9 @@ Status wait_for_peer(Member& m, int64_t timeout_ns) {
       const auto& latest = m.meeting[__builtin_ctzll(left)]->exchange_latest.v;
       if (latest.load(std::memory_order_acquire) >= m.next[int(Op::exchange)]) return kOk;
     }
-    const int64_t waited = now_ns() - started;
-    if (waited >= timeout_ns) return kNothing;
-    if (m.spins(waited)) continue;
-    m.sleep_on_bell(bell_before, timeout_ns - waited);
+    const int64_t remaining = started + timeout_ns - now_ns();
+    if (remaining <= 0) return kNothing;
+    m.sleep_on_bell(bell_before, remaining);
   }
 }
 

@@ -8,7 +8,6 @@
 
 #include <linux/futex.h>
 #include <poll.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -91,16 +90,6 @@ void Member::sleep_on_bell(uint32_t seen_bell, int64_t limit_ns) {
     syscall(SYS_futex, &mine.bell, FUTEX_WAIT, seen_bell, &limit, nullptr, 0);
   }
   mine.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-}
-
-bool Member::spins(int64_t waited_ns) const {
-  if (waited_ns >= spin_ns) return false;
-  if (waited_ns < kSpinNs) {
-    relax();
-  } else {
-    sched_yield();
-  }
-  return true;
 }
 
 uint64_t Member::gone_peers(uint64_t among, Want want) const {

@@ -111,7 +111,7 @@ class SampleRing {
   uint64_t head_ = 0, tail_ = 0;
 };
 
-// Spins this long before it sleeps, or gives way to other threads where there is a processor for each rank.
+// Spins this long before it sleeps: about what a wake-up costs. More where there is a processor for each rank.
 constexpr int64_t kSpinNs = 3000;
 // Sleeps at most this long between looks at the peers' processes.
 constexpr int64_t kSliceNs = 4'000'000;
@@ -145,7 +145,7 @@ struct Member {
   std::atomic<uint64_t> lost{0};   // give_up(): bit per rank with which nothing is waited for any more
   Fault fault{};
   SampleRing samples;
-  int64_t spin_ns = kSpinNs;  // a wait spins this long before it sleeps, giving way to other threads after kSpinNs
+  int64_t spin_ns = kSpinNs;
 
   Member(int own_rank, int num_ranks, int64_t deadline_ns, int64_t num_bytes);
   Member(const Member&) = delete;
@@ -173,8 +173,6 @@ struct Member {
   void ring(int r);  // of this host
   void ring_peers();
   void sleep_on_bell(uint32_t seen_bell, int64_t limit_ns);
-  // One turn of spinning, unless the wait has lasted too long for that.
-  bool spins(int64_t waited_ns) const;
   // The next number of an operation: the proxy reads it to complete the low bits that travel.
   uint64_t upcoming(Op op) const { return __atomic_load_n(&next[int(op)], __ATOMIC_RELAXED); }
   void set_upcoming(Op op, uint64_t seq) { __atomic_store_n(&next[int(op)], seq, __ATOMIC_RELAXED); }
@@ -240,7 +238,10 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
     }
     if (!block) return kNothing;
     if (now - waiting.started < timeout_ns && work()) continue;
-    if (spins(now - waiting.began)) continue;
+    if (now - waiting.began < spin_ns) {
+      relax();
+      continue;
+    }
     if (now - waiting.started >= timeout_ns) return fail(want, silent, seen(silent), Why::silent, waiting.started);
     if (now - waiting.looked >= kSliceNs) {
       waiting.looked = now;
