@@ -78,7 +78,9 @@ def stack_bytes(cubin: bytes) -> int:
 
 def compiled() -> list[Any]:
     """All kernels so far."""
-    return [kernel for jit in (grouped_product, quantise_rows, widen_mxfp4) for kernel in jit.device_caches[0][0].values()]
+    return [
+        kernel for jit in (grouped_product, quantise_rows, widen_mxfp4) for kernel in jit.device_caches[0][0].values()
+    ]
 
 
 def launch(num_rows: int, every_tile: bool = False) -> None:

@@ -291,10 +291,10 @@ class _Buffer:
 
     def _work_of(self, request: expert_pb2.ForwardRequest, trace: RequestTrace | None) -> Work:
         """Raises Refused."""
-        validator, reply = self._backend.validator, functools.partial(self._reply, request.id)
-        tokens = validator.validate(request, memory=self._memory)
-        shape = tokens.x.shape[0], tokens.x.shape[1]
-        y = self._memory.tensor(tokens.x.dtype, shape, validator.places(shape[0]).y)
+        reply = functools.partial(self._reply, request.id)
+        tokens = self._backend.validator.validate(request, memory=self._memory)
+        rows, topk = tokens.topk_ids.shape
+        y = self._memory.rows(rows, tokens.x.shape[1], topk, tokens.x.dtype).y
         return self._backend.work_of(request, tokens, self.offer.client, self, reply, trace, y)
 
     def _reply(self, request_id: int, answer: Done | Failure) -> None:

@@ -145,7 +145,7 @@ struct Member {
   std::atomic<uint64_t> lost{0};   // give_up(): bit per rank with which nothing is waited for any more
   Fault fault{};
   SampleRing samples;
-  int64_t spin_ns = kSpinNs;
+  int64_t step_spin_ns = kSpinNs, meet_spin_ns = kSpinNs;  // of dispatch and combine; where a peer may be asleep
 
   Member(int own_rank, int num_ranks, int64_t deadline_ns, int64_t num_bytes);
   Member(const Member&) = delete;
@@ -238,7 +238,7 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
     }
     if (!block) return kNothing;
     if (now - waiting.started < timeout_ns && work()) continue;
-    if (now - waiting.began < spin_ns) {
+    if (now - waiting.began < (want.op <= Op::combine ? step_spin_ns : meet_spin_ns)) {
       relax();
       continue;
     }
