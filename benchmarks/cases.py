@@ -116,7 +116,7 @@ def _holes(case: Case, order: torch.Tensor, own: torch.Generator) -> torch.Tenso
 
 
 def _masked(case: Case, order: torch.Tensor, own: torch.Generator) -> torch.Tensor:
-    """Uniform, but nobody wants an expert of the last rank (its ids are -1)."""
+    """Uniform, but no token goes to the experts of the last rank (their ids are -1)."""
     ids = _uniform(case, order, own)
     return torch.where(ranks_of(case, ids) == case.ranks - 1, -1, ids)
 

@@ -39,7 +39,7 @@ class Case:
 
     @property
     def shape(self) -> Shape:
-        """What `balance` is told."""
+        """The input of `balance`."""
         domains = tuple(rank // self.domain_ranks for rank in range(self.ranks))
         return Shape(self.experts, self.experts + self.redundant, domains)
 

@@ -133,7 +133,7 @@ class Sample:
         gpu_us: of the slowest rank; one list per run, one entry per iteration.
         host_us: of rank 0, likewise.
         table: int64 [S, R, R], rows from -> to of each prepared set, all runs together.
-        sms: multiprocessors that the kernel fills; None where nobody says.
+        sms: multiprocessors that the kernel fills; None: unknown.
     """
 
     backend: str

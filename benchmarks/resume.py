@@ -3,7 +3,7 @@
     python -m benchmarks.resume [--out DIR] [--kills N] [--stops N]        (make bench-resume)
 
 Four workers of this host on the `cpu` transport serve a small random model; one client asks without a pause, and again
-where it is told that the group re-forms. A worker is killed (kill -9), and the supervisor starts it again. Elastic
+where the answer says that the group re-forms. A worker is killed (kill -9), and the supervisor starts it again. Elastic
 groups hold two copies of every expert and go on without it; others wait for it. Where there is a spare, one more worker
 waits beside the group and takes the lost one's place, which is the next spare when it is back. Experts are moved, too.
 In an elastic group a worker also stands still (SIGSTOP) until the others serve without it.

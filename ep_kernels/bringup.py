@@ -27,7 +27,7 @@ class Hello(msgspec.Struct, frozen=True):
         abi: hash of the region's byte map.
         epoch: membership counter of its group.
         fields: its configuration, field by field, as text.
-        measured: AUTO's crossover as its machine has measured it; None: it has not, or nobody asks.
+        measured: AUTO's crossover as its machine has measured it; None: it has not, or AUTO is not used.
         gathers: AG was measured to be ahead in every step.
         ticket: how peers redeem its region; opaque. Empty where only the crossover is to be agreed on.
         unable: why this rank cannot have a region; "" where it can. Then there is no ABI to compare.

@@ -46,7 +46,7 @@ def locked(fd: int) -> Iterator[None]:
     """An exclusive lock that the kernel drops when its owner dies."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks: somebody may compile the same
+    except OSError:  # a file system without locks: two processes may compile the same kernel
         yield
         return
     try:

@@ -89,7 +89,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     @property
     def ll_max_tokens(self) -> int:
-        """AUTO: steps of at most so many tokens per rank run LL. Equal on all ranks."""
+        """AUTO: steps of at most this many tokens per rank run LL. Equal on all ranks."""
         return self._ll_max_tokens
 
     @property
@@ -98,7 +98,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         return quant.row_bytes(self._config)
 
     def wire_bytes(self, num_tokens: int) -> tuple[int, int]:
-        """Bytes of a row in dispatch and in combine of steps of at most so many tokens: see `Transport.wire_bytes`."""
+        """Bytes of a row in dispatch and in combine, for steps of `num_tokens` tokens: see `Transport.wire_bytes`."""
         return self._transport.wire_bytes(checks.resolve_mode(self._config, num_tokens, self._ll_max_tokens))
 
     def dispatch(
@@ -120,8 +120,8 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             topk_weights: [T, K] float32. NaN propagates into the token's result (`validate`: refused).
             previous_handle: use its routing again and skip the count exchange. topk_ids is then not looked at, and
                 topk_weights None means the former ones. All ranks pass the handle of the same step.
-            step_tokens: largest T of the step, equal on all ranks; AUTO picks the algorithm by it, AG moves so many
-                rows of every rank. None: M.
+            step_tokens: largest T of the step, equal on all ranks; AUTO picks the algorithm by it, AG moves this
+                many rows of every rank. None: M.
 
         Raises: ArgumentError, HandleError (nothing was sent), CapacityError, PeerTimeout, AbortedError, ClosedError.
         """

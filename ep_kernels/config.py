@@ -36,7 +36,7 @@ class Group(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Membership counter, owned by whoever owns the group. 0 where nobody counts."""
+        """Membership counter, kept by the owner of the group. 0: the group has none."""
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
         """Give `payload`, get everybody's, in rank order. Collective. Raises TransportError past the deadline."""
@@ -93,13 +93,13 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     overflow: Overflow = Overflow.RAISE
     """With `max_recv_rows`, RAISE reads the device once per dispatch; DROP never does, and is what CUDA graphs need."""
     max_in_flight: int = 2
-    """Dispatches that may be open at once (2 = dual-batch overlap); buffers are recycled after so many."""
+    """Dispatches that may be open at once (2 = dual-batch overlap); a buffer is reused after this many."""
     timeout_s: float = 10.0
     """Deadline of every wait, seconds. A healthy step takes micro- to milliseconds; 10 s forgives a paging host."""
     validate: bool = False
     """Raise ArgumentError for ids out of range instead of counting them (costs a scan, and a sync on GPUs)."""
     ll_max_tokens: int | None = None
-    """AUTO: steps of at most so many tokens per rank run LL; on GPUs its buffers hold no more. None: what `crossdock
+    """AUTO: steps of at most this many tokens per rank run LL; on GPUs its buffers hold no more. None: what `crossdock
     tune` has measured on this machine (the lowest rank that knows decides for all), else the transport's default; with
     RANK_MAJOR all steps run AG, where that was measured to be ahead in every one."""
     transport: str = "cpu"

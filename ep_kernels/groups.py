@@ -95,12 +95,12 @@ class TorchGroup:
 
 @dataclass(frozen=True)
 class PaperGroup:
-    """A rank that meets nobody: enough for sizes and plans."""
+    """A rank without peers: enough for sizes and plans."""
 
     rank: int
     size: int
     epoch: int = 0
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
-        """Nobody is there to answer."""
+        """There are no peers."""
         raise RuntimeError("a group on paper exchanges nothing")

@@ -1,4 +1,4 @@
-"""Operations of one kind that have begun, and those of them that somebody still has to wait for."""
+"""Operations of one kind that have begun, and those of them whose `wait` is still to come."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class GroupMember(Generic[C, M]):
             return [] if self._closed else self._transport.traffic()
 
     def give_up(self, ranks: Sequence[int]) -> None:
-        """These ranks are lost, as whoever owns the group says: what this rank does with them, now or later, ends in
+        """The owner of the group says that these ranks are lost: what this rank does with them, now or later, ends in
         PeerTimeout at once instead of at its deadline. `set_active` without them is the way out, for all that are
         left. Any thread; does nothing once closed. Raises ArgumentError for ranks that are no peers."""
         wrong = [rank for rank in ranks if rank == self.rank or not 0 <= rank < self.size]
@@ -175,7 +175,7 @@ class GroupMember(Generic[C, M]):
     # Life.
 
     def check(self) -> None:
-        """Raise what broke this communicator, if anything did, or what an operation that nobody waited for has found (a
+        """Raise what broke this communicator, if anything did, or what an operation without a wait has found (a
         HandleError or CapacityError, once; it breaks nothing). Waits for nothing: on GPUs it says what kernels have met
         so far, so synchronise first to hear of all of them (after a graph's replay, say)."""
         self._ready("check")
@@ -183,7 +183,7 @@ class GroupMember(Generic[C, M]):
 
     def failed(self) -> torch.Tensor:
         """int64 [1] on the device of the operations: 0 until one of them has ended in an error there, which the next
-        call raises (or `check`). Whoever copies it behind an operation, on a stream, learns of that one: a CUDA graph's
+        call raises (or `check`). A copy of it on a stream, behind an operation, tells of that one: a CUDA graph's
         replay raises nothing. Always 0 on the CPU."""
         return self._transport.failed()
 

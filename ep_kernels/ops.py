@@ -5,7 +5,7 @@ A compiled function calls `comm.dispatch` and `comm.combine` as any other; while
 
 * Communicators go by name, through weak references: neither an operator nor compiled code keeps one alive.
 * Every collective operator takes `order`, a tensor of the communicator, and gives a stamp, which is written to it. So
-  the compiler keeps all of them, also equal ones and those whose result nobody uses, in the order of the program, which
+  the compiler keeps all of them, also equal ones and those whose result is unused, in the order of the program, which
   is the same on all ranks. It sees that only the last stamp is ever read: no copy is left but one per graph.
 * Outputs are copies. The compiler may use the memory of an intermediate again for another, or read it later than the
   program says; a view of a registered buffer, which peers write to, would not survive either.
@@ -53,7 +53,7 @@ _communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakVal
 
 
 def register(name: str, comm: Communicator) -> None:
-    """Let operators find it, as long as somebody else keeps it."""
+    """Let operators find it. Holds a weak reference."""
     _communicators[name] = comm
 
 

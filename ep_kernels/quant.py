@@ -4,7 +4,7 @@ For each row and each block of 128 columns (the last block may be short), all in
 
     amax    = max |x| over the finite elements of the block
     scale   = 1                          if amax == 0
-              max(amax / 448, 2^-126)    else (a true division; the floor keeps scales normal, whoever flushes)
+              max(amax / 448, 2^-126)    else (a true division; the floor keeps scales normal; some GPUs flush others)
     scale   = next power of two >= scale   for UE8M0 formats: mantissa bits set -> exponent + 1, mantissa cleared
     inverse = 1 / scale                  (a true division, once per block)
     q       = e4m3fn(x * inverse)        (fp32 multiplication, never x / scale: one instruction per element everywhere)

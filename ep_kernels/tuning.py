@@ -113,7 +113,7 @@ def crossover(tokens: Sequence[int], ll_us: Sequence[float], ht_us: Sequence[flo
 
 
 def gathers(record: Record, max_tokens: int) -> bool:
-    """Whether AUTO is AG in a communicator of so many tokens per rank: AG was measured, up to there, and was ahead by
+    """Whether AUTO is AG in a communicator of `max_tokens` tokens per rank: AG was measured up to there, and ahead by
     MARGIN of what AUTO would run in every step."""
     if record.ag_us is None or max_tokens > record.tokens[-1]:
         return False

@@ -50,7 +50,7 @@ class Backend(Protocol):
 
     Attributes:
         rotates: False where a captured graph holds one routing for ever.
-        sms: op -> multiprocessors that its kernel fills; absent where nobody says.
+        sms: op -> multiprocessors that its kernel fills; absent where unknown.
     """
 
     rotates: bool
@@ -67,7 +67,7 @@ class Backend(Protocol):
         """The rows that arrived, as they arrived."""
 
     def experts(self, received: Any) -> torch.Tensor:
-        """What the experts of `check.py` make of them; rows that nobody sent are NaN where the backend has any."""
+        """What the experts of `check.py` make of them; rows that no rank sent are NaN where the backend has any."""
 
     def combine(self, y: torch.Tensor, received: Any, inputs: Inputs, out: torch.Tensor) -> None:
         """Expert rows home, into `out`."""

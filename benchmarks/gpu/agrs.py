@@ -1,7 +1,7 @@
 """The baseline that gathers everything: NCCL `all_gather` of all tokens, `reduce_scatter` of all partials; bf16.
 
 Inside the times. LL, RANK_MAJOR: dispatch gathers tokens, ids and weights and finds which rows concern this rank (all
-rows stand in its output, those of other ranks too); combine zeroes rows that nobody asked for, and reduce-scatters. HT,
+rows stand in its output, those of other ranks too); combine zeroes rows without a token, and reduce-scatters. HT,
 FLAT: dispatch also selects its rows (the host waits for their number); combine puts them back among zeros. The sum over
 ranks is NCCL's, in bf16.
 """

@@ -10,7 +10,7 @@
 //   store (word(0, b, n), n) ----------------> lines[b][0]: polled until its sequence number is n
 //   lines[b][1] <----------------------------- store (word(1, b, n), n)
 //
-// Memory order. A 16-byte aligned vector store is seen as a whole, so whoever reads sequence number n reads the word of
+// Memory order. A 16-byte aligned vector store is seen as a whole, so a reader of sequence number n reads the word of
 // n. `release` needs no such promise: the flag's release orders the word before it, the reader's acquire orders its
 // load after. A node of the graph has lines and counters of its own; n grows with each replay, and a reader takes any
 // number >= n, which a peer can reach only after this block's store of the same n. Counters are written by the node

@@ -117,7 +117,7 @@ class Nodes:
             function.launch(self.kind.num_blocks, jit.NUM_THREADS, stream, record, overlapped=self.kind.overlapped)
 
     def fault(self, rounds: int) -> str:
-        """What is wrong after so many rounds, "" if nothing."""
+        """What is wrong after `rounds` rounds, "" if nothing."""
         return "" if self.kind.op == "launch" else fault(self.counts, self.arrived, int(self.failed), rounds)
 
 

@@ -115,7 +115,7 @@ class FirstOf:
 
 
 class Alone(NvlinkTransport):
-    """A rank that meets nobody. With peers that are not there its kernels return at once, from the first on."""
+    """A rank without peers. Its kernels return at once, from the first on."""
 
     def barrier(self) -> None:
         """See `base.MemberTransport`."""

@@ -130,7 +130,7 @@ class Layer:
 
 
 class LeftAlone:
-    """torch's matrix products leave so many multiprocessors alone, where torch can do that."""
+    """torch's matrix products leave `sms` multiprocessors free, where torch supports it."""
 
     def __init__(self, num_sms: int) -> None:
         self._set: Callable[[int | None], None] | None = getattr(torch._C, "_set_sm_carveout_experimental", None)

@@ -43,7 +43,7 @@ class Times:
 
 
 def events(count: int) -> list[Any]:
-    """So many events that time."""
+    """`count` events with timing."""
     return [torch.cuda.Event(enable_timing=True) for _ in range(count)]  # type: ignore[no-untyped-call]
 
 

@@ -6,9 +6,9 @@ A rank's share of a layer in bf16: rows that have arrived, random experts of two
 over R ranks, uniform routing. `form`:
 
 * `whole`: one grouped product up, one down.
-* `tokens`: the rows in so many parts, each with rows of every expert, as where the tokens of a batch travel part by
+* `tokens`: the rows in several parts, each with rows of every expert, as where the tokens of a batch travel part by
   part (overlap of operations). Each part reads all weights again.
-* `experts`: so many chunks of experts, as where combine begins with the rows of some while others are still at work
+* `experts`: several chunks of experts, as where combine begins with the rows of some while others are still at work
   (overlap of blocks). Chunks are cut at rows that the host knows, since a grouped product begins at row 0.
 
 `sms_left` multiprocessors are left to the communication, where torch can do that. Times: events, L2 flushed, median.

@@ -46,7 +46,7 @@ class Case:
 
 
 def cases_of(decode: int, prefill: int) -> list[Case]:
-    """For so many tokens per rank: the standard format, which takes a prefill whole, and the batched one with several
+    """For these tokens per rank: the standard format, which takes a prefill whole, and the batched one with several
     M. Beside each batched case of a prefill stands a standard one of as many tokens: what the format alone costs."""
     found = [Case("decode", decode, 0), Case("decode", decode, MOST_TOKENS), Case("decode", decode, decode)]
     found += [Case("empty", 0, MOST_TOKENS), Case("prefill", prefill, 0)]

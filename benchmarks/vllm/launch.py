@@ -215,7 +215,7 @@ def _signalled(processes: Sequence[subprocess.Popen[bytes]], number: int) -> boo
 
 
 def _free_ports() -> Iterator[int]:
-    """The first of PORTS_EACH free ports, other ones each time: an engine binds its own long after it was told."""
+    """The first of PORTS_EACH free ports, other ones each time: an engine binds its port much later."""
     firsts = list(range(PORTS.start, PORTS.stop, PORTS_EACH))
     random.shuffle(firsts)
     for first in firsts:

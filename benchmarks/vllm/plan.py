@@ -42,7 +42,7 @@ class Backend:
     Attributes:
         slot: as `--all2all-backend` names it.
         tier: "built in", or what CROSSDOCK_VLLM is: "native", "deep_ep".
-        manager: class that vLLM's log must name, or somebody else was measured.
+        manager: class that vLLM's log must name; otherwise another backend was measured.
         graphs: whether vLLM runs it in CUDA graphs.
     """
 
@@ -144,7 +144,7 @@ def engine_arguments(run: Run, model_folder: str, most_tokens: int, weights: str
 
 
 def environment(run: Run, rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What a rank's process is told beside what it inherits: by these vLLM knows a rank of an offline engine."""
+    """What is set for a rank's process, beside what it inherits: by these vLLM knows a rank of an offline engine."""
     return {
         "VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(ranks),
         "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port),

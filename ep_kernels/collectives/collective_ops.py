@@ -81,7 +81,7 @@ _objects: weakref.WeakValueDictionary[str, Operated] = weakref.WeakValueDictiona
 
 
 def register(name: str, coll: Operated) -> None:
-    """Let operators find it, as long as somebody else keeps it."""
+    """Let operators find it. Holds a weak reference."""
     _objects[name] = coll
 
 

@@ -248,7 +248,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
     def _again(
         self, op: str, x: torch.Tensor, out: torch.Tensor | None, num_sms: int | None
     ) -> Work[torch.Tensor] | None:
-        """The operation, by the plan of an earlier one like it; None where there is none, or somebody has to look."""
+        """The operation, by the plan of an earlier one like it; None: no such plan, or the full path must check."""
         found = self._repeats.find(op, x, out, num_sms)
         if found is None or self._closed or self._fault is not None:
             return None

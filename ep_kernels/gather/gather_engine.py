@@ -104,7 +104,7 @@ class GatherEngine:
             return self._coll.all_gather(GatherArgs(tuple(parts), chosen, self.config.num_sms, tag))
 
     def _payload(self, args: DispatchArgs, slot: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(x [tokens, H], scales [tokens, S_c] or None): x itself where nobody changes it, else in its place."""
+        """(x [tokens, H], scales [tokens, S_c] or None): x itself where it may be sent as it is, else a copy."""
         rank, own, x, scales = self.config.group.rank, args.x.shape[0], args.x, args.scales
         if self.config.quantize:
             packed = self.config.scale_format is ScaleFormat.UE8M0_PACKED

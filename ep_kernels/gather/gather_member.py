@@ -101,7 +101,7 @@ class GatherMember:
         self._coll.wake()
 
     def samples(self) -> list[LatencySample]:
-        """See `MemberTransport.samples`. `tokens` are those of the step, S: so many rows move for every rank."""
+        """See `MemberTransport.samples`. `tokens` is that of the step, S: S rows move for every rank."""
         size, config = self._config.group.size, self._config
         row = size * config.hidden_size * config.resolved_output_dtype.itemsize
         found = []
@@ -114,7 +114,7 @@ class GatherMember:
         return found
 
     def _step_tokens(self, num_bytes: int) -> int:
-        """S of a dispatch that moved so many bytes of each rank."""
+        """S of a dispatch that moved `num_bytes` of each rank."""
         raise AssertionError("the transport knows")
 
     def traffic(self) -> list[PeerTraffic]:

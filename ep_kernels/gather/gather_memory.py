@@ -77,12 +77,12 @@ def arrays(config: MoEConfig) -> tuple[dict[str, Array], int]:
 
 
 def metadata_bytes(config: MoEConfig, tokens: int) -> int:
-    """Of a rank that brings so many tokens."""
+    """Bytes of the metadata of a rank with `tokens` tokens."""
     return _rounded(HEAD_BYTES + 8 * tokens * config.topk, ROUND_BYTES)
 
 
 def step_tokens(config: MoEConfig, num_bytes: int) -> int:
-    """S of a dispatch that moves so many bytes of each rank."""
+    """S of a dispatch that moves `num_bytes` of each rank."""
     columns, dtype = scale_row(config)
     row = 8 * config.topk + config.hidden_size * config.payload_dtype.itemsize + columns * dtype.itemsize
     return (num_bytes - HEAD_BYTES) // row
@@ -145,7 +145,7 @@ class Slots:
         return self.metadata(slot)[:, :8].view(torch.int64)[:, 0]
 
     def places(self, slot: int, tokens: int) -> torch.Tensor:
-        """int32 [R, tokens, K] of a step of so many tokens."""
+        """int32 [R, tokens, K] of a step of `tokens` tokens."""
         return self._columns(slot, HEAD_BYTES, tokens, torch.int32)
 
     def weights(self, slot: int, tokens: int) -> torch.Tensor:

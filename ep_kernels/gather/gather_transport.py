@@ -21,7 +21,7 @@ from ep_kernels.types import Capabilities, DispatchHandle, Mode
 
 _ABI = "ag1"
 _kept: list[GatherEngine] = []
-"""What graphs of closed communicators still read. Nobody tells when a graph is gone, so it stays for good."""
+"""What graphs of closed communicators still read. The end of a graph is not reported, so it is kept for good."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
 
 

@@ -66,7 +66,7 @@ CollectiveArgs = _records.declare(
     ("world", "World", "of dispatch and combine only what every operation needs"),
     ("map", "CollectiveMap", "equal on all ranks"),
     ("signature", "u64", "what all ranks must have in common: see transports/nvlink/signature.py"),
-    ("words", "u64*", "[2] device words of this operation, which nobody reads"),
+    ("words", "u64*", "[2] device words of this operation, never read"),
     ("x_bytes", "u64", "of this rank's x: `tokens` of the latency record"),
     ("x", "u8*", "reductions: [num_bytes], or chunks of num_bytes that are `stride` apart"),
     ("out", "u8*", "reductions: [num_bytes]; may be (a chunk of) x itself"),

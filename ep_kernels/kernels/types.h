@@ -162,8 +162,8 @@ struct World {
   i32 num_local;  // L, local experts of this rank
   i32 capacity;  // receive capacity: slots per expert, or N
   i32 alignment;  // rows to which groups are padded
-  i32 num_in_flight;  // P: views expire so many dispatches later
-  i32 report_dropped;  // 1 = the host is told of dropped rows; it does not read num_dropped
+  i32 num_in_flight;  // P: views expire P dispatches later
+  i32 report_dropped;  // 1 = dropped rows are reported to the host, which does not read num_dropped
   i32 row_bytes;  // payload bytes of a row as it travels
   i32 scale_bytes;  // bytes of a row's scales, 0 = none
   i32 combine_row_bytes;  // bytes of a combine row with its scales, padded to 16
@@ -180,7 +180,7 @@ struct World {
   i32* capacities;  // [R] receive capacity of each rank
   State* state;  // this rank's counters
   HostPage* host;  // pinned host memory
-  u64* gone;  // [R] pinned: not 0 = nobody waits for the rank; GONE_DEAD = its process is known to be dead
+  u64* gone;  // [R] pinned: not 0 = the rank is not waited for; GONE_DEAD = its process is known to be dead
   u8* block_counts;  // [pairs, blocks] pairs of counters with their flag (kernels/routing/ht_counts.cuh)
   u8* zeros;  // [H] a row of zeros
   u64* samples;  // [4096, 9 + R] ring of latency records, device memory

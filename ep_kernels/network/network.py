@@ -259,7 +259,7 @@ class Channel:
         self._freed = pointer
 
     def free(self) -> None:
-        """After `close`, when nobody uses the outbox any more."""
+        """After `close`, once the outbox is unused."""
         freed, self._freed = self._freed, None
         if freed is not None:
             self._lib.cn_free(freed)

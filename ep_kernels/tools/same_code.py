@@ -120,7 +120,7 @@ def _read_functions(listing: str) -> dict[str, DeviceFunction]:
 
 
 def functions(cubin: bytes) -> list[str] | None:
-    """The bodies of its functions without names, places and order; None where that cannot be told: no nvdisasm, or an
+    """The bodies of its functions without names, places and order; None where that is not known: no nvdisasm, or an
     instruction reads the table of constants."""
     listing = inspection.disassemble(cubin)
     if listing is None or _NAMED_TABLE in listing:

@@ -132,7 +132,7 @@ class QuickPending(Protocol):
 
 class QuickCalls(Protocol):
     """Plain operations by their shortest way, arguments not yet checked. None: nothing has begun, and the operation
-    takes the long way; so it is wherever an argument is wrong or anything has to be told."""
+    takes the full path; so does a call with a wrong argument, and one with an error to raise."""
 
     def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> Delivered | None:
         """Both phases, of a step of M tokens, or with the routing of `previous`. Raises as `PendingDispatch.wait`."""

@@ -6,7 +6,7 @@ dtype, stride and device, that arguments agree in size where one rank can see it
 except those that `base.py` names.
 
 * Order. Operations complete in the order in which all ranks begin them. `wait` of one first completes those before it;
-  beginning one more than `config.max_in_flight` first completes the oldest. A work that nobody waits for is completed
+  beginning one more than `config.max_in_flight` first completes the oldest. A work that is not waited for is completed
   by a later operation, by `barrier`, or by `drain`.
 * Buffers. x and out belong to the operation from its call until `wait` has returned (GPUs: until the current stream has
   passed what `wait` put on it). Then no peer reads x or writes out any more, and both are the caller's again. Where
@@ -170,7 +170,7 @@ def bytes_before_pool(config: CollectiveConfig) -> int:
 
 
 def other_tag(op: str, mine: int, peer: int, theirs: int) -> HandleError:
-    """What ranks whose tags differ are told."""
+    """The error of ranks whose tags differ."""
     return HandleError(f"{op}: this rank brought the routing of dispatch {mine}, rank {peer} that of dispatch {theirs}")
 
 

@@ -57,7 +57,7 @@ def test_ranks_that_share_memory_are_told_from_those_that_a_network_joins() -> N
     told = json.loads(json.dumps(as_dict(group)))["members"][3]["network"]
     assert told == {"provider": "tcp", "address": "x:7700", "domain": "d1"}
     alone = GroupView(state=SERVING, world_size=3, members=members[:3])
-    assert "shared memory among ranks 0-2 on node-0; nobody is reached by tcp" in rendered(alone)
+    assert "shared memory among ranks 0-2 on node-0; no rank is reached by tcp" in rendered(alone)
 
 
 def test_the_ways_of_clients_are_counted() -> None:

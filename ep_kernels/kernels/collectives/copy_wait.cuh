@@ -1,6 +1,6 @@
 // Copy engines in a CUDA graph: what a stream's own waits do outside of one, by two warps of one block. The number of
 // an operation is counted on the device, so that a replay finds a new one. Always a pull, so that the copies of a graph
-// that is replayed by a rank that has stopped write to nobody.
+// that is replayed by a rank that has stopped write to no peer.
 //
 //   phase 0  GRAPH_SHARD -> peers: this rank's shard may be read; wait GRAPH_SHARD of peers
 //   copies   shards of peers -> out, nodes of the graph (transports/nvlink/copy_schedule.py)

@@ -39,7 +39,7 @@ __device__ __forceinline__ Vector rounded(const Sum& sum) {
   return *reinterpret_cast<const Vector*>(&values);
 }
 
-// Loads that a thread has under way: of so many vectors, from so many ranks.
+// Loads that a thread has in flight: vectors, and ranks of each vector.
 constexpr i32 kSumsAtOnce = 4, kTermsAtOnce = 2;
 
 // Sums over all active ranks, in ascending rank, of a range of this rank's chunk: store(at, vector, bytes left) for

@@ -11,7 +11,7 @@
 // Memory order. All blocks' stores happen before their arrival (arrive: acq_rel, gpu), the last block's fence is of the
 // system, and a descriptor is one 16-byte store behind it: a proxy that sees its parity sees the bytes. The proxy
 // stores the word (release) after the bytes of every part; a kernel loads it (acquire, system), then the lines. Tags of
-// lines say nothing here: nobody promises that 128 bytes come as a whole.
+// lines say nothing here: the memory model does not promise that 128 bytes come as a whole.
 #pragma once
 
 #include "common/block.cuh"

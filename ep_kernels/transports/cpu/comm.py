@@ -112,7 +112,7 @@ class NativeComm:
         self.region = self.landing = None
 
     def close(self) -> None:
-        """Nobody finds this rank any more, and the network touches nothing of it. What operations work on stays."""
+        """Peers and the network no longer reach this rank. What operations work on stays."""
         if self.channel is not None:
             self.channel.close()
         for memory in (self.region, self.landing):

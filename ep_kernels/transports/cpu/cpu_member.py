@@ -28,7 +28,7 @@ class NativeOwner(Protocol):
     pointer: int | None
 
     def close(self) -> None:
-        """Nobody finds this rank any more. What operations work on stays."""
+        """Peers cannot find this rank any more. What operations work on stays."""
 
     def forsake(self) -> None:
         """In a forked child, where no operation returns: free it now, but own memory that a tensor is made of."""

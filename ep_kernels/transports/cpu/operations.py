@@ -107,7 +107,7 @@ class OperationHome(Protocol):
         """Slot of the next dispatch (0) or combine (1)."""
 
     def ended(self, pending: CpuDispatch | CpuCombine) -> None:
-        """The receive half of `pending` runs now; well or not, nobody is to run it again."""
+        """The receive half of `pending` runs now; it must not run again, even if it fails."""
 
     def judge(self, status: int) -> None:
         """Turn a native status into the exception it stands for."""

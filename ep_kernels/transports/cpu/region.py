@@ -133,7 +133,7 @@ class OwnRegion:
         return msgspec.json.encode(ticket)
 
     def close(self) -> None:
-        """Give the descriptor back: nobody can redeem the ticket any more. Mappings stay. Idempotent."""
+        """Give the descriptor back: the ticket cannot be redeemed any more. Mappings stay. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -229,7 +229,7 @@ class CpuTransport(CpuMember[NativeComm]):
         return replace(handle, state=RoutingState.restore(handle.state, handle.rows_shape))
 
     def _recycle(self, slot: int) -> None:
-        """Finish what still uses the buffers of dispatch slot `slot` and nobody has waited for. All ranks do, in the
+        """Finish what still uses the buffers of dispatch slot `slot` and was not waited for. All ranks do, in the
         same call, so none waits for credit that a peer would give only after that call."""
         dispatch = self._dispatches.get(slot)
         if dispatch is not None:
@@ -239,7 +239,7 @@ class CpuTransport(CpuMember[NativeComm]):
                 combine.finish()
 
     def ended(self, pending: CpuDispatch | CpuCombine) -> None:
-        """The receive half of `pending` runs now; well or not, nobody is to run it again."""
+        """The receive half of `pending` runs now; it must not run again, even if it fails."""
         for table in (self._dispatches, self._combines):
             if table.get(pending.slot) is pending:
                 del table[pending.slot]

@@ -1,4 +1,4 @@
-"""Where the addresses of argument records point: one place for whoever fills a record, and for the plans of `quick`."""
+"""Where the addresses of argument records point: shared by code that fills records and by `quick`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def sizes_of(size: int, pool_bytes: int, staging_bytes: int) -> CollectiveSizes:
 
 
 def num_blocks(num_bytes: int, most: int, num_sms: int | None, available: int) -> int:
-    """Blocks of a launch that moves so many bytes: equal on all ranks, because each argument is.
+    """Blocks of a launch that moves `num_bytes`: equal on all ranks, because each argument is.
 
     Args:
         num_bytes: sent by a rank, over all peers.
@@ -81,7 +81,7 @@ class PartRange:
 
 
 def gather_rounds(num_bytes: Sequence[int], slot_bytes: int | None) -> Iterator[list[PartRange]]:
-    """Launches of an all-gather of parts with shards of so many bytes; empty parts move nothing.
+    """Launches of an all-gather of parts with shards of `num_bytes`; empty parts move nothing.
 
     Args:
         slot_bytes: pull: what the shards of a launch, each rounded up to 16 bytes, fit into. None: no limit.

@@ -1,6 +1,6 @@
 """An operation like an earlier one: its records are filled but for two addresses, and one call launches it.
 
-Whoever keeps a plan keeps it for arguments of the same shape, dtype, registered offset and options, and only as long as
+A plan is valid for arguments of the same shape, dtype, registered offset and options, and only as long as
 the same ranks take part. A plan begins nothing where there may be something to tell, where launches have been on
 several streams, or, for copy engines, under graph capture: it says None, and the operation takes the long way, which
 sees to all of that.

@@ -125,7 +125,7 @@ class CopyEngines:
         self._found: Mismatch | None = None
         self._open: deque[_Open] = deque()
         self._lock = threading.Condition()
-        self._storing = threading.Lock()  # of whoever stores into this rank's flags
+        self._storing = threading.Lock()  # held while storing into this rank's flags
         self._graphs: list[int] = []  # that of `ready_flags`, then one for each template
         self._ends = self._sleeps = False
         self._thread: threading.Thread | None = None

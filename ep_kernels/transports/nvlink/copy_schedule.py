@@ -62,7 +62,7 @@ class CopyPart:
         slot: pull: where the shard lies, from the base of every rank's region.
         num_bytes: of the shard that move.
         stride: bytes from one shard of `out` to the next.
-        slot_stride: pull: the shard of rank p lies p times so many bytes behind `slot`.
+        slot_stride: pull: bytes from one shard to the next, from `slot` on.
     """
 
     x: int

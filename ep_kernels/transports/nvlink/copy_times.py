@@ -1,5 +1,5 @@
 """Latency records of operations by copy engines. No kernel times them: events on their stream do, in a ring of RING
-operations. Whoever reads later than that loses the oldest."""
+operations. A reader that is later than that loses the oldest."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class CudaGpu:
             return None, "the GPU promises the order of writes by NICs"
         if not self._attribute("GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS") & _BY_HOST:
             raise TransportError("the GPU neither promises the order of writes by NICs nor lets them be flushed")
-        return flush_of(), "writes by NICs are flushed before kernels are told"
+        return flush_of(), "writes by NICs are flushed before kernels see their word"
 
     def boxes(self, way: Way, flush: Flush | None) -> Boxes:
         """See `GpuMemory`."""

@@ -78,11 +78,11 @@ class HostPage:
             self.clear()
 
     def mark_gone(self, rank: int) -> None:
-        """That rank's process is dead: nobody waits for it any longer."""
+        """That rank's process is dead: it is not waited for any longer."""
         self._gone[rank] = abi.DEAD
 
     def give_up(self, rank: int) -> None:
-        """Nobody waits for that rank any longer, whatever its process does."""
+        """That rank is not waited for any longer, whatever its process does."""
         if not self._gone[rank]:
             self._gone[rank] = abi.GIVEN_UP
 
@@ -91,11 +91,11 @@ class HostPage:
         return int(self._gone[rank]) == abi.DEAD
 
     def is_given_up(self, rank: int) -> bool:
-        """Whether nobody waits for that rank: it is dead, or given up."""
+        """Whether that rank is not waited for: it is dead, or given up."""
         return bool(self._gone[rank])
 
     def is_quiet(self) -> bool:
-        """Whether there is no fault, and no mismatch that nobody has been told of."""
+        """Whether there is no fault, and no mismatch that was not yet raised."""
         return not (self._raw[_ABORT] or self._raw[_STATUS] or self._raw[_MISMATCH])
 
     def quiet_words(self) -> list[tuple[int, int]]:
@@ -125,7 +125,7 @@ class HostPage:
         )  # fmt: skip
 
     def mismatch(self) -> Mismatch | None:
-        """Ranks that brought different things to one operation; each is told once."""
+        """Ranks that brought different things to one operation; each is raised once."""
         found = self._page.mismatch
         if not found.status:
             return None
@@ -135,7 +135,7 @@ class HostPage:
         return told
 
     def finding(self) -> HandleError | CapacityError | None:
-        """What an operation found that breaks nothing, as an error; each is told once."""
+        """What an operation found that breaks nothing, as an error; each is raised once."""
         found = self.mismatch()
         if found is not None:
             mine, theirs = f"dispatch {found.mine}", f"dispatch {found.theirs}"

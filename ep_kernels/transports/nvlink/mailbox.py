@@ -5,7 +5,7 @@
           epoch that this rank would agree to | its words, number of exchanges, mask      epoch that its mask agreed to
 
 A rank enters exchange n by writing its words to block n % 2 and then n. It cannot enter n + 2 before everybody entered
-n + 1, so a block is never overwritten while somebody still reads it. Survivors of a loss may have stopped in different
+n + 1, so a block is never overwritten while a peer still reads it. Survivors of a loss may have stopped in different
 exchanges, so they agree on the next epoch in a block of its own. A rank that looks at a peer which has agreed to an
 epoch without it hears so: it was left out, and what the peer publishes now is not for it. Waiting sleeps (never spins).
 Fences stand between words and the number that vouches for them, on both sides: Arm's processors, as beside GB200, would

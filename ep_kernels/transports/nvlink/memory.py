@@ -203,7 +203,7 @@ _lent: deque[tuple[Mapping, Callable[[], bool]]] = deque()
 
 def keep(mapping: Mapping, is_lent: Callable[[], bool]) -> None:
     """Do not free a CUDA_IPC region while peers have it mapped: what they write would go anywhere, says the driver's
-    manual. Whoever has closed a communicator looks again with `free_returned`, for nobody tells."""
+    manual. Peers do not report that: the next bring-up calls `free_returned`."""
     _lent.append((mapping, is_lent))
 
 

@@ -27,7 +27,7 @@ from ep_kernels.transports.nvlink.streams import StreamOrder
 from ep_kernels.types import LatencySample, PeerTraffic
 
 _kept: list[Any] = []
-"""What graphs of closed communicators still read. Nobody tells when a graph is gone, so it stays for good."""
+"""What graphs of closed communicators still read. The end of a graph is not reported, so it is kept for good."""
 
 
 def require_cuda() -> None:
@@ -134,7 +134,7 @@ class NvlinkMember:
                 self._remote.settle(self._config.timeout_s)
 
     def close(self) -> None:
-        """See `base.MemberTransport`. Kernels that still wait are told to stop; peers keep their own mappings of this
+        """See `base.MemberTransport`. Kernels that still wait are stopped; peers keep their own mappings of this
         memory. A graph may be replayed after this: its kernels read tables, look at one word and return, and the
         caller's own may read the views that they were captured with."""
         if self._closed:
@@ -240,7 +240,7 @@ class NvlinkMember:
         self._epoch = epoch
         self._leave_out(mask, epoch)
         mailbox.leave(mask, epoch)
-        # Nobody sends before all have restarted.
+        # No rank sends before all have restarted.
         mailbox.exchange([0] * EXCHANGE_WORDS, self._config.timeout_s, sampled=False)
 
     def _leave_out(self, mask: Sequence[bool], epoch: int) -> None:

@@ -69,7 +69,7 @@ COMBINE_SENDERS = {(False, False): 0.4, (False, True): 0.4, (True, False): 0.5, 
 """Shares of an LL launch's blocks that send, by whether rows are per expert and whether they become fp8 on the way: who
 quantises needs more hands. Measured on 4 H200: docs/kernels/log/ll.md."""
 ENOUGH_SENDERS, FEW_SHARE = 9, 0.3
-"""Few blocks need a larger share to fill the links, up to so many senders: on 24 blocks a pair of 128 tokens took 76
+"""Few blocks need a larger share to fill the links, up to this many senders: on 24 blocks a pair of 128 tokens took 76
 us with 7 senders, and 97 with 4 (rank-major, 4 H200, kernels of version 8: docs/kernels/log/ll.md)."""
 POWER_OF_TWO = {ScaleFormat.FP32: 0, ScaleFormat.UE8M0: 1, ScaleFormat.UE8M0_PACKED: 2}
 

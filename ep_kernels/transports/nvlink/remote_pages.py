@@ -119,7 +119,7 @@ class RemotePages:
         return bool(self._channel.up() >> rank & 1)
 
     def close(self) -> None:
-        """Part from all in order. Idempotent; the copies stay while somebody looks at them."""
+        """Part from all in order. Idempotent; the copies stay while they are referenced."""
         self._channel.close()
         self._channel.free()
         words, self._words = self._words, None

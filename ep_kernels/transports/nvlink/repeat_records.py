@@ -14,7 +14,7 @@ from ep_kernels.transports.nvlink.copy_schedule import FLAG_BYTES, SEEN_SLOTS, C
 from ep_kernels.transports.nvlink.copy_times import TimedKind
 
 DISTURBED = -2
-"""Status of a call that has begun nothing: somebody has to look."""
+"""Status of a call that has begun nothing: the full path must check."""
 _ANY_SEQ, _ANY_EVENT = 1 << 62, 1 << 61
 """Stand for the number of an operation, and, counted on, for its events in a template; no address, length or signature
 is one of them."""

@@ -1,4 +1,4 @@
-"""Waits in machine code that nobody asked for. Reads a listing of nvdisasm; touches no GPU.
+"""Needless waits in machine code. Reads a listing of nvdisasm; touches no GPU.
 
 A load goes on while instructions behind it are executed. It takes one of six scoreboards, and every instruction carries
 a mask of those that it waits for, a wait for all that is under way on them. So an instruction that only *writes* a

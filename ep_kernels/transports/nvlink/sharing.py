@@ -21,7 +21,7 @@ _PEER_CREDENTIALS = struct.Struct("3i")
 
 
 class Desk:
-    """Gives copies of `fds` to whoever brings the nonce and runs as the same user, until closed.
+    """Gives copies of `fds` to processes of the same user that send the nonce, until closed.
 
     Attributes:
         address: name of the abstract socket (without its leading NUL) and nonce, as bytes for the ticket.
@@ -66,7 +66,7 @@ class Desk:
         return True
 
     def is_lent(self) -> bool:
-        """Whether somebody still has what this desk, closed by now, gave: who is done hangs up, and so do the dead."""
+        """Whether a process still holds what this closed desk gave: its connection ends when it is done or dead."""
         for borrower in list(self._borrowers):
             if _has_hung_up(borrower):
                 borrower.close()

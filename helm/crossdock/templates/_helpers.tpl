@@ -109,7 +109,7 @@ prometheus.io/scheme: {{ include "crossdock.httpScheme" (index . 0) | lower }}
 {{- get (get .Values.control.config "election" | default dict) "lease_name" | default (include "crossdock.name" .) -}}
 {{- end -}}
 
-{{/* What every part is told of TLS, as YAML; its Secret is mounted there. */}}
+{{/* The TLS settings of every part, as YAML; its Secret is mounted there. */}}
 {{- define "crossdock.security" -}}
 cert_file: /etc/crossdock-tls/tls.crt
 key_file: /etc/crossdock-tls/tls.key

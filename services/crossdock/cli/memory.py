@@ -81,7 +81,7 @@ def num_boxes(ranks: int, hosts: int) -> int:
 
 
 def over_hosts(config: MoEConfig, hosts: int) -> tuple[RegionMap, RegionArray]:
-    """The region of a rank of a group over so many hosts, and what it has beside it for ranks of other hosts. Raises
+    """The region of a rank of a group over `hosts` hosts, and what it has beside it for ranks of other hosts. Raises
     ConfigError, OptionError."""
     size = config.group.size
     if not 1 <= hosts <= size:

@@ -125,7 +125,7 @@ def words(record: Record) -> str:
 
 
 def conclusion(records: Sequence[Record]) -> str:
-    """Who was silent first, of the last epoch with records: whom others waited for and who waited for nobody."""
+    """Who was silent first, of the last epoch with records: whom others waited for and who waited for no rank."""
     if not records:
         return ""
     epoch = max(_number(record.get("epoch")) for record in records)

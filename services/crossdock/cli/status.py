@@ -107,7 +107,7 @@ def _ways(view: GroupView) -> list[Text]:
         return []
     sets = [f"{_span([one.rank for one in members])} on {members[0].hostname}" for members in domains.values()]
     provider = next(iter(domains.values()))[0].network.provider
-    between = f", {provider} between" if len(sets) > 1 else f"; nobody is reached by {provider}"
+    between = f", {provider} between" if len(sets) > 1 else f"; no rank is reached by {provider}"
     shown = "; ".join(sets[:_SETS]) + ("; ..." if len(sets) > _SETS else "")
     return [Text(f"shared memory among ranks {shown}{between}", style="dim")]
 

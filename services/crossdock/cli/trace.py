@@ -61,7 +61,7 @@ def answers_of(
     members: Sequence[Member], ask: Callable[[Member], TraceResponse]
 ) -> tuple[list[TraceResponse], dict[str, str]]:
     """The answers, and by rank why there is none: a rank that hangs or is gone must not hide the others' steps. Raises
-    CallError where nobody answers."""
+    CallError where there is no answer."""
     from crossdock.common.rpc import CallError
 
     answers, missing, last = [], {}, None

@@ -27,7 +27,7 @@ from crossdock.common.settings import (
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 DEFAULT_WORLD = 4
-"""Ranks of a group whose size nobody gave."""
+"""Ranks of a group whose size is not configured."""
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

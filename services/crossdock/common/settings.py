@@ -205,7 +205,7 @@ class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         return {**msgspec.structs.asdict(self), "advertise": f"[{bare}]" if ":" in bare else bare}
 
     def of_worker(self, local_rank: int) -> WorkerNetworkConfig:
-        """Of the worker `local_rank` places after this one: the next port but so many, if it is fixed."""
+        """That of the worker `local_rank` places after this one: a fixed port plus `local_rank`."""
         return msgspec.structs.replace(self, listen=count_up(self.listen, local_rank))
 
 

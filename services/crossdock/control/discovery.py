@@ -360,7 +360,7 @@ def _by_memory(topology: Topology, one: int, other: int, means: Means) -> Reach 
 
 def _by_sockets(topology: Topology, one: int, other: int, means: Means) -> Reach | str:
     if _same_kernel(topology, one, other) and _same_domain(topology, one, other):
-        return ""  # nobody would take them: memory is there
+        return ""  # memory comes first: peers would not take it
     networks = []
     for number in (one, other):
         device = topology.devices[number]

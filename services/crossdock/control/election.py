@@ -10,7 +10,7 @@ reported by a member counts only if it is plausible (`is_plausible`), since any 
 would exhaust the terms.
 
 A missing lease may have been deleted under a leader. So it is created without a holder, and taken after `lease_s` like
-any other lease; so is a lease created by somebody else and never written. A deleted lease has lost its term: so each
+any other lease; so is a lease that another program created and never wrote. A deleted lease has lost its term: so each
 leadership leaps ahead by a random number, to not repeat the term of another candidate that saw the same number.
 """
 

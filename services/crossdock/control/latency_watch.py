@@ -1,7 +1,7 @@
 """Latency of a group: the reports of its members over the last interval, and the verdict on them.
 
 A verdict is taken up when two looks in a row agree, and dropped when two in a row say something else: one bad second
-names nobody. It is shown in views, exported as a metric, and logged when it changes.
+names no rank. It is shown in views, exported as a metric, and logged when it changes.
 """
 
 from __future__ import annotations

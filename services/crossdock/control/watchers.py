@@ -18,7 +18,7 @@ WATCHES_PER_RANK = 2
 """A broken stream may not have ended here when its successor opens."""
 NOTIFY_DEBOUNCE_S_PER_RANK, FULL_NOTIFY_DEBOUNCE_S_PER_RANK = 2e-3, 0.5e-3
 """Debounce interval for changes that can wait (a member joins or leaves before the table of an epoch is complete): each
-costs a message to every watcher, so many losses at once would flood them. The second, shorter interval applies once
+costs a message to every watcher, so a burst of losses would flood them. The second, shorter interval applies once
 every slot has a member. Groups of up to DEBOUNCE_FROM_RANKS ranks are notified immediately."""
 DEBOUNCE_FROM_RANKS = 32
 NOTIFY_BATCH = 32

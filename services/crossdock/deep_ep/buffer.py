@@ -143,7 +143,7 @@ class Buffer(Unsupported):
             num_tokens_per_expert: of `get_dispatch_layout`; its length is E. The others of it are not read.
             topk_idx: int64 [T, K], -1 = none. topk_weights: float32 [T, K].
             expert_alignment: to which the numbers of the fourth result are rounded up.
-            num_worst_tokens: > 0: fixed shapes of so many rows (R times the most tokens of any rank), nothing is read
+            num_worst_tokens: > 0: fixed shapes of this many rows (R times the most tokens of any rank), nothing is read
                 back, ids past what arrived are -1, the fourth result is []. Needed in CUDA graphs.
 
         Returns (rows, or (rows, scales), [N, ...], by source rank and token; local expert ids int64 [N, K], -1 = not

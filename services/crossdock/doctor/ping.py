@@ -1,4 +1,4 @@
-"""The doctor's loop-back ping in a process of its own, so that a driver that hangs or crashes takes nobody with it.
+"""The doctor's loop-back ping in a process of its own, so that a driver that hangs or crashes ends only it.
 
 python -m crossdock.doctor.ping NETWORK          NETWORK: the `NetworkConfig` as JSON; prints a `Ping` or "failed"
 """

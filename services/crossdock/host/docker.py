@@ -211,7 +211,7 @@ class _Kept:
             if self.container.status in _ENDED:
                 self._revive(int(self.container.attrs["State"]["ExitCode"]))
         except NotFound:
-            raise SupervisorError(f"{self.container.name}: somebody removed the container") from None
+            raise SupervisorError(f"{self.container.name}: the container was removed") from None
         except (DockerException, OSError) as error:  # the group may continue to serve without the daemon
             log.warning("container not seen", container=self.container.name, why=error)
 

@@ -124,7 +124,7 @@ class SharedMemory:
         return self._rows[1]
 
     def give_back(self) -> None:
-        """Free the pages, whoever else maps them still."""
+        """Free the pages, also where another process still maps them."""
         with contextlib.suppress(OSError):  # then they go with the last mapping
             self._mapping.madvise(mmap.MADV_REMOVE)
 

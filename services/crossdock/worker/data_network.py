@@ -1,4 +1,4 @@
-"""The network of this worker: its config for the data plane, and what others are told of it at registration."""
+"""The network of this worker: its config for the data plane, and what it registers of it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def with_device(
 def announced(
     network: WorkerNetworkConfig | None, address: str, boot_id: str, choice: NicChoice | None = None
 ) -> topology_pb2.Network | None:
-    """What the control plane is told; None: this worker has no network.
+    """What is registered at the control plane; None: this worker has no network.
 
     Args:
         network: of this worker.

@@ -14,7 +14,7 @@ _CALL = {"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": "Forward"}
 def begin(
     tracer: Tracer | None, request: expert_pb2.ForwardRequest, parent: TraceContext | None, received_ns: int
 ) -> RequestTrace | None:
-    """The trace of a request that nobody has checked. `parent`: that of its stream, for a request without its own."""
+    """The trace of a request not yet checked. `parent`: that of its stream, for a request without its own."""
     if tracer is None:
         return None
     own = parse_traceparent(request.traceparent) if request.traceparent else parent

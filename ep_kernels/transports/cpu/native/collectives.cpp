@@ -238,7 +238,7 @@ Status arrive(CollectiveMember& m, Collective& op, bool block, bool one_shard) {
     for (uint64_t came = before & ~op.waiting.missing; came; came &= came - 1) {
       const int r = __builtin_ctzll(came);
       if (const Status same = same_arguments(m, op, r); same != kOk) {
-        op.waiting.missing = before;  // whoever asks again is told again
+        op.waiting.missing = before;  // the next call returns the same error
         return same;
       }
       compare_tags(m, op, r);

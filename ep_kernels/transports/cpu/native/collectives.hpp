@@ -80,7 +80,7 @@ struct Collective {
   int64_t count;      // sums: elements of x, in all slices
   Type type;          // sums: of the elements
   int32_t zero_copy;  // peers read x where it lies
-  int64_t tag;        // the caller's; ranks that bring different ones are told so when the operation has ended
+  int64_t tag;        // the caller's; ranks with different ones get an error when the operation has ended
   // State. Rounds count from 1.
   uint64_t seq;
   Clock clock;

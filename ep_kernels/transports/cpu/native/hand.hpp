@@ -8,7 +8,7 @@
 
 namespace cd {
 
-// From so many bytes on it is worth waking.
+// Operations of fewer bytes do not wake it.
 constexpr int64_t kHandBytes = 1 << 20;
 
 class Hand {

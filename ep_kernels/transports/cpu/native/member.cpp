@@ -1,6 +1,6 @@
 // The parts of a member that every operation shares: bells, liveness, the ring of samples.
 //
-// How a sleeper is woken without a lost wake-up. A rank sleeps on its own bell only. Whoever changes something that it
+// How a sleeper is woken without a lost wake-up. A rank sleeps on its own bell only. A writer of something that it
 // may wait for rings: bell += 1, then wakes if `sleepers` > 0. The sleeper: reads the bell, looks at what it waits for,
 // announces itself in `sleepers`, sleeps if the bell still has the value read. Both sides put a sequentially consistent
 // operation between their write and their read, so either the ringer sees the sleeper or the sleeper sees the new bell.

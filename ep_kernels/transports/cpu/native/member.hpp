@@ -231,7 +231,7 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
       waiting.started = want.since_ns != 0 ? want.since_ns : now;
       waiting.began = waiting.looked = now;
     }
-    // An operation that a lost rank takes part in will never end well, whoever else is waited for just now.
+    // An operation that a lost rank takes part in will never succeed, whichever rank is waited for just now.
     if (const uint64_t out = lost.load(std::memory_order_acquire) & peers()) {
       const int r = __builtin_ctzll(out);
       return fail(want, r, seen(r), Why::given_up, waiting.started);

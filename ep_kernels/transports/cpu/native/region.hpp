@@ -75,7 +75,7 @@ struct Span {
   int64_t begin, end;
 };
 
-// Tokens of chunk `i` of so many.
+// Tokens of chunk `i` of a message of `tokens` tokens.
 constexpr Span chunk_of(int64_t tokens, int64_t row_bytes, int i) {
   const int64_t step = chunk_tokens(tokens, row_bytes), begin = i * step, end = begin + step;
   return {begin < tokens ? begin : tokens, end < tokens ? end : tokens};
@@ -93,7 +93,7 @@ struct alignas(64) SlotMeta {
   Parts parts[kMaxRanks];  // to each other host, by the lowest rank of the host; the head itself apart
 };
 
-// Bytes of a head that mean something in a group of so many ranks.
+// Bytes of a head that are used in a group of `ranks` ranks.
 constexpr int64_t head_bytes(int ranks) { return int64_t(offsetof(SlotMeta, parts) + ranks * sizeof(Parts)); }
 
 // Offsets of the parts; a pure function of Geometry.

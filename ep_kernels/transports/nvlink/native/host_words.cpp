@@ -18,7 +18,7 @@ static_assert(sizeof(Word) == 8 && Word::is_always_lock_free);
 struct HostWords {
   const int64_t* landing;  // [R][kPageWords]: as the network writes them, in any order
   Word* pages;             // [R][kPageWords]: as the hosts read them
-  Word* gone;              // [R]: nobody waits for the rank; kernels read it
+  Word* gone;              // [R]: the rank is not waited for; kernels read it
   Word* joined;            // [R]: how often connections with the rank were made
 };
 

@@ -258,7 +258,7 @@ CD_API int cd_copies_behind(const Step* steps, int count, void* stream, void* be
   return status ? status : cd_copies(steps, count, stream);
 }
 
-// Words that say whether somebody has to look: each is quiet up to a number.
+// Words whose value beyond `quiet` means that the host must check.
 struct QuietWord {
   const volatile int64_t* word;
   int64_t most;

@@ -30,7 +30,7 @@ bool is_captured(void* stream);
 void* current_context();
 // Bytes between any two memories, in the order of the stream. The driver's status.
 int copy(uint64_t to, uint64_t from, size_t num_bytes, void* stream);
-// Whether the stream still has work. No on any error: whoever asks synchronises next, and hears of it.
+// Whether the stream still has work. False on any error: the caller synchronises next, and gets the error there.
 bool is_busy(void* stream);
 
 }  // namespace cd
