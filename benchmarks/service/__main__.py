@@ -32,6 +32,7 @@ from benchmarks.service.load import Job, LoadProcesses, Measured, Sizes
 from benchmarks.service.model import write_experts
 from benchmarks.service.rolling import load_checkpoint
 from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.common.cpus import usable_cpus
 from crossdock.demo.hosts import HostPlace, become, namespaces
 from crossdock.host.supervisor import Supervisor
 
@@ -110,12 +111,11 @@ class Bench:
             yield from self._in_process(seconds)
         if "echo" in self._arguments.paths:
             yield from self._echo("echo", EchoProcess(), seconds)
-        with self._group("127.0.0.1", 0) as target:
-            for path in ("shared", "grpc"):
-                if path in self._arguments.paths:
-                    yield from self._service(path, target, seconds)
-            if "rolling" in self._arguments.paths:
-                yield from self._rolling(target)
+        paths = [path for path in ("shared", "grpc", "rolling") if path in self._arguments.paths.split(",")]
+        if paths:
+            with self._group("127.0.0.1", 0) as target:
+                for path in paths:
+                    yield from self._rolling(target) if path == "rolling" else self._service(path, target, seconds)
         if self._there is not None:
             yield from self._echo("far echo", EchoProcess(self._there.address, self._there.namespace), seconds)
             with self._group(self._there.address, FAR_PORT, self._there.enter) as target:
@@ -137,7 +137,7 @@ class Bench:
 
     def _in_process(self, seconds: float) -> Iterator[Row]:
         experts = InProcess(self.model)
-        for threads in (1, os.cpu_count() or 1):
+        for threads in (1, usable_cpus()):
             torch.set_num_threads(threads)
             for tokens in self._arguments.tokens:
                 took = experts.measure(self.sizes, LAYER, tokens, seconds / 2)
