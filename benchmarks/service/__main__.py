@@ -27,11 +27,12 @@ import torch
 
 from benchmarks import facts
 from benchmarks.service.beside import EchoProcess, InProcess, tokens_per_s
+from benchmarks.service.control import ControlProcess
 from benchmarks.service.counters import PHASES, Counters
 from benchmarks.service.load import Job, LoadProcesses, Measured, Sizes
 from benchmarks.service.model import write_experts
 from benchmarks.service.rolling import load_checkpoint
-from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.common.config import WorkerConfig
 from crossdock.common.cpus import usable_cpus
 from crossdock.demo.hosts import HostPlace, become, namespaces
 from crossdock.host.supervisor import Supervisor
@@ -43,7 +44,8 @@ TOKENS, CLIENTS = (1, 8, 128, 1024), (1, 8, 64)
 OPEN_SHARE = 0.6
 """Rate of the open loop, of what the closed loop has reached."""
 FORM_S = 120.0
-FAR_PORT, INSIDE = 7400, "--inside"
+Places = tuple[HostPlace, HostPlace]
+INSIDE = "--inside"
 ROLLING_CLIENTS, ROLLING_TOKENS, ROLLING_S = 4, 8, 5.0
 
 
@@ -83,10 +85,10 @@ class Bench:
     """All cases of one shape."""
 
     def __init__(
-        self, shape: str, folder: Path, load: LoadProcesses, there: HostPlace | None, arguments: argparse.Namespace
+        self, shape: str, folder: Path, load: LoadProcesses, places: Places | None, arguments: argparse.Namespace
     ) -> None:
         self.shape, self._folder, self._load, self._arguments = shape, folder / shape, load, arguments
-        self._there = there
+        self._places = places
         self.sizes = SHAPES[shape][0]
         self._folder.mkdir()
         self.model = self._write("model", seed=0)
@@ -113,27 +115,30 @@ class Bench:
             yield from self._echo("echo", EchoProcess(), seconds)
         paths = [path for path in ("shared", "grpc", "rolling") if path in self._arguments.paths.split(",")]
         if paths:
-            with self._group("127.0.0.1", 0) as target:
+            with self._group("127.0.0.1", HostPlace("127.0.0.1")) as target:
                 for path in paths:
                     yield from self._rolling(target) if path == "rolling" else self._service(path, target, seconds)
-        if self._there is not None:
-            yield from self._echo("far echo", EchoProcess(self._there.address, self._there.namespace), seconds)
-            with self._group(self._there.address, FAR_PORT, self._there.enter) as target:
+        if self._places is not None:
+            here, there = self._places
+            yield from self._echo("far echo", EchoProcess(there.address, there.namespace), seconds)
+            with self._group(here.address, there) as target:
                 yield from self._service("far grpc", target, seconds)
 
     @contextlib.contextmanager
-    def _group(self, address: str, port: int, enter: Sequence[str] = ()) -> Iterator[str]:
-        """The group's control plane."""
-        anywhere = f"{address}:0"
-        listens = f"{address}:{port}", f"{address}:{port and port + 1}"
-        control = ControlConfig(listen=listens[0], http_listen=listens[1], world_size=WORKERS)
-        workers = [
-            WorkerConfig(model=str(self.model), local_rank=i, uid=f"w{i}", listen=anywhere, http_listen=anywhere)
-            for i in range(WORKERS)
-        ]
-        with Supervisor(control, workers, self._folder / f"logs{port}", enter=enter) as supervisor:
-            self._pages = [member.http_address for member in supervisor.wait_serving(FORM_S).members]
-            yield supervisor.control_address
+    def _group(self, here: str, there: HostPlace) -> Iterator[str]:
+        """A control plane at an address of this host, and workers at a place; its address."""
+        anywhere = f"{there.address}:0"
+        with ControlProcess(WORKERS, here) as control:
+            workers = [
+                WorkerConfig(
+                    model=str(self.model), control=control.address, local_rank=i, uid=f"w{i}", listen=anywhere,
+                    http_listen=anywhere,
+                )
+                for i in range(WORKERS)
+            ]  # fmt: skip
+            with Supervisor(None, workers, self._folder / f"logs-{there.address}", enter=there.enter) as supervisor:
+                self._pages = [member.http_address for member in supervisor.wait_serving(FORM_S).members]
+                yield control.address
 
     def _in_process(self, seconds: float) -> Iterator[Row]:
         experts = InProcess(self.model)
@@ -224,13 +229,13 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def other_host(arguments: argparse.Namespace) -> Iterator[HostPlace | None]:
-    """Where a group is reached over a network; None: not asked for, or there can be none, and why is printed."""
+def two_hosts(arguments: argparse.Namespace) -> Iterator[Places | None]:
+    """This host and one beyond a network; None: not asked for, or there can be none, and why is printed."""
     if "far" not in arguments.paths:
         yield None
     elif arguments.inside:
-        with namespaces() as (_, there):
-            yield there
+        with namespaces() as places:
+            yield places
     else:
         print(f"no other host: {become([*sys.argv[1:], INSIDE], 'benchmarks.service')}")
         yield None
@@ -242,13 +247,13 @@ def main() -> None:
     load_before, rows = os.getloadavg()[0], list[Row]()
     names = [field.name for field in fields(Row)]
     with (
-        other_host(arguments) as there,
+        two_hosts(arguments) as places,
         tempfile.TemporaryDirectory() as folder,
         LoadProcesses(PROCESSES) as load,
     ):
         print("  ".join(names))
         for shape in arguments.shapes.split(","):
-            for row in Bench(shape, Path(folder), load, there, arguments).rows():
+            for row in Bench(shape, Path(folder), load, places, arguments).rows():
                 rows.append(row)
                 print("  ".join("" if (cell := getattr(row, one)) is None else str(cell) for one in names), flush=True)
     if arguments.out:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import multiprocessing as mp
-import socket
 import statistics
 import tempfile
 import threading
@@ -30,13 +29,13 @@ import torch.distributed as dist
 
 from benchmarks import facts
 from benchmarks.service.beside import InProcess
+from benchmarks.service.control import ControlProcess, free_port
 from benchmarks.service.load import Sizes
 from benchmarks.service.model import write_experts
 from crossdock.client import Client
 from crossdock.client.direct import DirectCall
 from crossdock.common import rpc
-from crossdock.common.config import ControlConfig, WorkerConfig
-from crossdock.control.process import run_control
+from crossdock.common.config import WorkerConfig
 from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1.control_pb2 import SERVING
 from crossdock.worker import buffer_server
@@ -100,13 +99,6 @@ def _work(pipe: Connection, config: WorkerConfig) -> None:
     run_worker(config)
 
 
-def free_port() -> int:
-    """Of this host, a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Group:
     """A control plane and workers with stamps."""
 
@@ -114,11 +106,10 @@ class Group:
         model = write_experts(folder / "model", SIZES.hidden, INNER, SIZES.experts, SIZES.topk)
         self.experts = InProcess(model)
         anywhere = "127.0.0.1:0"
-        self.address, context = f"127.0.0.1:{free_port()}", mp.get_context("spawn")
-        control = ControlConfig(listen=self.address, http_listen=anywhere, world_size=WORKERS)
+        self._control, context = ControlProcess(WORKERS), mp.get_context("spawn")
+        self.address = self._control.address
         self.pipes: list[Connection] = []
-        self._processes = [context.Process(target=run_control, args=(control,), daemon=True)]
-        self._processes[0].start()
+        self._processes = list[Any]()
         for rank in range(WORKERS):
             here, there = context.Pipe()
             config = WorkerConfig(
@@ -134,6 +125,7 @@ class Group:
         for process in self._processes:
             process.kill()
             process.join()
+        self._control.stop()
 
     def taken(self) -> list[Stamps]:
         """The stamps of each worker since the last call."""
