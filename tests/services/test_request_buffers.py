@@ -213,7 +213,7 @@ async def test_threads_share_one_client(tmp_path: Path) -> None:
     async with world(tmp_path) as made:
         client = await asyncio.to_thread(Client, made.address)
         await asyncio.gather(*(asyncio.to_thread(ask, client) for _ in range(4)))
-        assert 1 <= len(made.buffers) <= 4
+        await until(lambda: 1 <= len(made.buffers) <= 4)  # one that was too small may just be closing
         assert any(isinstance(work.stream, buffer_server._Buffer) for work in made.engine.seen)
         await asyncio.to_thread(client.close)
 
