@@ -22,7 +22,6 @@ from crossdock.worker.gating import Gating
 from crossdock.worker.grouped import products
 from crossdock.worker.grouped.product import grouped_product
 from crossdock.worker.grouped.row_quantiser import quantise_rows
-from crossdock.worker.grouped.widen import widen_mxfp4
 from tests.unit.grouped_cases import BLOCKS, MXFP4, drawn
 
 HIDDEN, INNER, EXPERTS = 512, 256, 4
@@ -78,9 +77,7 @@ def stack_bytes(cubin: bytes) -> int:
 
 def compiled() -> list[Any]:
     """All kernels so far."""
-    return [
-        kernel for jit in (grouped_product, quantise_rows, widen_mxfp4) for kernel in jit.device_caches[0][0].values()
-    ]
+    return [kernel for jit in (grouped_product, quantise_rows) for kernel in jit.device_caches[0][0].values()]
 
 
 def launch(num_rows: int, every_tile: bool = False) -> None:

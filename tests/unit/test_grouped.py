@@ -57,9 +57,9 @@ def test_compiled_for_hopper() -> None:
     found = run("grouped_compiled")
     kinds = {(kind.split(".")[4], kind.split(".f32.")[1]) for kind in found["wgmma"]}
     assert kinds == {("m64n32k32", "e4m3.e4m3"), ("m64n128k32", "e4m3.e4m3"), ("m64n16k16", "bf16.bf16"),
-                     ("m64n64k16", "bf16.bf16"), ("m64n128k16", "bf16.bf16")}  # fmt: skip
+                     ("m64n64k16", "bf16.bf16")}  # fmt: skip
     assert found["stack"] <= 160, "bytes of local memory: an inner loop spills"
-    assert (found["kernels"], found["again"]) == (12, 0), "another number of rows compiled a kernel anew"
+    assert (found["kernels"], found["again"]) == (9, 0), "another number of rows compiled a kernel anew"
 
 
 @pytest.mark.gpu(1)

@@ -37,8 +37,8 @@ _PART_S = 0.1
 THREADS = 3
 """Processors for each rank of a host from which on it gets a second hand: itself, the proxy thread, the hand."""
 SPIN_NS, SHORT_NS = 100_000, 3_000
-"""Where there is a processor for each rank of a host, a wait of dispatch and combine spins this long before it sleeps: a
-sleeper is woken after 50 us or more, a rank that spins sees its peer at once. So does a meeting where there are two:
+"""Where there is a processor for each rank of a host, a wait of dispatch and combine spins this long before it sleeps:
+a sleeper is woken after 50 us or more, a rank that spins sees its peer at once. So does a meeting where there are two:
 a peer that is woken up may want the processor of the rank that has woken it."""
 _QUIET_S = 0.0002
 """Between two looks whether the network has sent everything."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from crossdock.worker.grouped.sums import BLOCK, sums_bf16, sums_fp8, sums_mxfp4
+from crossdock.worker.grouped.sums import BLOCK, sums_fp8, sums_mxfp4
 from crossdock.worker.grouped.tiles import HALF, activated, find_tile, row_tiles_of, store_rows
 
 
@@ -43,8 +43,6 @@ def grouped_product(
             left, right = sums_mxfp4(
                 rows, weights, weight_scales, row_0, row_0 + apart, all_rows, first, columns, tile_rows
             )
-        elif format == "bf16":
-            left, right = sums_bf16(rows, weights, row_0, row_0 + apart, first, columns, tile_rows)
         else:
             left, right = _fp8(
                 rows, row_scales, weights, weight_scales, expert, row, row_0, column, first, num_rows, columns,
@@ -53,7 +51,7 @@ def grouped_product(
         if has_bias:
             left += _along(bias + row_0, weight_rows - column)
             right += _along(bias + row_0 + apart, weight_rows - column - apart)
-        quantise: tl.constexpr = gated and format != "mxfp4" and format != "bf16"  # noqa: PLR1714
+        quantise: tl.constexpr = gated and format != "mxfp4"
         if gated:
             left = activated(left, right, limit, alpha, rule == "scaled")
         store_rows(left, out, out_scales, row, end, column, num_rows, out_columns, quantise)

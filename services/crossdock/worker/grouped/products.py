@@ -2,8 +2,7 @@
 
     fp8      tokens -> e4m3 with a scale per 128 columns -> e4m3 products, fp32 sums -> activation in fp32 -> e4m3 with
              a scale per 128 columns -> e4m3 products, fp32 sums -> out
-    MXFP4    tokens in bf16 -> weights become bf16 in registers, exactly -> activation in fp32 -> bf16 -> out; those of
-             experts with many rows become bf16 in memory first, where there is room
+    MXFP4    tokens in bf16 -> weights become bf16 in registers, exactly -> activation in fp32 -> bf16 -> out
 
 Weights are read as they are stored. Nothing is written between the first product and the activation where the rule is
 gated silu or scaled; other rules run in torch on the first product's rows, as they do in bf16.
@@ -18,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -28,14 +26,11 @@ from crossdock.worker.gating import Gating
 from crossdock.worker.grouped.product import grouped_product
 from crossdock.worker.grouped.row_quantiser import quantise_rows
 from crossdock.worker.grouped.support import fused_rule
-from crossdock.worker.grouped.widen import widen_mxfp4
 from crossdock.worker.weights import Stack
 
 BLOCK = 128
-_STEP = {"fp8": (BLOCK, 1), "mxfp4": (64, 2), "bf16": (64, 1)}
-"""Columns of a step by kind of format, as in `sums.py`; how many are in an element."""
-_WIDEN_BLOCK = 2048
-"""Bytes of a program that widens."""
+_STEP = {"fp8": (BLOCK, 1), "mxfp4": (64, 2)}
+"""Columns of a step by kind of format, as in `sums.py`; how many are in a byte."""
 _QUANTISER_ROWS, _QUANTISER_PROGRAMS = 32, 8
 _MOST = 2**31 - 1
 
@@ -62,11 +57,9 @@ class Tile:
 
 TILES: dict[str, tuple[Tile, ...]] = {
     "fp8": (Tile(64, 32, True, 4, 3, 2), Tile(_MOST, 128, False, 8, 4, 1)),
-    "mxfp4": (Tile(16, 16, True, 4, 4, 3), Tile(255, 64, True, 4, 4, 2)),
-    "bf16": (Tile(_MOST, 128, False, 8, 4, 1),),
+    "mxfp4": (Tile(16, 16, True, 4, 4, 3), Tile(_MOST, 64, True, 4, 4, 2)),
 }
-"""By kind of format, in ascending order of rows; measured on an H100 with a DeepSeek-V3 rank's experts. "bf16": of
-MXFP4's experts with more rows than its last tile computes."""
+"""By kind of format, in ascending order of rows; measured on an H100 with a DeepSeek-V3 rank's experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +78,6 @@ class GroupedProducts:
         num_processors: multiprocessors of the GPU.
         tiles: by kind of format.
         every_tile: launch all of them, whatever the number of rows.
-        kernels: compiled by another object for the same GPU, by what they are compiled for.
     """
 
     def __init__(
@@ -95,11 +87,9 @@ class GroupedProducts:
         tiles: dict[str, tuple[Tile, ...]] | None = None,
         *,
         every_tile: bool = False,
-        kernels: dict[tuple[object, ...], Any] | None = None,
     ) -> None:
         self._gating, self._num_processors, self._tiles = gating, num_processors, tiles or TILES
         self._every_tile = every_tile
-        self._kernels: dict[tuple[object, ...], Any] = {} if kernels is None else kernels
 
     @staticmethod
     def compiled(weights: tuple[Stack, Stack], gating: Gating, dtype: torch.dtype) -> GroupedProducts:
@@ -110,7 +100,7 @@ class GroupedProducts:
         rows = torch.zeros(BLOCK, columns, dtype=dtype, device=device)
         none = torch.zeros(weights[0].data.shape[0] + 1, dtype=torch.int32, device=device)
         made.forward(weights, rows, none, none[1:], torch.empty_like(rows))
-        return GroupedProducts(gating, num_processors, kernels=made._kernels)
+        return GroupedProducts(gating, num_processors)
 
     def forward(
         self,
@@ -158,65 +148,22 @@ class GroupedProducts:
     def _product(
         self, stack: Stack, rows: ProductRows, groups: Sequence[torch.Tensor], out: ProductRows, rule: str
     ) -> None:
-        kind, num_rows, num_experts = stack.format.kind, rows.values.shape[0], stack.data.shape[0]
-        launches = self._launches(kind, num_rows, num_experts)
-        least = launches[-1][1] + 1
-        many = kind == "mxfp4" and (least <= num_rows or self._every_tile)
-        wide = self._widened(stack, groups[1], least) if many else None
-        if wide is None:
-            launches[-1] = launches[-1][0], _MOST, launches[-1][2]
-        else:
-            self._launch("bf16", stack, wide, rows, groups, out, rule, (least, _MOST, self._tiles["bf16"][0]))
-        for launch in launches:
-            self._launch(kind, stack, stack.data, rows, groups, out, rule, launch)
-
-    def _widened(self, stack: Stack, counts: torch.Tensor, least: int) -> torch.Tensor | None:
-        """MXFP4 matrices in bf16, of the experts with that many rows; None: there is no room."""
-        num, num_bytes = stack.data.shape[0], stack.data.shape[1] * stack.data.shape[2]
-        try:
-            wide = torch.empty(num, stack.rows, stack.columns, dtype=torch.bfloat16, device=stack.data.device)
-        except torch.OutOfMemoryError:
-            return None
-        grid = triton.cdiv(num_bytes, _WIDEN_BLOCK), num
-        widen_mxfp4[grid](stack.data, stack.scales, wide, counts, least, num_bytes, block=_WIDEN_BLOCK)
-        return wide
-
-    def _launch(
-        self,
-        kind: str,
-        stack: Stack,
-        data: torch.Tensor,
-        rows: ProductRows,
-        groups: Sequence[torch.Tensor],
-        out: ProductRows,
-        rule: str,
-        launch: tuple[int, int, Tile],
-    ) -> None:
-        """One launch of the kernel: for the weights `data` of that kind, experts with launch[0] .. launch[1] rows."""
-        (offsets, counts), (least, most, tile) = groups, launch
+        offsets, counts = groups
         limit = math.inf if self._gating.limit is None else self._gating.limit
-        step, packed = _STEP[kind]
-        weights = TensorDescriptor.from_tensor(data.view(-1, data.shape[-1]), [BLOCK, step // packed])
-        format, scales, scale_rows, apart = _scales(stack, kind, gated=rule != "plain")
-        arguments = (
-            TensorDescriptor.from_tensor(rows.values, [tile.rows, step]), rows.scales, weights, scales,
-            stack.bias, out.values, out.scales, offsets, counts, stack.data.shape[0], rows.values.shape[0],
-            least, most, limit, self._gating.alpha,
-        )  # fmt: skip
-        constants = {
-            "format": format, "rule": rule, "has_bias": stack.bias is not None, "columns": stack.columns,
-            "weight_rows": stack.rows, "out_columns": out.values.shape[1], "scale_rows": scale_rows,
-            "scales_apart": apart, "swap": tile.swap, "tile_rows": tile.rows,
-            "experts": max(2, triton.next_power_of_2(stack.data.shape[0])),
-        }  # fmt: skip
-        grid = (self._num_processors * tile.programs, 1, 1)
-        key = (*constants.values(), out.values.dtype, tile, _odd(out.values, offsets, counts))
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            options = {"num_warps": tile.warps, "num_stages": tile.stages}
-            self._kernels[key] = grouped_product[grid](*arguments, **constants, **options)
-        else:  # what Triton would find by looking at each argument
-            kernel[grid](*arguments, *constants.values())
+        data = stack.data.view(-1, stack.data.shape[-1])
+        step, packed = _STEP[stack.format.kind]
+        weights = TensorDescriptor.from_tensor(data, [BLOCK, step // packed])
+        format, scales, scale_rows, apart = _scales(stack, gated=rule != "plain")
+        for least, most, tile in self._launches(stack.format.kind, rows.values.shape[0], stack.data.shape[0]):
+            grouped_product[(self._num_processors * tile.programs,)](
+                TensorDescriptor.from_tensor(rows.values, [tile.rows, step]), rows.scales, weights, scales,
+                stack.bias, out.values, out.scales, offsets, counts, stack.data.shape[0], rows.values.shape[0],
+                least, most, limit, self._gating.alpha,
+                format=format, rule=rule, has_bias=stack.bias is not None, columns=stack.columns,
+                weight_rows=stack.rows, out_columns=out.values.shape[1], scale_rows=scale_rows, scales_apart=apart,
+                swap=tile.swap, tile_rows=tile.rows, experts=max(2, triton.next_power_of_2(stack.data.shape[0])),
+                num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
 
     def _launches(self, kind: str, num_rows: int, num_experts: int) -> list[tuple[int, int, Tile]]:
         """(least, most rows of an expert, tile): one launch with the first tile that fits the average, whatever single
@@ -229,11 +176,6 @@ class GroupedProducts:
         return [(begin, tile.most, tile) for begin, tile in zip(begins, (*few, last), strict=True)]
 
 
-def _odd(*tensors: torch.Tensor) -> bool:
-    """Whether one begins at no multiple of 16 bytes: Triton compiles another kernel for it."""
-    return any(tensor.data_ptr() % 16 for tensor in tensors)
-
-
 def _empty(like: torch.Tensor, num_rows: int, stack: Stack) -> ProductRows:
     """Room for the input of a product."""
     if stack.format.kind == "mxfp4":
@@ -242,11 +184,11 @@ def _empty(like: torch.Tensor, num_rows: int, stack: Stack) -> ProductRows:
     return ProductRows(values, like.new_empty(-(-stack.columns // BLOCK), num_rows, dtype=torch.float32))
 
 
-def _scales(stack: Stack, kind: str, gated: bool) -> tuple[str, torch.Tensor, int, int]:
+def _scales(stack: Stack, gated: bool) -> tuple[str, torch.Tensor, int, int]:
     """(format, scales as the kernel reads them, rows of scales per expert, from gate's to up's or to the next)."""
     assert stack.scales is not None
-    if kind != "fp8":
-        return kind, stack.scales, 0, 0
+    if stack.format.kind == "mxfp4":
+        return "mxfp4", stack.scales, 0, 0
     num, parts, height, _ = stack.scales.shape
     if stack.format.block == (BLOCK, BLOCK):
         half = height if parts == 2 else stack.rows // 2 // BLOCK

@@ -80,20 +80,6 @@ def sums_fp8(
 
 
 @triton.jit
-def sums_bf16(rows, weights, row_0, row_1, first, columns: tl.constexpr, tile_rows: tl.constexpr):
-    """Both halves, [tile_rows, HALF] each. Args: as `sums_mxfp4`, with weights bf16 [all experts' rows, columns]. A
-    product without scales is `tl.dot`, which Triton's interpreter cannot do in bf16."""
-    sums_0 = tl.zeros((tile_rows, HALF), tl.float32)
-    sums_1 = tl.zeros((tile_rows, HALF), tl.float32)
-    for k in tl.range(0, columns, MX_STEP):
-        some = rows.load([first, k])
-        weights_0, weights_1 = weights.load([row_0, k]).T, weights.load([row_1, k]).T
-        sums_0 = tl.dot_scaled(some, None, "bf16", weights_0, None, "bf16", sums_0)
-        sums_1 = tl.dot_scaled(some, None, "bf16", weights_1, None, "bf16", sums_1)
-    return sums_0, sums_1
-
-
-@triton.jit
 def _mx_scales(scales, row, end, k, columns: tl.constexpr):
     """uint8 [HALF, MX_STEP / MX_BLOCK] of one step."""
     number = k // MX_BLOCK + tl.arange(0, MX_STEP // MX_BLOCK)
