@@ -6,7 +6,7 @@ import multiprocessing as mp
 import socket
 from typing import Self
 
-from crossdock.common.config import ControlConfig
+from crossdock.common.config import ControlConfig, LogConfig
 from crossdock.control.process import run_control
 
 
@@ -26,7 +26,8 @@ class ControlProcess:
 
     def __init__(self, world_size: int, host: str = "127.0.0.1") -> None:
         self.address = f"{host}:{free_port(host)}"
-        config = ControlConfig(listen=self.address, http_listen=f"{host}:0", world_size=world_size)
+        log = LogConfig(level="error")
+        config = ControlConfig(listen=self.address, http_listen=f"{host}:0", world_size=world_size, log=log)
         self._process = mp.get_context("spawn").Process(target=run_control, args=(config,), daemon=True)
         self._process.start()
 

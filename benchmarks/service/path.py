@@ -35,7 +35,7 @@ from benchmarks.service.model import write_experts
 from crossdock.client import Client
 from crossdock.client.direct import DirectCall
 from crossdock.common import rpc
-from crossdock.common.config import WorkerConfig
+from crossdock.common.config import LogConfig, WorkerConfig
 from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1.control_pb2 import SERVING
 from crossdock.worker import buffer_server
@@ -114,7 +114,7 @@ class Group:
             here, there = context.Pipe()
             config = WorkerConfig(
                 model=str(model), control=self.address, listen=anywhere, http_listen=anywhere, local_rank=rank,
-                uid=f"w{rank}",
+                uid=f"w{rank}", log=LogConfig(level="error"),
             )  # fmt: skip
             self._processes.append(context.Process(target=_work, args=(there, config), daemon=True))
             self._processes[-1].start()

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import ctypes
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,8 +20,7 @@ import torch
 Result = TypeVar("Result")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_LARGE_BYTES, _KEPT_BYTES, _ARENAS = 1 << 20, 4 << 20, 2
-_TRIM_S = 1.0
+_LARGE_BYTES, _KEPT_BYTES, _ARENAS = 64 << 10, 1 << 20, 2
 
 
 def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
@@ -62,20 +60,11 @@ def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio
 
 
 def give_memory_back() -> None:
-    """Let the C library return the memory of large buffers (messages, rows) to the system as soon as they are freed, and
-    all other free pages once a second. By itself glibc raises its threshold to 32 MiB as such buffers are freed, keeps
-    gigabytes after a burst, and never returns what lies between two small blocks that live. Blocks below the threshold
-    are used again within a step without a page fault for each 4 KiB. Each arena has its own: so there are few of them."""
+    """Let the C library return large buffers (messages, rows, and the 64 KiB blocks in which gRPC reads) to the system
+    as soon as they are freed. By itself glibc raises its threshold to 32 MiB as such buffers are freed, and keeps
+    gigabytes after a burst. What is smaller leaves holes, and each arena has its own: so there are few of them."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_ARENA_MAX, _ARENAS)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        trim = libc.malloc_trim
-        threading.Thread(target=_trim_often, args=(trim,), name="free pages", daemon=True).start()
-
-
-def _trim_often(trim: Callable[[int], int]) -> None:
-    while True:
-        time.sleep(_TRIM_S)
-        trim(0)
