@@ -65,8 +65,9 @@ def serve(format: str, folder: Path, experts: int, load: LoadProcesses, seconds:
             parts = Counters(pages).means_since(before)
             per_s = round(1e3 * parts["tokens"] * TOPK / parts["experts"])
             p50, rate = 1e3 * statistics.median(got.took), round(tokens * len(got.took) / got.elapsed)
-            phases = [round(parts[name], 4) for name in ("dispatch", "experts", "combine")]
-            yield Row(format, clients, tokens, round(parts["tokens"], 1), *phases, per_s, 1.0, round(p50, 3), rate)
+            dispatch, mlps, combine = (round(parts[name], 4) for name in ("dispatch", "experts", "combine"))
+            mean = round(parts["tokens"], 1)
+            yield Row(format, clients, tokens, mean, dispatch, mlps, combine, per_s, 1.0, round(p50, 3), rate)
 
 
 def main() -> None:

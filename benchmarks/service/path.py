@@ -25,7 +25,7 @@ from typing import Any
 
 import grpc
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # the stubs lack it
 
 from benchmarks import facts
 from benchmarks.service.beside import InProcess
@@ -34,6 +34,7 @@ from benchmarks.service.load import Sizes
 from benchmarks.service.model import write_experts
 from crossdock.client import Client
 from crossdock.client.direct import DirectCall
+from crossdock.client.shares import Parts
 from crossdock.common import rpc
 from crossdock.common.config import LogConfig, WorkerConfig
 from crossdock.host.supervisor import current_view
@@ -139,8 +140,8 @@ def calls(group: Group, tokens: int, seconds: float) -> list[tuple[float, float,
     found, sent, own = list[tuple[float, float, float]](), list[float](), SIZES.draw(tokens)
     original = DirectCall.send
 
-    def send(self: DirectCall, *args: Any) -> bool:
-        done = original(self, *args)
+    def send(self: DirectCall, layer: int, parts: Parts, model: str) -> bool:
+        done = original(self, layer, parts, model)
         sent.append(time.monotonic())
         return done
 
@@ -189,7 +190,7 @@ def parts_of(call: tuple[float, float, float], stamps: Stamps) -> dict[str, floa
 
 def _floor_rank(pipe: Connection, rank: int, port: int, tokens: int) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     comm = MoECommunicator(
         MoEConfig(
             group=StoreGroup(store, rank, WORKERS), num_experts=SIZES.experts, hidden_size=SIZES.hidden,
