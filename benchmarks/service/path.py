@@ -10,6 +10,7 @@ without: the same exchange, dispatch and combine in a tight loop, without expert
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import multiprocessing as mp
 import statistics
@@ -33,8 +34,6 @@ from benchmarks.service.control import ControlProcess, free_port
 from benchmarks.service.load import Sizes
 from benchmarks.service.model import write_experts
 from crossdock.client import Client
-from crossdock.client.direct import DirectCall
-from crossdock.client.shares import Parts
 from crossdock.common import rpc
 from crossdock.common.config import LogConfig, WorkerConfig
 from crossdock.host.supervisor import current_view
@@ -92,9 +91,10 @@ def _work(pipe: Connection, config: WorkerConfig) -> None:
         stamp(stamps, owner, name, part)
 
     def tell() -> None:
-        while pipe.recv():
-            taken, stamps[:] = list(stamps), []
-            pipe.send(taken)
+        with contextlib.suppress(EOFError):
+            while pipe.recv():
+                taken, stamps[:] = list(stamps), []
+                pipe.send(taken)
 
     threading.Thread(target=tell, daemon=True).start()
     run_worker(config)
@@ -135,37 +135,23 @@ class Group:
         return [pipe.recv() for pipe in self.pipes]
 
 
-def calls(group: Group, tokens: int, seconds: float) -> list[tuple[float, float, float]]:
-    """(begin, sent, end) of each call of one client, which is warm."""
-    found, sent, own = list[tuple[float, float, float]](), list[float](), SIZES.draw(tokens)
-    original = DirectCall.send
-
-    def send(self: DirectCall, layer: int, parts: Parts, model: str) -> bool:
-        done = original(self, layer, parts, model)
-        sent.append(time.monotonic())
-        return done
-
-    DirectCall.send = send  # type: ignore[method-assign]
-    try:
-        with Client(group.address, min_tokens_per_worker=tokens) as client:
-            for _ in range(100):
-                client.forward(0, *own)
-            group.taken()
-            until = time.monotonic() + seconds
-            while time.monotonic() < until:
-                sent.clear()
-                begin = time.monotonic()
-                client.forward(0, *own)
-                if sent:
-                    found.append((begin, sent[-1], time.monotonic()))
-    finally:
-        DirectCall.send = original  # type: ignore[method-assign]
+def calls(group: Group, tokens: int, seconds: float) -> list[tuple[float, float]]:
+    """(begin, end) of each call of one client, which is warm."""
+    found, own = list[tuple[float, float]](), SIZES.draw(tokens)
+    with Client(group.address, min_tokens_per_worker=tokens) as client:
+        for _ in range(100):
+            client.forward(0, *own)
+        group.taken()
+        until = time.monotonic() + seconds
+        while (begin := time.monotonic()) < until:
+            client.forward(0, *own)
+            found.append((begin, time.monotonic()))
     return found
 
 
-def parts_of(call: tuple[float, float, float], stamps: Stamps) -> dict[str, float]:
+def parts_of(call: tuple[float, float], stamps: Stamps) -> dict[str, float]:
     """Seconds of the parts of one call on the worker that served it; empty: not all stamps are there."""
-    begin, sent, end = call
+    begin, end = call
     first = bisect_left(stamps, begin, key=lambda each: each[1])
     inside = [each for each in stamps[first : first + 40] if each[1] < end]
     times = {part: next(((a, b) for name, a, b in inside if name == part), None) for part in SERVED}
@@ -173,8 +159,7 @@ def parts_of(call: tuple[float, float, float], stamps: Stamps) -> dict[str, floa
         return {}
     at = {part: span for part, span in times.items() if span is not None}
     return {
-        "client: call until sent": sent - begin,
-        "doorbell: sent until read": at["read"][0] - sent,
+        "client: until the worker reads": at["read"][0] - begin,
         "check and queue": at["submit"][1] - at["read"][0],
         "hand-over to the step's thread": max(0.0, at["exchange"][0] - at["submit"][1]),
         "exchange with the other rank": at["exchange"][1] - max(at["exchange"][0], at["submit"][1]),
@@ -183,7 +168,7 @@ def parts_of(call: tuple[float, float, float], stamps: Stamps) -> dict[str, floa
         "experts": at["experts"][1] - at["experts"][0],
         "combine": at["combine"][1] - at["combine"][0],
         "until the answer is sent": at["answer"][0] - at["combine"][1],
-        "client: sent until returned": end - at["answer"][0],
+        "client: answer until returned": end - at["answer"][0],
         "whole call": end - begin,
     }
 
