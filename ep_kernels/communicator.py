@@ -27,6 +27,7 @@ from ep_kernels.transports import base, create
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Overflow, stamp
 
 T = TypeVar("T")
+Delivered = tuple[DispatchOutput, DispatchHandle]
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """x [T, H], or (x, scales [T, S])."""
 
@@ -56,8 +57,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         super().__init__(config, transport)
         self._num_local_experts = config.resolved_expert_map.num_local_experts(self.rank)  # a map never changes
         self._device = transport.capabilities.device_type
-        on_host = self._device == "cpu"  # a GPU is not read for what cannot be
-        may = on_host or may_overflow(config, self._num_local_experts)
+        may = self._device == "cpu" or may_overflow(config, self._num_local_experts)  # else a GPU is read for nothing
         self._reads_dropped = config.overflow is Overflow.RAISE and may
         self._dispatches = InFlight("dispatch", config.max_in_flight)
         self._combines = InFlight("combine", config.max_in_flight)
@@ -335,11 +335,16 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             words = self._transport.peek(self._received)
         return None if words is None else words.tolist()
 
+    def dropped_rows(self) -> int | None:
+        """Rows past the receive capacity that dispatches have dropped here so far, those of CUDA graphs among them, as
+        far as the device has got. None once closed. Waits for no operation. Any thread."""
+        with self._sampling:
+            return None if self._closed else self._transport.dropped_rows()
+
     # Inside.
 
     def _buffers(self, pending: base.PendingDispatch | base.QuickPending) -> Buffers:
-        compact = self._config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
-        if compact and self._config.exact_shapes:
+        if self._config.exact_shapes and self._config.resolved_layout in (Layout.GROUPED, Layout.FLAT):
             raise ArgumentError("exact_shapes", "False with GROUPED and FLAT, to know shapes before they arrive", True)
         return pending.buffers()
 
@@ -379,15 +384,11 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
         return finish
 
-    def _delivered(
-        self, number: int, out: DispatchOutput, made: DispatchHandle, args: base.DispatchArgs
-    ) -> tuple[DispatchOutput, DispatchHandle]:
+    def _delivered(self, number: int, out: DispatchOutput, made: DispatchHandle, args: base.DispatchArgs) -> Delivered:
         stamp(made, self._id, args.topk_ids, args.topk_weights)
         return self._noted(number, out, made, int(out.num_dropped) if self._reads_dropped else 0)
 
-    def _noted(
-        self, number: int, out: DispatchOutput, made: DispatchHandle, dropped: int
-    ) -> tuple[DispatchOutput, DispatchHandle]:
+    def _noted(self, number: int, out: DispatchOutput, made: DispatchHandle, dropped: int) -> Delivered:
         """Its buffers are current; raises what overflowed."""
         self._recent.append((number, made.seq))
         if self._received is not None:

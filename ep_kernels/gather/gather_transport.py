@@ -119,6 +119,10 @@ class GatherTransport(GatherMember):
         """See `Transport.restore`."""
         return replace(handle, state=GatherState.restore(handle.state))
 
+    def dropped_rows(self) -> int:
+        """See `Transport.dropped_rows`: every row has its place."""
+        return 0
+
     def wire_bytes(self, mode: Mode) -> tuple[int, int]:
         """See `Transport.wire_bytes`. Each row goes to every rank, with a place and a weight for each expert."""
         config = self._config

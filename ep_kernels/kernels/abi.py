@@ -143,7 +143,7 @@ HostPage = _record(
     "HostPage",
     ("abort", "u64", "set by the host: end every wait"),
     ("clock_ns", "u64", "GPU clock, written by barrier: the host relates it to its own"),
-    ("dropped", "u64", "rows dropped so far although none should be; only where World.report_dropped"),
+    ("dropped", "u64", "rows dropped here so far, past the receive capacity"),
     ("postmortem", "Postmortem", "the first wait that failed"),
     ("mismatch", "RoutingMismatch", "the first that the host has not read"),
 )
@@ -169,7 +169,6 @@ World = _record(
     ("capacity", "i32", "receive capacity: slots per expert, or N"),
     ("alignment", "i32", "rows to which groups are padded"),
     ("num_in_flight", "i32", "P: views expire P dispatches later"),
-    ("report_dropped", "i32", "1 = dropped rows are reported to the host, which does not read num_dropped"),
     ("row_bytes", "i32", "payload bytes of a row as it travels"),
     ("scale_bytes", "i32", "bytes of a row's scales, 0 = none"),
     ("combine_row_bytes", "i32", "bytes of a combine row with its scales, padded to 16"),

@@ -138,7 +138,7 @@ static_assert(sizeof(RoutingMismatch) == 40, "RoutingMismatch: host and GPU diff
 struct HostPage {
   u64 abort;  // set by the host: end every wait
   u64 clock_ns;  // GPU clock, written by barrier: the host relates it to its own
-  u64 dropped;  // rows dropped so far although none should be; only where World.report_dropped
+  u64 dropped;  // rows dropped here so far, past the receive capacity
   Postmortem postmortem;  // the first wait that failed
   RoutingMismatch mismatch;  // the first that the host has not read
 };
@@ -163,7 +163,6 @@ struct World {
   i32 capacity;  // receive capacity: slots per expert, or N
   i32 alignment;  // rows to which groups are padded
   i32 num_in_flight;  // P: views expire P dispatches later
-  i32 report_dropped;  // 1 = dropped rows are reported to the host, which does not read num_dropped
   i32 row_bytes;  // payload bytes of a row as it travels
   i32 scale_bytes;  // bytes of a row's scales, 0 = none
   i32 combine_row_bytes;  // bytes of a combine row with its scales, padded to 16

@@ -34,6 +34,7 @@ class ChannelMemory:
             anywhere.
         dma_bufs: [2, ranks] int32 by address, of a GPU's memory: descriptors of the dma-buf of what goes to each rank
             and of its mirror, read when it is joined; -1: it is registered by address. 0: all is host memory.
+        device: number of that GPU, as CUDA counts them in this process.
     """
 
     own: int
@@ -44,3 +45,4 @@ class ChannelMemory:
     context: int
     box: int = 0
     dma_bufs: int = 0
+    device: int = 0

@@ -186,9 +186,9 @@ class Listener:
         self._forget(stranger)
         try:
             door.admit(hello, stranger.connection)
-        except Exception:  # a member's words that make no sense end its connection, not this thread
+        except Exception as error:  # a member's words that make no sense end its connection, not this thread
             stranger.connection.close()
-            self._count("not admitted")
+            self._count("not admitted", f": {error}")
 
     def _say(self, stranger: _Stranger, words: bytes) -> bool:
         """A few bytes into an empty socket buffer."""
@@ -204,10 +204,10 @@ class Listener:
         stranger.connection.close()
         self._count(why)
 
-    def _count(self, why: str) -> None:
+    def _count(self, why: str, more: str = "") -> None:
         number = self.refused[why] = self.refused.get(why, 0) + 1
         if str(number).strip("0") == "1":  # 1, 10, 100, ...: a scanner must not fill the log
-            log.warning("data port %s:%d: refused %d connections: %s", *self.address, number, why)
+            log.warning("data port %s:%d: refused %d connections: %s%s", *self.address, number, why, more)
 
     def _forget(self, stranger: _Stranger) -> None:
         with contextlib.suppress(KeyError, ValueError):

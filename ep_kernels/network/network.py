@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER
 from typing import Any, ClassVar
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _DIALS = 16
 """Peers dialled at the same time."""
-_RETRY_S = 0.05
+_RETRY_S, _LOOK_S = 0.05, 0.001
 _GREETINGS = 5
 """A data port that strangers flood may close a member's connection before its proof; the next one may get in."""
 
@@ -139,6 +139,7 @@ class Channel:
                 ctypes.cast(memory.dma_bufs, POINTER(ctypes.c_int32)),
                 ranks,
                 network.config.lanes,
+                memory.device,
             ),
             _settings(network, rank),
             memory.handler,
@@ -174,9 +175,10 @@ class Channel:
 
     def connect(self, peers: Mapping[int, NetworkTicket], timeout_s: float) -> None:
         """Connections with those ranks, where none stands: this rank dials the higher ones and is dialled by the lower.
+        They stand, at both ends, when it returns.
 
         Raises:
-            PeerTimeout: a rank that was not reached, or did not come, and what to check.
+            PeerTimeout: a rank that was not reached, did not come, or gave it up, and what to check.
             TransportError: another provider there.
             ClosedError: `close` was called meanwhile.
         """
@@ -196,11 +198,22 @@ class Channel:
             with ThreadPoolExecutor(min(_DIALS, len(dialled)), thread_name_prefix="crossdock-network-dial") as pool:
                 for made in [pool.submit(self._dial, rank, ticket, until) for rank, ticket in dialled]:
                     made.result()
+        self._await(peers, [rank for rank, _ in dialled], until, timeout_s)
+
+    def _await(
+        self, peers: Mapping[int, NetworkTicket], dialled: Sequence[int], until: float, timeout_s: float
+    ) -> None:
+        """Until connections with those ranks stand. Raises as `connect`."""
         with self._lock:
-            ended = lambda: self.pointer is None or not self._missing(peers)  # noqa: E731
-            self._lock.wait_for(ended, max(0.0, until - time.monotonic()))
+            while (missing := self._missing(peers)) and self.pointer is not None and time.monotonic() < until:
+                joined = self._call(0, self._lib.cn_joined)
+                if lost := [rank for rank in missing if rank in dialled and not joined >> rank & 1]:
+                    why = self.why(lost[0]) or "the log of that rank says why"
+                    raise _unreached(lost[0], timeout_s, f"it ended the connection before it had joined: {why}")
+                self._lock.wait(_LOOK_S)
             self._require_open()
-            missing = self._missing(peers)
+        if missing and missing[0] in dialled:
+            raise _unreached(missing[0], timeout_s, "it took the connection and has not joined yet")
         if missing:
             where = f"{self._network.address}:{self._network.listener.address[1]}"
             raise _unreached(
@@ -223,7 +236,7 @@ class Channel:
         return bool(self._call(1, self._lib.cn_quiet, mask))
 
     def up(self) -> int:
-        """Bit per rank whose connections stand."""
+        """Bit per rank whose connections stand: both ends have joined."""
         return int(self._call(0, self._lib.cn_up))
 
     def why(self, rank: int) -> str:

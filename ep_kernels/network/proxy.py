@@ -27,8 +27,7 @@ class NetMemory(ctypes.Structure):
         ("stride", c_uint64),
         ("box", c_uint64),
         ("dma_bufs", POINTER(c_int32)),
-        ("ranks", c_int32),
-        ("lanes", c_int32),
+        *((name, c_int32) for name in ["ranks", "lanes", "device", "unused"]),
     )
 
 
@@ -69,7 +68,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_device": (None, (c_void_p, c_uint64, POINTER(c_uint64))),
     "cn_push": (c_int, (c_void_p, c_int, c_uint64, c_uint32, c_uint32)),
     "cn_bench_box_bytes": (c_uint64, ()),
-    "cn_bench_echo": (c_int, (c_void_p, c_void_p, c_int64, c_int64)),
+    "cn_bench_echo": (c_int, (c_void_p, c_void_p, c_int64, c_int64, POINTER(c_int64))),
     "cn_bench_ring": (c_int, (c_int64, POINTER(c_int64))),
     "cn_bench_handler": (c_void_p, ()),
     "cn_bench_ponger": (c_void_p, ()),
@@ -80,6 +79,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_join": (c_int, (c_void_p, c_int, c_int, POINTER(c_int32), c_int)),
     "cn_leave": (None, (c_void_p, c_int, c_uint64)),
     "cn_up": (c_uint64, (c_void_p,)),
+    "cn_joined": (c_uint64, (c_void_p,)),
     "cn_traffic": (None, (c_void_p, POINTER(Traffic))),
     "cn_quiet": (c_int, (c_void_p, c_uint64)),
     "cn_close": (None, (c_void_p,)),

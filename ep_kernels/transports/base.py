@@ -36,6 +36,7 @@ import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ConfigError
+from ep_kernels.network.network_config import NetworkConfig
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Mode, PeerTraffic
 
 _GATHER = "ep_kernels.gather.gather_transport"
@@ -266,6 +267,10 @@ class Transport(MemberTransport, Protocol):
         """int32 [R], tokens that each rank sent here by the handle's dispatch, this rank's own among them; on the
         device, where a dispatch that was waited for has written it before anything that is launched afterwards."""
 
+    def dropped_rows(self) -> int:
+        """Rows past the receive capacity that dispatches have dropped here so far, as far as the device has got. Waits
+        for nothing. Any thread."""
+
     def blank_state(self, num_tokens: int) -> HandleState:
         """The state of a fresh dispatch of that many tokens, its tensors uninitialised. For tracing, so made of
         `torch.empty`; touches nothing else."""
@@ -357,6 +362,13 @@ def probe(name: str, device: int) -> dict[str, Any]:
     "gpu_direct": how NICs would reach it, in words."""
     look = inspection(name, "probe")
     return {} if look is None else look(device)
+
+
+def boxes(name: str, network: NetworkConfig, device: int) -> str:
+    """Where a transport keeps what the network sends from and writes to on a GPU, and why, in words; "" where it has no
+    `inspection.py` with such a function. Raises TransportError: `network.gpu_direct` names a way that cannot be had."""
+    tell = inspection(name, "boxes")
+    return "" if tell is None else str(tell(network, device))
 
 
 def inspection(transport: str, function: str) -> Any:

@@ -134,7 +134,6 @@ def test_ports_probes_and_grace_fit_the_configs() -> None:
     host = yaml.safe_load(made["ConfigMap/moe-worker"]["data"]["host.yaml"])
     assert ports["health"] == split_address(host["http_listen"])[1]
     assert [ports[f"grpc-{i}"] for i in range(3)] == [7500, 7501, 7502]
-    assert [ports[f"http-{i}"] for i in range(3)] == [7600, 7601, 7602]
     assert pod["terminationGracePeriodSeconds"] > host["stop_timeout_s"]
     assert pod["securityContext"]["runAsNonRoot"]
 
@@ -152,7 +151,7 @@ def test_monitoring_is_rendered_where_the_cluster_knows_it_or_on_demand() -> Non
     assert monitors("--set", "monitoring.podMonitor=true", "--set", "monitoring.rules=true") == both
     made = render(*known, "--set", "monitoring.labels.release=prometheus")
     assert made["PrometheusRule/moe"]["spec"]["groups"][0]["rules"]
-    assert len(made["PodMonitor/moe"]["spec"]["podMetricsEndpoints"]) == 6
+    assert len(made["PodMonitor/moe"]["spec"]["podMetricsEndpoints"]) == 2
     assert all(made[name]["metadata"]["labels"]["release"] == "prometheus" for name in both)
 
 
@@ -194,7 +193,7 @@ def test_only_this_release_and_who_is_named_reaches_the_ports() -> None:
     assert alone["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "moe"
     assert [port["port"] for port in alone["ports"]] == [port["port"] for port in ask["ports"]] == [7400, 7500]
     assert scrape["from"] == [scraper]
-    assert [port["port"] for port in scrape["ports"]] == [7401, 7402, 7600]
+    assert [port["port"] for port in scrape["ports"]] == [7401, 7402]
     assert "NetworkPolicy/moe" not in render("--set", "networkPolicy.enabled=false")
 
 
@@ -290,7 +289,7 @@ def test_pages_probes_and_scrapes_agree_on_tls(http: str, tmp_path: Path) -> Non
     annotations = made["StatefulSet/moe-worker"]["spec"]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/scheme"] == ("http" if http == "plain" else "https")
     endpoints = {one["port"]: one for one in made["PodMonitor/moe"]["spec"]["podMetricsEndpoints"]}
-    assert set(endpoints) == {"http", "health", *(f"http-{rank}" for rank in range(4))}
+    assert set(endpoints) == {"http", "health"}
     assert schemes(render()) == {"HTTP"}
     for port, endpoint in endpoints.items():
         assert (endpoint["path"], endpoint["interval"]) == ("/metrics", "15s")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from typing import Protocol
 
 from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink import gpu_direct
 from ep_kernels.transports.nvlink.boxes import Boxes, Flush, PinnedBoxes
 from ep_kernels.transports.nvlink.gpu_direct import Chosen, Way
-from tests import fake_verbs
 from tests.emulator.machine import Emulated
 
 _MAP_FIXED = 0x10
@@ -22,13 +22,23 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
+class Nic(Protocol):
+    """Who must know which memory is the GPU's: `fake_verbs.Fake`, `fake_fabric.Fake`."""
+
+    def device(self, address: int, num_bytes: int) -> None:
+        """From now on."""
+
+    def no_device(self, address: int) -> None:
+        """No more."""
+
+
 class FileBoxes:
     """See `Boxes`."""
 
-    is_device = True
+    is_device, device = True, 0
 
-    def __init__(self, way: Way, flush: Flush | None) -> None:
-        self.flush = flush
+    def __init__(self, nic: Nic, way: Way, flush: Flush | None) -> None:
+        self.flush, self._nic = flush, nic
         self._way, self._reserved = way, (0, 0)
         self._taken, self._descriptors = list[int](), list[int]()
 
@@ -48,7 +58,7 @@ class FileBoxes:
             _libc.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
             == address
         )
-        fake_verbs.load().device(address, num_bytes)
+        self._nic.device(address, num_bytes)
         self._taken.append(address)
         return fd if self._way is Way.DMA_BUF else -1
 
@@ -56,7 +66,7 @@ class FileBoxes:
         """See `Boxes`."""
         self.forsake()
         while self._taken:
-            fake_verbs.load().no_device(self._taken.pop())
+            self._nic.no_device(self._taken.pop())
         if self._reserved[1]:
             _libc.munmap(*self._reserved)
         self._reserved = (0, 0)
@@ -71,12 +81,13 @@ class DirectGpu:
     """See `gpu_direct.GpuMemory`.
 
     Args:
+        nic: that reaches it.
         flush: what it asks for; None: it promises the order of writes.
         refuses: why NICs cannot write to it; "": they can.
     """
 
-    def __init__(self, flush: Flush | None = None, refuses: str = "") -> None:
-        self._flush, self._refuses = flush, refuses
+    def __init__(self, nic: Nic, flush: Flush | None = None, refuses: str = "") -> None:
+        self._nic, self._flush, self._refuses = nic, flush, refuses
 
     def order(self) -> tuple[Flush | None, str]:
         """See `GpuMemory`."""
@@ -86,7 +97,7 @@ class DirectGpu:
 
     def boxes(self, way: Way, flush: Flush | None) -> Boxes:
         """See `GpuMemory`."""
-        return PinnedBoxes(lambda *_: None, lambda _: None) if way is Way.STAGED else FileBoxes(way, flush)
+        return PinnedBoxes(lambda *_: None, lambda _: None) if way is Way.STAGED else FileBoxes(self._nic, way, flush)
 
 
 class Direct(Emulated):
@@ -96,9 +107,9 @@ class Direct(Emulated):
         chosen: for each rank.
     """
 
-    def __init__(self, flush: Flush | None = None) -> None:
+    def __init__(self, nic: Nic, flush: Flush | None = None) -> None:
         super().__init__()
-        self._gpu = DirectGpu(flush)
+        self._gpu = DirectGpu(nic, flush)
         self.chosen: list[Chosen] = []
 
     def boxes(self, network: NetworkConfig, rank: int) -> Boxes:

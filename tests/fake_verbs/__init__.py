@@ -1,30 +1,20 @@
-"""`verbs` without hardware: a libibverbs of our own (library.cpp, nic.cpp, asked.cpp) in place of the machine's.
-
-A process that has loaded it, or was started in its `environment`, gets it wherever it asks for libibverbs.so.1, since
-the loader knows libraries by name. It stays for the life of the process.
-"""
+"""`verbs` without hardware: a libibverbs of our own (library.cpp, nic.cpp, asked.cpp) in place of the machine's."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
-import hashlib
-import os
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-NAME = "libibverbs.so.1"
+from tests.stand_in import StandIn
+
+LIBRARY = StandIn("libibverbs.so.1", Path(__file__).resolve().parent, "verbs_abi.hpp")
 PAIR_FATAL, DEVICE_FATAL, PORT_UP, PORT_DOWN, QUEUE_ERROR = 1, 8, 9, 10, 0
 """`ibv_event_type`."""
-_SOURCES = ("nic.cpp", "library.cpp", "asked.cpp")
-_FLAGS = ("-std=c++17", "-O2", "-g0", "-Wall", "-Wextra", "-Werror", "-fPIC", "-pthread", "-shared")
 
 
 class Faults(ctypes.Structure):
@@ -126,40 +116,9 @@ def missing() -> str:
 
 
 @functools.cache
-def build() -> Path:
-    """The library, of this name; compiled unless it is there."""
-    native = ROOT / "ep_kernels" / "network" / "native"
-    used = [
-        *sorted(path for path in HERE.iterdir() if path.suffix in (".cpp", ".hpp", ".map")),
-        native / "verbs_abi.hpp",
-    ]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in used)).hexdigest()[:16]
-    made = ROOT / "build" / "fake_verbs" / digest / NAME
-    if made.exists():
-        return made
-    made.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
-        staged = Path(folder) / NAME
-        linked = (f"-Wl,-soname,{NAME}", f"-Wl,--version-script={HERE / 'library.map'}")
-        sources = [str(HERE / name) for name in _SOURCES]
-        subprocess.run(["g++", *_FLAGS, f"-I{native}", *sources, *linked, "-o", str(staged)], check=True, timeout=120)
-        os.replace(staged, made)
-    return made
-
-
-def environment() -> dict[str, str]:
-    """Variables of a process that shall find it."""
-    return {**os.environ, "LD_LIBRARY_PATH": str(build().parent)}
-
-
-@functools.cache
 def load() -> Fake:
     """Into this process. Raises RuntimeError: another one is there already."""
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if NAME[:-2] in line}
-    made = build()
-    if loaded - {str(made)}:
-        raise RuntimeError(f"this process has loaded {loaded}")
-    return Fake(ctypes.CDLL(str(made)))
+    return Fake(LIBRARY.load())
 
 
 @contextlib.contextmanager

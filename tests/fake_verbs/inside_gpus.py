@@ -3,37 +3,27 @@ the GPUs', by each way; what is registered; flushes. Run by test_fake_verbs.py."
 
 from __future__ import annotations
 
-import ctypes
 import errno
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
-from ep_kernels import jit
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink import gpu_direct
-from ep_kernels.transports.nvlink.boxes import Flush
 from ep_kernels.transports.nvlink.gpu_direct import Way
-from ep_kernels.types import Layout, Mode
 from tests import fake_verbs
-from tests.cases import RoutingCase, draw_seed
-from tests.emulator.build import build
 from tests.emulator.direct import Direct, DirectGpu
+from tests.emulator.direct_steps import FAR_BOXES, Calls, Steps, build_kernels, steps_of_groups
 from tests.emulator.machine import without_driver
 from tests.fake_verbs import Fake
 from tests.gpu import loopback
-from tests.gpu.loopback_check import check
-from tests.gpu.loopback_network import TCP, Joined
+from tests.gpu.loopback_network import TCP
 
 pytestmark = pytest.mark.timeout(300)
 VERBS = msgspec.structs.replace(TCP, provider="verbs")
-FAR_BOXES = 4 * 2 * 2
-"""Of two hosts of two ranks: each has an outbox and an inbox for two ranks of the other host, and none of its own."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,64 +39,18 @@ def fake() -> Iterator[Fake]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels() -> None:
-    def is_wanted(of: dict[str, str]) -> bool:
-        plain = of.get("X", "u8") == "u8" and (of.get("Y", "bf16"), of.get("C", "bf16")) == ("bf16", "bf16")
-        return plain and of.get("LAYOUT", "0") == "0"
-
-    wanted = [v for v in jit.network_variants() if is_wanted(dict(v.constants))]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(build, (replace(v, loopback=True) for v in wanted)))
-
-
-class Calls:
-    """C functions of a driver that flushes; what they were called with."""
-
-    def __init__(self, status: int = 0) -> None:
-        self.entered, self.flushed = list[int](), list[tuple[int, int]]()
-        self.status = status
-        self._enter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._on_enter)
-        self._run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int)(self._on_flush)
-
-    def flush(self) -> Flush:
-        enter, run = (ctypes.cast(one, ctypes.c_void_p).value for one in (self._enter, self._run))
-        assert enter is not None
-        assert run is not None
-        return Flush(enter, 1234, run)
-
-    def _on_enter(self, context: int) -> int:
-        self.entered.append(context)
-        return 0
-
-    def _on_flush(self, target: int, scope: int) -> int:
-        self.flushed.append((target, scope))
-        return self.status
-
-
-Steps = Callable[..., Any]
+    build_kernels()
 
 
 @pytest.fixture
 def steps() -> Iterator[Steps]:
-    """steps(machine, network): some, of a new group, against the reference; the group."""
-    made: list[Joined] = []
-
-    def run(machine: Direct, network: NetworkConfig, **fields: Any) -> Any:
-        case = RoutingCase(9, 3, 520, (5, 0, 6, 2), "single_none", draw_seed(), max_tokens=6)
-        made.append(Joined(machine, 2))
-        loop = made[-1](case, mode=Mode.AUTO, layout=Layout.EXPERT_MAJOR, network=network, **fields)
-        check(loop, case, Mode.LL)
-        check(loop, replace(case, seed=draw_seed()), Mode.HT, phases=(1, 2), backward=True)
-        return loop
-
-    yield run
-    for joined in made:
-        joined.close()
+    yield from steps_of_groups()
 
 
 @pytest.mark.parametrize(("provider", "way"), [*[("verbs", way) for way in Way], ("shuffle(verbs)", Way.DMA_BUF)])
 def test_steps(provider: str, way: Way, steps: Steps, fake: Fake) -> None:
     """Boxes for ranks of other hosts are registered, and nothing else, in the way that was asked for."""
-    machine = Direct()
+    machine = Direct(fake)
     network = msgspec.structs.replace(VERBS, provider=provider, gpu_direct=way.value)
     loop = steps(machine, network)
     assert {chosen.way for chosen in machine.chosen} == {way}
@@ -119,7 +63,7 @@ def test_steps(provider: str, way: Way, steps: Steps, fake: Fake) -> None:
 
 def test_what_nics_wrote_is_flushed_before_kernels_are_told(steps: Steps) -> None:
     calls = Calls()
-    steps(Direct(calls.flush()), VERBS)
+    steps(Direct(fake_verbs.load(), calls.flush()), VERBS)
     assert calls.flushed
     assert set(calls.flushed) == {(0, 100)}, "the current context, visible to the GPU that owns the memory"
     assert set(calls.entered) == {1234}
@@ -129,12 +73,12 @@ def test_without_a_flush_no_kernel_is_told(steps: Steps) -> None:
     """A GPU that is lost in the middle: the wait ends at its deadline, naming who."""
     calls = Calls(status=999)
     with pytest.raises(PeerTimeout) as caught:
-        steps(Direct(calls.flush()), VERBS, timeout_s=0.1)
+        steps(Direct(fake_verbs.load(), calls.flush()), VERBS, timeout_s=0.1)
     assert caught.value.phase in ("counts", "payload")
 
 
 def chosen(network: NetworkConfig = VERBS, **gpu: Any) -> gpu_direct.Chosen:
-    boxes, found = gpu_direct.choose(network, 0, DirectGpu(**gpu))
+    boxes, found = gpu_direct.choose(network, 0, DirectGpu(fake_verbs.load(), **gpu))
     assert boxes.is_device == (found.way is not Way.STAGED)
     boxes.close()
     return found
@@ -186,4 +130,4 @@ def test_refused_memory_is_a_named_error(steps: Steps, fake: Fake, monkeypatch: 
     with pytest.raises(
         TransportError, match=r"cannot be joined: verbs: .* of GPU memory cannot be registered by dma-buf"
     ):
-        steps(Direct(), VERBS)
+        steps(Direct(fake), VERBS)

@@ -35,6 +35,7 @@ def check(
     ids, weights = [case.topk_ids(r) for r in ranks], [fresh.topk_weights(r) for r in ranks]
     wanted, step = reference.dispatch(config, xs, ids, weights, scales=scales)
     looked_at = ids if previous is None else [torch.full_like(i, -1) for i in ids]
+    before = [engine.tables.host.num_dropped for engine in loop.engines]
     got = loop.dispatch(xs, looked_at, weights, mode, scales, phases, previous)
     handles = [handle for _, handle in got]
     try:
@@ -42,6 +43,8 @@ def check(
             same_dispatch(out, want)
             if config.scale_format is ScaleFormat.UE8M0_PACKED:
                 packed_layout(out.scales)
+        for engine, was, want in zip(loop.engines, before, wanted, strict=True):
+            assert engine.tables.host.num_dropped == was + int(want.num_dropped)
         dtype = config.resolved_output_dtype
         numbers = home = None
         if backward:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests import fake_verbs
-from tests.unit.test_fake_verbs import run
 
 pytestmark = [
     pytest.mark.gpu(1),
@@ -15,4 +14,4 @@ pytestmark = [
 
 
 def test_rows_through_gpu_memory() -> None:
-    print(run("-m", "pytest", "-q", "-rs", "-s", "tests/fake_verbs/inside_cuda.py", may_skip=True))
+    print(fake_verbs.LIBRARY.run("-m", "pytest", "-q", "-rs", "-s", "tests/fake_verbs/inside_cuda.py", may_skip=True))

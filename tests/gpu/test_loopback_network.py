@@ -125,8 +125,9 @@ def test_a_rank_wakes(op: str, layout: Layout) -> None:
     network.a_rank_wakes(op, layout, None)
 
 
-def test_bytes_are_those_of_theory(join: Joined) -> None:
-    network.bytes_are_those_of_theory(join)
+@pytest.mark.parametrize("layout", list(Layout))
+def test_bytes_are_those_of_theory(layout: Layout, join: Joined) -> None:
+    network.bytes_are_those_of_theory(layout, join)
 
 
 def test_many_steps(join: Joined) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from crossdock.common.metrics import ControlMetrics, FrameworkMetrics, HostMetrics, WorkerMetrics
+from crossdock.common.framework_metrics import FrameworkMetrics
+from crossdock.common.metrics import ControlMetrics, HostMetrics, WorkerMetrics
 from tests.house.tree import ROOT
 
 PLACES = (
@@ -20,6 +21,9 @@ PLACES = (
 )
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 COLUMNS, HEIGHT = 24, 8
+PROCESS = "instance, process"
+"""Labels of one process; one that is scraped by itself has no label `process`."""
+_NAME = "{{instance}} {{process}}"
 
 
 @dataclass(frozen=True)
@@ -48,18 +52,19 @@ def _quantiles(metric: str, by: str = "") -> tuple[tuple[str, str], ...]:
 
 
 def _rate(metric: str, by: str, function: str = "rate") -> tuple[tuple[str, str], ...]:
-    return ((f"sum by ({by}) ({function}({metric}{{}}[$__rate_interval]))", f"{{{{{by}}}}}"),)
+    legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", "))
+    return ((f"sum by ({by}) ({function}({metric}{{}}[$__rate_interval]))", legend),)
 
 
-_ROWS_OF_RANKS = "sum by (instance) (rate(crossdock_expert_rows_total{}[$__rate_interval]))"
+_ROWS_OF_RANKS = "sum by (instance, process) (rate(crossdock_expert_rows_total{}[$__rate_interval]))"
 _TOKENS_OF_RANKS = "sum by (rank) (rate(crossdock_ep_received_tokens_total{}[$__rate_interval]))"
-_WAITS = "sum by (job, instance, peer) (rate(crossdock_peer_wait_seconds_total{}[$__rate_interval]))"
-_RANKS = 'count_values by (job, instance) ("rank", crossdock_rank{} >= 0)'
-_LATE = f"clamp_min({_WAITS} - on (job, instance) group_left quantile by (job, instance) (0.5, {_WAITS}), 0)"
+_WAITS = "sum by (job, instance, process, peer) (rate(crossdock_peer_wait_seconds_total{}[$__rate_interval]))"
+_RANKS = 'count_values by (job, instance, process) ("rank", crossdock_rank{} >= 0)'
+_LATE = f"clamp_min({_WAITS} - on (job, {PROCESS}) group_left quantile by (job, {PROCESS}) (0.5, {_WAITS}), 0)"
 _STATES = {"FORMING": ("orange", 1), "EXCHANGING": ("yellow", 2), "SERVING": ("green", 3), "FAILED": ("red", 4)}
 _MOVED = "rate(crossdock_wire_bytes_total{}[$__rate_interval])"
 _TAKEN = 'rate(crossdock_operation_duration_seconds_sum{phase="total"}[$__rate_interval])'
-_PEAK = "on (job, instance) group_left () (crossdock_transport_peak_bytes_per_second{} > 0)"
+_PEAK = "on (job, instance, process) group_left () (crossdock_transport_peak_bytes_per_second{} > 0)"
 _DISPATCHES = 'crossdock_operation_duration_seconds_bucket{op="dispatch", phase="total"}'
 
 
@@ -105,10 +110,16 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             _rate("crossdock_reform_duration_seconds_count", "cause", "increase"),
             meaning="By what ended the epoch first.",
         ),
-        Panel("Processes up", "none", (("sum(crossdock_process_up{})", "up"),), "stat", 6),
+        Panel(
+            "Processes",
+            "none",
+            (("sum(crossdock_process_up{})", "up"), ("sum(crossdock_process_scraped{})", "scraped")),
+            "stat",
+            6,
+        ),
     ),
     "Requests": (
-        Panel("Tokens answered", "cps", _rate("crossdock_tokens_total", "instance")),
+        Panel("Tokens answered", "cps", _rate("crossdock_tokens_total", PROCESS)),
         Panel(
             "Request latency",
             "s",
@@ -120,21 +131,21 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Open streams and request buffers",
             "none",
             (
-                ("crossdock_open_streams{}", "{{instance}} streams"),
-                ("crossdock_open_request_buffers{}", "{{instance}} buffers"),
+                ("crossdock_open_streams{}", f"{_NAME} streams"),
+                ("crossdock_open_request_buffers{}", f"{_NAME} buffers"),
             ),
         ),
-        Panel("Shared with clients", "bytes", (("crossdock_shared_bytes{}", "{{instance}}"),)),
+        Panel("Shared with clients", "bytes", (("crossdock_shared_bytes{}", _NAME),)),
         Panel("Answers by code", "reqps", _rate("crossdock_requests_total", "code")),
-        Panel("Queued requests", "none", (("crossdock_queued_requests{}", "{{instance}}"),)),
-        Panel("Queued bytes", "bytes", (("crossdock_queued_bytes{}", "{{instance}}"),)),
-        Panel("Steps", "ops", _rate("crossdock_steps_total", "instance")),
-        Panel("Streams closed, answers not read", "ops", _rate("crossdock_streams_dropped_total", "instance")),
+        Panel("Queued requests", "none", (("crossdock_queued_requests{}", _NAME),)),
+        Panel("Queued bytes", "bytes", (("crossdock_queued_bytes{}", _NAME),)),
+        Panel("Steps", "ops", _rate("crossdock_steps_total", PROCESS)),
+        Panel("Streams closed, answers not read", "ops", _rate("crossdock_streams_dropped_total", PROCESS)),
         Panel(
             "Telemetry dropped",
             "ops",
             (
-                *_rate("crossdock_telemetry_records_dropped_total", "instance"),
+                *_rate("crossdock_telemetry_records_dropped_total", PROCESS),
                 ("sum by (op) (rate(crossdock_samples_dropped_total{}[$__rate_interval]))", "samples of {{op}}"),
             ),
         ),
@@ -164,9 +175,20 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ),
         ),
         Panel(
+            "Rows dropped",
+            "ops",
+            _rate("crossdock_rows_dropped_total", PROCESS),
+            meaning="Past the receive capacity, which workers size so that no row can be.",
+        ),
+        Panel(
             "Since the last step",
             "s",
-            (("time() - max by (instance) (crossdock_last_step_timestamp_seconds{} > 0)", "{{instance}}"),),
+            (
+                (
+                    "time() - max by (instance, process) (crossdock_last_step_timestamp_seconds{} > 0)",
+                    "{{instance}} {{process}}",
+                ),
+            ),
             meaning="Grows while the group is idle, too.",
         ),
         Panel(
@@ -186,7 +208,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
     ),
     "Network": (
-        Panel("Sent to ranks of other hosts", "Bps", _rate("crossdock_network_sent_bytes_total", "instance")),
+        Panel("Sent to ranks of other hosts", "Bps", _rate("crossdock_network_sent_bytes_total", PROCESS)),
         Panel(
             "Messages",
             "ops",
@@ -198,7 +220,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Links down",
             "none",
-            (("crossdock_network_link_up{} == 0", "{{instance}} to rank {{peer}}"),),
+            (("crossdock_network_link_up{} == 0", _NAME + " to rank {{peer}}"),),
             meaning="Between active ranks of different hosts.",
         ),
     ),
@@ -206,7 +228,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Who waits for whom",
             "percentunit",
-            ((f"max by (rank, peer) ({_LATE} * on (job, instance) group_left (rank) {_RANKS})", ""),),
+            ((f"max by (rank, peer) ({_LATE} * on (job, {PROCESS}) group_left (rank) {_RANKS})", ""),),
             "matrix",
             12,
             "Share of its time that a rank (row) waits for a peer (column) beyond the typical one. A bright column is a"
@@ -240,9 +262,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (("max(crossdock_expert_imbalance_ratio{})", "now"),),
             meaning="1 is perfect.",
         ),
-        Panel(
-            "Copies of experts loaded", "none", _rate("crossdock_expert_copies_loaded_total", "instance", "increase")
-        ),
+        Panel("Copies of experts loaded", "none", _rate("crossdock_expert_copies_loaded_total", PROCESS, "increase")),
         Panel("Delay of steps by a switch", "s", _quantiles("crossdock_expert_switch_duration_seconds")),
     ),
     "Faults": (
@@ -261,14 +281,17 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Control plane": (
         Panel("Calls", "s", _quantiles("crossdock_rpc_duration_seconds", "method")),
         Panel("Calls by code", "reqps", _rate("crossdock_rpc_duration_seconds_count", "code")),
-        Panel("Watchers", "none", (("crossdock_watch_streams{}", "{{instance}}"),)),
+        Panel("Watchers", "none", (("crossdock_watch_streams{}", _NAME),)),
         Panel(
             "Leader",
             "none",
-            (("crossdock_is_leader{}", "{{instance}}"), ("crossdock_leader_term{}", "term of {{instance}}")),
+            (
+                ("crossdock_is_leader{}", _NAME),
+                ("crossdock_leader_term{}", f"term of {_NAME}"),
+            ),
         ),
-        Panel("New leader terms", "none", _rate("crossdock_leader_terms_total", "instance", "increase")),
-        Panel("Failed lease requests", "none", _rate("crossdock_leader_lease_failures_total", "instance", "increase")),
+        Panel("New leader terms", "none", _rate("crossdock_leader_terms_total", PROCESS, "increase")),
+        Panel("Failed lease requests", "none", _rate("crossdock_leader_lease_failures_total", PROCESS, "increase")),
         Panel(
             "Placement",
             "none",
@@ -279,8 +302,13 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
     ),
     "Processes": (
-        Panel("Event loop's delay", "s", _quantiles("crossdock_event_loop_lag_seconds", "instance"), width=12),
-        Panel("GPU memory in use", "bytes", (("crossdock_device_memory_used_bytes{} > 0", "{{instance}}"),), width=12),
+        Panel("Event loop's delay", "s", _quantiles("crossdock_event_loop_lag_seconds", PROCESS), width=12),
+        Panel(
+            "GPU memory in use",
+            "bytes",
+            (("crossdock_device_memory_used_bytes{} > 0", _NAME),),
+            width=12,
+        ),
     ),
     "Security": (
         Panel("Refused calls", "reqps", _rate("crossdock_rpc_refusals_total", "reason")),
@@ -288,7 +316,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Certificates expire in",
             "s",
-            (("(crossdock_certificate_expiry_timestamp_seconds{} > 0) - time()", "{{instance}}"),),
+            (("(crossdock_certificate_expiry_timestamp_seconds{} > 0) - time()", _NAME),),
         ),
         Panel("Certificate reloads", "none", _rate("crossdock_certificate_reloads_total", "result", "increase")),
     ),
@@ -296,6 +324,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Dispatch and combine", "s", _quantiles("crossdock_ep_operation_duration_seconds", "op, mode, phase")),
         Panel("Tokens", "cps", _rate("crossdock_ep_tokens_total", "rank")),
         Panel("Samples dropped", "ops", _rate("crossdock_ep_samples_dropped_total", "rank")),
+        Panel(
+            "Rows dropped",
+            "ops",
+            _rate("crossdock_ep_rows_dropped_total", "rank"),
+            meaning="Past the receive capacity (max_recv_rows).",
+        ),
         Panel("Bytes received", "Bps", _rate("crossdock_ep_received_bytes_total", "rank")),
         Panel(
             "Tokens received, largest rank to mean",

@@ -21,13 +21,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
+from crossdock.common.http import serve_http
 from crossdock.common.settings import TracingConfig
+from crossdock.host.pages import HostMetricsPage
+from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import SERVING
 from tests.observability import picture
 from tests.observability.collector import collector
@@ -38,7 +41,7 @@ from tests.observability.record import become
 from tests.observability.score import KINDS
 from tests.services.otlp import spans_of
 
-LIMIT_S, END_S, FORM_S = 120.0, 90.0, 60.0
+LIMIT_S, END_S, FORM_S, SPANS_S = 120.0, 90.0, 60.0, 30.0
 AGREES = 0.05
 INJECTED = {1: ("stopped", "limited", "hot_expert", "skewed"), 2: ("throttled", "slow_host")}
 """By number of hosts."""
@@ -86,21 +89,24 @@ def calm(where: Group, server: Prometheus, seconds: float) -> Iterator[str]:
         yield f"calm: median of a request {classic} s by buckets, {native} s by a native histogram"
 
 
-def expected_of(fault: str, rank: int, num_ranks: int) -> tuple[tuple[str, str], list[int]]:
-    """Kind and subject that the alert must name, and the ranks."""
-    half = num_ranks // 2
-    host = rank // half
+def expected_of(fault: str, rank: int, hosts: Mapping[int, str]) -> tuple[tuple[str, str], list[int]]:
+    """Kind and subject that the alert must name, and the ranks. `hosts`: names of the ranks' hosts."""
     if fault == "throttled":
-        return (KINDS[fault], "host-0 - host-1"), list(range(num_ranks))
+        return (KINDS[fault], " - ".join(sorted(set(hosts.values())))), sorted(hosts)
     if fault == "slow_host":
-        return (KINDS[fault], f"host-{host}"), list(range(host * half, (host + 1) * half))
-    subject = f"expert {rank * E // num_ranks}" if fault == "hot_expert" else f"rank {rank}"
+        return (KINDS[fault], hosts[rank]), sorted(other for other in hosts if hosts[other] == hosts[rank])
+    subject = f"expert {rank * E // len(hosts)}" if fault == "hot_expert" else f"rank {rank}"
     return (KINDS[fault], subject), [rank]
+
+
+def hosts_of(where: Group) -> dict[int, str]:
+    """By rank, the name of its host; those of this machine's namespaces have its name, and their domain behind it."""
+    return {one.rank: f"{one.hostname} ({one.network.domain})" for one in where.view().members}
 
 
 def inject(where: Group, server: Prometheus, fault: str, rank: int) -> dict[str, Any]:
     """Inject a fault until the alert fires, and see that it ends. A line of the table, and when it was."""
-    (expected, ranks), wrong = expected_of(fault, rank, len(where.ranks)), []
+    (expected, ranks), wrong = expected_of(fault, rank, hosts_of(where)), []
     began, begin_s = time.monotonic(), time.time()
     with FAULTS[fault](where, rank):
         while not (found := slow(server)) and time.monotonic() - began < LIMIT_S:
@@ -139,12 +145,16 @@ def killed(where: Group, rank: int) -> dict[str, Any]:
 
 def traces(server: Prometheus, path: Path) -> Iterator[str]:
     """What is wrong with the spans that the collector has received, and with the exemplars that name them."""
-    spans = spans_of(path)
-    names = Counter(one.name for one in spans)
-    roots = {one.trace_id for one in spans if not one.parent}
     query, now_s = "crossdock_request_duration_seconds", time.time()  # exemplars belong to the native histogram
     found = server.get("query_exemplars", query=query, start=str(now_s - 3600), end=str(now_s))
     named = {one["labels"]["trace_id"] for series in found for one in series["exemplars"]}
+    while True:  # spans leave a worker by the batch, after the exemplar that names them
+        spans = spans_of(path)
+        roots = {one.trace_id for one in spans if not one.parent}
+        if named <= roots or time.time() - now_s > SPANS_S:
+            break
+        time.sleep(1)
+    names = Counter(one.name for one in spans)
     print(f"collector: {len(roots)} traces, {dict(names)}; {len(named)} named by exemplars", flush=True)
     if not roots or not named <= roots:
         yield f"traces: {len(roots)} traces received, exemplars of others: {sorted(named - roots)[:3]}"
@@ -152,6 +162,18 @@ def traces(server: Prometheus, path: Path) -> Iterator[str]:
         yield "traces: no exemplar in Prometheus"
     if min(names[part] for part in ("admit", "queue", "step", "dispatch", "experts", "combine")) < 0.9 * len(roots):
         yield f"traces: parts are missing: {dict(names)}"
+
+
+@contextmanager
+def host_page(supervisor: Supervisor) -> Iterator[str]:
+    """The page of a host, as `crossdock up` serves it: where."""
+    names = [child.name for child in supervisor.children]
+    page = HostMetricsPage(supervisor.metrics, names, supervisor.addresses, None)
+    made = serve_http("127.0.0.1:0", page, lambda: (True, "ok"))
+    try:
+        yield made.address
+    finally:
+        made.close()
 
 
 def run(options: argparse.Namespace, stack: ExitStack) -> tuple[list[dict[str, Any]], list[str]]:
@@ -162,7 +184,7 @@ def run(options: argparse.Namespace, stack: ExitStack) -> tuple[list[dict[str, A
         address, spans = stack.enter_context(collector(folder / "collector"))
         tracing = TracingConfig(endpoint=f"http://{address}", ratio=TRACED)
     where = stack.enter_context(group(folder / "group", options.ranks, options.hosts, tracing))
-    targets = [one.http_address for s in where.supervisors for one in s.addresses().values()]
+    targets = [stack.enter_context(host_page(supervisor)) for supervisor in where.supervisors]
     server = stack.enter_context(prometheus(folder / "prometheus", targets))
     begin_s = time.time()
     wrong = list(calm(where, server, options.calm))

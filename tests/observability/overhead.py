@@ -1,18 +1,22 @@
 """What latency records cost an operation: dispatch and combine with and without them, in turn, in one run.
 
-    python -m tests.observability.overhead [--device cpu|cuda] [--out DIR]       (make bench-overhead)
+    python -m tests.observability.overhead [--device cpu|cuda] [--turns N] [--out DIR]       (make bench-overhead)
 
-cpu     each rank is a process with two communicators: one has a library whose sample ring takes nothing, and nobody
-        collects; of the other a worker's telemetry collects the samples every quarter of a second
+cpu     ranks are processes; in one communicator, and so in the same memory, a switch of the native half says whether
+        records are kept. `records`: nobody collects them; `pair`: a worker's telemetry does, every quarter of a second;
+        `control`: both halves of a turn without records, which shows what such a table cannot tell apart
 cuda    ranks of one GPU by loop-back, kernels with `common/trace.cuh` and with one that records nothing; and how far
         apart two values of `%globaltimer` are
 
-The medians of both are compared; a round of one follows a round of the other, and which is first alternates.
+A turn is one stretch with records and one without, right after each other; which is first alternates. The overhead is
+the median of the turns' ratios, with the interval that has the true median with 95 %.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import math
 import shutil
 import statistics
 import tempfile
@@ -36,17 +40,26 @@ from ep_kernels.transports.build import Native, native_of
 from ep_kernels.transports.cpu import native
 
 RANKS, EXPERTS, TOPK, HIDDEN = 2, 256, 8, 7168
-CASES = {"ll": (128, 40), "ht": (4096, 3)}
-"""Tokens of a rank, and pairs of operations in a round."""
-ROUNDS = 12
-WARMUP = 2
+CASES = {"ll": 128, "ht": 4096}
+"""Tokens of a rank."""
+TURNS = 60
+WARMUP = 3
+STRETCH_S, SHORT_S = 0.3, 0.02
+"""Of a stretch of a turn: longer than telemetry's interval, so that each one with records has them collected; where
+nobody collects them."""
+SHORT_TURNS = 4
+"""Times as many turns of short stretches."""
 _load = native.load
 PUSH = "void SampleRing::push(const Sample& sample) {"
+SWITCH = "crossdock_test_records"
+
+Turn = tuple[float, float]
+"""Seconds of an operation without and with records."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of overhead.csv: medians of a pair (cpu) or of an operation."""
+    """A line of overhead.csv, of a pair of operations (cpu) or of one: medians, and of the ratios their interval."""
 
     device: str
     op: str
@@ -55,23 +68,53 @@ class Row:
     off_us: float
     on_us: float
     overhead_percent: float
+    low_percent: float
+    high_percent: float
+    turns: int
+    metrics_percent: float | None = None
+    """How far the mean of the exported histograms is from that of the bench's own clock, over the same operations."""
 
 
-def row_of(device: str, op: str, mode: str, tokens: int, times: dict[bool, list[float]]) -> Row:
-    """Of seconds with (True) and without records."""
-    off, on = (1e6 * statistics.median(times[kind]) for kind in (False, True))
-    return Row(device, op, mode, tokens, round(off, 2), round(on, 2), round(100 * (on / off - 1), 2))
+def row_of(
+    device: str, op: str, mode: str, tokens: int, turns: Sequence[Turn], metrics_percent: float | None = None
+) -> Row:
+    """Of the turns."""
+    off, on = (round(1e6 * statistics.median(times), 2) for times in zip(*turns, strict=True))
+    ratios = sorted(100 * (with_records / without - 1) for without, with_records in turns)
+    low, high = median_interval(ratios)
+    shares = (round(share, 2) for share in (statistics.median(ratios), low, high))
+    return Row(device, op, mode, tokens, off, on, *shares, len(turns), metrics_percent)
 
 
-def library_without_records(folder: Path) -> Native:
-    """The native half of `cpu` whose ring takes no record."""
+def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
+    """Values between which the median of what these are samples of lies with 95 %: by their order only."""
+    number = len(ordered)
+    below, at = 0.0, 0
+    while (below := below + math.comb(number, at) / 2**number) <= 0.025:
+        at += 1
+    return ordered[max(0, at - 1)], ordered[min(number - 1, number - at)]
+
+
+def alternate(measured: Callable[[bool], float], turns: int) -> list[Turn]:
+    """The turns; `measured`: seconds with (True) or without records."""
+    found = []
+    for number in range(WARMUP + turns):
+        first = number % 2 == 0
+        times = {kind: measured(kind) for kind in (first, not first)}
+        found.append((times[False], times[True]))
+    return found[WARMUP:]
+
+
+def library_with_switch(folder: Path) -> Native:
+    """The native half of `cpu` with a switch: at 0 its ring takes no record."""
     ours = native_of("cpu")
     sources = folder / "native"
     shutil.copytree(ours.sources, sources)
     member = sources / "member.cpp"
     text = member.read_text()
     assert text.count(PUSH) == 1
-    member.write_text(text.replace(PUSH, PUSH + "\n  if (sizeof(sample) != 0) return;"))
+    switch = f'extern "C" {{ __attribute__((visibility("default"))) int {SWITCH} = 1; }}\n'
+    member.write_text(text.replace(PUSH, f"}}\n{switch}namespace cd {{\n{PUSH}\n  if (!{SWITCH}) return;"))
     made = Native(sources, folder / "_native.so", ours.included)
     made.build()
     return made
@@ -88,97 +131,119 @@ def communicator(library: Native, store: Path, rank: int, tokens: int, mode: str
         return MoECommunicator(config)
 
 
-@dataclass
 class Ranked:
-    """One rank's communicator of a kind, its inputs, and what collects its samples (None: nothing)."""
+    """One rank of a group of processes, and its telemetry."""
 
-    comm: MoECommunicator
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    telemetry: WorkerTelemetry | None
-
-    def pair(self) -> float:
-        """Seconds of a dispatch and a combine, and of having the samples collected."""
-        began = time.perf_counter()
-        _, handle = self.comm.dispatch(*self.inputs)
-        self.comm.combine(self.comm.combine_input(handle), handle)
-        if self.telemetry is not None:
-            self.telemetry.collect(self.comm)
-        return time.perf_counter() - began
-
-
-def times_of(rank: int, folder: Path) -> dict[str, dict[bool, list[float]]]:
-    """Seconds of the pairs of one rank, in a process of its own, by mode."""
-    torch.set_num_threads(1)
-    without = Native(folder / "native", folder / "_native.so", native_of("cpu").included)
-    found = {}
-    for mode, (tokens, pairs) in CASES.items():
+    def __init__(self, rank: int, folder: Path, mode: str) -> None:
+        library = Native(folder / "native", folder / "_native.so", native_of("cpu").included)
+        tokens = CASES[mode]
+        self.comm = communicator(library, folder / mode, rank, tokens, mode)
+        self._switch = ctypes.c_int.in_dll(ctypes.CDLL(str(library.library)), SWITCH)
         ids = torch.rand(tokens, EXPERTS).topk(TOPK).indices.int()
-        inputs = torch.randn(tokens, HIDDEN).bfloat16(), ids, torch.rand(tokens, TOPK)
-        kinds = {
-            on: Ranked(
-                communicator(native_of("cpu") if on else without, folder / f"{mode}-{on}", rank, tokens, mode),
-                inputs,
-                WorkerTelemetry(WorkerMetrics(), (HIDDEN * 2, HIDDEN * 2)) if on else None,
-            )
-            for on in (True, False)
-        }
+        self._inputs = torch.randn(tokens, HIDDEN).bfloat16(), ids, torch.rand(tokens, TOPK)
+        self._metrics = WorkerMetrics()
+        self.telemetry = WorkerTelemetry(self._metrics, (HIDDEN * 2, HIDDEN * 2))
+        self._mode, self._clocked_s, self._recorded = mode, 0.0, 0
+        self._switch.value = False
+        once = min(self._pair()[0] for _ in range(WARMUP))
+        store = dist.FileStore(str(folder / f"{mode}-pairs"), RANKS)  # type: ignore[attr-defined]
+        if rank == 0:
+            store.set("once", str(once))
+        once = float(store.get("once"))
+        self._pairs, self._few = (max(1, round(stretch_s / once)) for stretch_s in (STRETCH_S, SHORT_S))
 
-        def measured(on: bool, kinds: dict[bool, Ranked] = kinds, pairs: int = pairs) -> list[float]:
-            return [kinds[on].pair() for _ in range(pairs)]
+    def short(self, records: bool) -> float:
+        """Seconds of a dispatch and a combine: the mean of a short stretch."""
+        self._switch.value = records
+        return statistics.fmean(self._pair()[0] for _ in range(self._few))
 
-        found[mode] = alternate(measured)
-        telemetry = kinds[True].telemetry
-        assert telemetry is not None
-        telemetry.close()
-        assert telemetry.recent(), "nothing was recorded"
-        assert not kinds[False].comm.samples(), "something was"
-        for kind in kinds.values():
-            kind.comm.close()
-    return found
+    def stretch(self, records: bool) -> float:
+        """The same of a stretch in which records are collected."""
+        self._switch.value = records
+        began = time.perf_counter()
+        for _ in range(self._pairs):
+            clocked_s = self._pair()[1]
+            if records:
+                self._clocked_s, self._recorded = self._clocked_s + clocked_s, self._recorded + 1
+                self.telemetry.collect(self.comm)
+        return (time.perf_counter() - began) / self._pairs
+
+    def _pair(self) -> tuple[float, float]:
+        """Seconds of a dispatch and a combine; without what is between them."""
+        began = time.perf_counter()
+        _, handle = self.comm.dispatch(*self._inputs)
+        delivered = time.perf_counter()
+        y = self.comm.combine_input(handle)  # waits until the peers have read the one before
+        begun = time.perf_counter()
+        z = self.comm.combine(y, handle)
+        ended = time.perf_counter()
+        del z  # not before: giving back large memory takes time
+        return ended - began, delivered - began + ended - begun
+
+    def metrics_percent(self) -> float:
+        """See `Row`. The bench's clock counts the Python around the two operations, too."""
+        value = self._metrics.registry.get_sample_value
+        exported_s = 0.0
+        for op in ("dispatch", "combine"):
+            labels = {"op": op, "mode": self._mode, "phase": "total", "transport": "cpu"}
+            exported_s += value("crossdock_operation_duration_seconds_sum", labels) or 0.0
+            assert value("crossdock_operation_duration_seconds_count", labels) == self._recorded, "samples are lost"
+        return 100 * (exported_s / self._clocked_s - 1)
 
 
-def cpu_rows() -> Iterator[Row]:
+def turns_of(rank: int, folder: Path, turns: int) -> tuple[dict[tuple[str, str], list[Turn]], dict[str, float]]:
+    """The turns of one rank, in a process of its own, by mode and what they show; `metrics_percent` by mode."""
+    torch.set_num_threads(1)
+    found, apart = {}, {}
+    for mode in CASES:
+        ranked = Ranked(rank, folder, mode)
+        found[mode, "control"] = alternate(lambda _, r=ranked: r.short(False), turns * SHORT_TURNS)  # type: ignore[misc]
+        assert not ranked.comm.samples(), "something was recorded"
+        found[mode, "records"] = alternate(ranked.short, turns * SHORT_TURNS)
+        assert ranked.comm.samples(), "nothing was recorded"
+        found[mode, "pair"] = alternate(ranked.stretch, turns)
+        ranked.telemetry.parted(ranked.comm)
+        ranked.telemetry.close()
+        apart[mode] = ranked.metrics_percent()
+        ranked.comm.close()
+    return found, apart
+
+
+def cpu_rows(turns: int) -> Iterator[Row]:
     """Pairs of operations on this host, of the slowest rank."""
     with tempfile.TemporaryDirectory() as name:
-        library_without_records(Path(name))
+        library_with_switch(Path(name))
         with ProcessPoolExecutor(RANKS, get_context("spawn")) as pool:
-            ranks = list(pool.map(times_of, range(RANKS), [Path(name)] * RANKS))
-    for mode, (tokens, _) in CASES.items():
-        both = [rank[mode] for rank in ranks]
-        times = {on: [max(pair) for pair in zip(*(one[on] for one in both), strict=True)] for on in (True, False)}
-        yield row_of("cpu", "pair", mode, tokens, times)
-
-
-def alternate(measured: Callable[[bool], Sequence[float]]) -> dict[bool, list[float]]:
-    """Seconds by kind, of rounds of both kinds in turn."""
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(WARMUP + ROUNDS):
-        for kind in (number % 2 == 0, number % 2 == 1):
-            taken = measured(kind)
-            times[kind] += taken if number >= WARMUP else []
-    return times
+            ranks = list(pool.map(turns_of, range(RANKS), [Path(name)] * RANKS, [turns] * RANKS))
+    found, apart = zip(*ranks, strict=True)
+    for mode, op in found[0]:
+        same_turn = zip(*(rank[mode, op] for rank in found), strict=True)
+        slowest = [(max(off for off, _ in turn), max(on for _, on in turn)) for turn in same_turn]
+        furthest = round(max((rank[mode] for rank in apart), key=abs), 2) if op == "pair" else None
+        yield row_of("cpu", op, mode, CASES[mode], slowest, furthest)
 
 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    measured: dict[str, object] = {"ranks": RANKS}
+    measured: dict[str, object] = {"ranks": RANKS, "turns": options.turns, "stretch_s": STRETCH_S}
     if options.device == "cuda":
         from tests.observability import overhead_gpu
 
-        rows, measured["ranks"] = list(overhead_gpu.rows()), overhead_gpu.RANKS
+        rows, measured["ranks"] = list(overhead_gpu.rows(options.turns)), overhead_gpu.RANKS
         measured["globaltimer"] = overhead_gpu.globaltimer()
     else:
-        rows = list(cpu_rows())
+        rows = list(cpu_rows(options.turns))
     for row in rows:
         print(row, flush=True)
     print(measured)
     if options.out:
-        config = {"hidden": HIDDEN, "experts": EXPERTS, "topk": TOPK, "rounds": ROUNDS, **measured}
+        config = {"hidden": HIDDEN, "experts": EXPERTS, "topk": TOPK, **measured}
         facts.keep(options.out, "overhead", Row, rows, facts.of_this_run(config, module="tests.observability.overhead"))
 
 

@@ -18,7 +18,7 @@ from ep_kernels.transports.nvlink.engine import Call
 from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback import Gpu, Loopback
 from tests.gpu.loopback_group import LoopGroup
-from tests.observability.overhead import CASES, EXPERTS, HIDDEN, TOPK, Row, alternate, row_of
+from tests.observability.overhead import CASES, EXPERTS, HIDDEN, TOPK, WARMUP, Row, alternate, row_of
 
 RANKS = 4
 LAUNCHES = {"ll": 100, "ht": 20}
@@ -106,9 +106,9 @@ class Pair:
         return [(1e-3 * a.elapsed_time(b), 1e-3 * b.elapsed_time(c)) for a, b, c in marks]
 
 
-def rows() -> Iterator[Row]:
+def rows(turns: int) -> Iterator[Row]:
     """Dispatch and combine."""
-    for mode, (tokens, _) in CASES.items():
+    for mode, tokens in CASES.items():
 
         def config(group: LoopGroup, tokens: int = tokens, mode: str = mode) -> MoEConfig:
             return MoEConfig(
@@ -123,15 +123,17 @@ def rows() -> Iterator[Row]:
         ]
         plain = config(LoopGroup(0, RANKS))
         pairs = {kind: Pair((Gpu if kind else Untraced)(plain), config, inputs, Mode(mode)) for kind in (True, False)}
-        found: dict[str, dict[bool, list[float]]] = {op: {True: [], False: []} for op in ("dispatch", "combine")}
+        ops: dict[bool, list[list[float]]] = {False: [], True: []}
 
-        def measured(kind: bool, pairs: Any = pairs, found: Any = found, mode: str = mode) -> list[float]:
-            taken = pairs[kind].times(LAUNCHES[mode])
-            return [one for both in taken for one in both]
+        def measured(kind: bool, pairs: Any = pairs, ops: Any = ops, mode: str = mode) -> float:
+            medians = [statistics.median(times) for times in zip(*pairs[kind].times(LAUNCHES[mode]), strict=True)]
+            ops[kind].append(medians)
+            return sum(medians)
 
-        both = alternate(measured)
-        for place, op in enumerate(found):
-            yield row_of(torch.cuda.get_device_name(), op, mode, tokens, {k: v[place::2] for k, v in both.items()})
+        alternate(measured, turns)
+        for place, op in enumerate(("dispatch", "combine")):
+            times = [[one[place] for one in ops[kind][WARMUP:]] for kind in (False, True)]
+            yield row_of(torch.cuda.get_device_name(), op, mode, tokens, list(zip(*times, strict=True)))
         for with_records, without in zip(pairs[True].results, pairs[False].results, strict=True):
             assert torch.equal(with_records, without), "kernels without records give other bits"
 

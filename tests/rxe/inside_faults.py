@@ -129,6 +129,7 @@ def test_delay_and_loss_cost_time_and_nothing_else(provider: str, cable: None) -
 def test_a_card_that_is_none_ends_the_lane(words: bytes) -> None:
     with End(1, provider="verbs") as end:
         lane, control = as_member(end.ticket(), 0, 1)
+        end.until(lambda events: events == [(0, UP, 0)])
         lane.sendall(words)
         end.until(lambda events: (0, DOWN, errno.EPROTO) in events)
         assert "card" in end.channel.why(0)

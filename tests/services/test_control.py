@@ -341,7 +341,8 @@ async def test_topology_tells_hosts_once_seats_by_rank_and_forgets_who_left(cont
 
 
 async def test_the_network_of_members_is_shown_and_its_provider_is_that_of_all(control: InProcess) -> None:
-    network = topology_pb2.Network(provider="tcp", address="10.0.0.1:7700", domain="d")
+    boxes = "boxes in pinned host memory: provider tcp sends from host memory"
+    network = topology_pb2.Network(provider="tcp", address="10.0.0.1:7700", domain="d", boxes=boxes)
 
     def request(uid: str, **fields: Any) -> pb.RegisterRequest:
         return pb.RegisterRequest(worker=pb.WorkerId(uid=uid, incarnation=1), **fields)

@@ -30,7 +30,7 @@ from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import Security, SecurityError, TokenFile, load_security
 from crossdock.common.settings import AccessConfig, SecurityConfig
 from crossdock.control.server import ControlPlane
-from crossdock.host.run import readiness
+from crossdock.host.pages import HostMetricsPage, readiness
 from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
@@ -397,7 +397,10 @@ def test_its_metrics_are_behind_mtls_and_its_readiness_behind_tls(group: Cluster
         page = ask_http(member.http_address, "/metrics", ANSWER_S, known, "crossdock-worker")[1]
         assert "crossdock_serving 1.0" in page
     where = group.supervisor.addresses()
-    assert readiness(list(where), where, group.supervisor.security) == (True, "ready")
+    own = group.supervisor
+    assert readiness(list(where), where, own.security) == (True, "ready")
+    page = HostMetricsPage(own.metrics, list(where), own.addresses, own.security)("")[0].decode()
+    assert all(f'crossdock_process_scraped{{process="{name}"}} 1.0' in page for name in where)
     nobody = security(folder, "client", cert_file="", key_file="")
     for listens in where.values():
         assert ask_http(listens.http_address, "/livez", ANSWER_S, nobody)[0] == 200

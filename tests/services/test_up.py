@@ -13,12 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig, load
@@ -110,9 +111,35 @@ class Up:
         return done.returncode, json.loads(done.stdout)
 
 
+def page_of(address: str) -> dict[str, dict[str, float]]:
+    """The host's page: by name of a series without further labels, its value by process ("": the supervisor)."""
+    found: dict[str, dict[str, float]] = {}
+    status, text = ask_http(address, "/metrics", DEADLINE_S)
+    assert status == 200
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not set(sample.labels) - {"process"}:
+                found.setdefault(sample.name, {})[sample.labels.get("process", "")] = sample.value
+    return found
+
+
+def wait_page(address: str, holds: Callable[[dict[str, dict[str, float]]], bool]) -> None:
+    """Until the host's page is so."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds(page := page_of(address)):
+        assert time.monotonic() < deadline, page
+        time.sleep(0.1)
+
+
 @pytest.fixture
-def up(tmp_path: Path) -> Iterator[Up]:
-    made = Up(tmp_path)
+def host_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.fixture
+def up(tmp_path: Path, host_address: str) -> Iterator[Up]:
+    made = Up(tmp_path, flags=["--set", f"http_listen={host_address}"])
     yield made
     made.process.kill()
     made.process.wait()
@@ -130,7 +157,7 @@ def workers_of(pid: int) -> list[int]:
     return [pid for pid in children_of(pid) if b"worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
 
 
-def test_up_serves_comes_back_after_a_kill_and_drains(up: Up) -> None:
+def test_up_serves_comes_back_after_a_kill_and_drains(up: Up, host_address: str) -> None:
     up.wait("Ctrl-C drains")
     code, said = up.status()
     assert (code, said["state"], said["epoch"]) == (0, "SERVING", 1)
@@ -141,9 +168,20 @@ def test_up_serves_comes_back_after_a_kill_and_drains(up: Up) -> None:
     children, workers = children_of(up.process.pid), workers_of(up.process.pid)
     assert (len(children), len(workers)) == (NUM_WORKERS + 1, NUM_WORKERS)
     before = len(up.printed)
+    names = [f"worker-{number}" for number in range(NUM_WORKERS)]
+    page = page_of(host_address)
+    assert sorted(page["crossdock_rank"].values()) == list(range(NUM_WORKERS))
+    assert page["process_start_time_seconds"].keys() == {"", "control", *names}
+    assert page["crossdock_process_scraped"] == dict.fromkeys(("control", *names), 1)
+    os.kill(workers[0], signal.SIGSTOP)
+    wait_page(host_address, lambda page: page["crossdock_rank"].keys() == set(names[1:]))
+    os.kill(workers[0], signal.SIGCONT)
+    wait_page(host_address, lambda page: page["crossdock_rank"].keys() == set(names))
     os.kill(workers[0], signal.SIGKILL)
+    wait_page(host_address, lambda page: page["crossdock_rank"].keys() == set(names[1:]))
     up.wait("epoch 2: SERVING", before)
     assert up.status()[0] == 0
+    wait_page(host_address, lambda page: page["crossdock_epoch"] == dict.fromkeys(("control", *names), 2))
 
     ends = [os.pidfd_open(pid) for pid in children_of(up.process.pid)]
     assert len(ends) == NUM_WORKERS + 1

@@ -280,7 +280,7 @@ def overflow_raises(comm: MoECommunicator, case: RoutingCase) -> int:
     """Only ranks that overflow raise; the error lets them take part in the combine; the group goes on."""
     request, inputs = start(comm, case)
     expected = Expected(comm, inputs)
-    want = expected.outputs[comm.rank]
+    want, before = expected.outputs[comm.rank], comm.dropped_rows()
     if int(want.num_dropped):
         with pytest.raises(CapacityError) as error:
             request.wait()
@@ -292,6 +292,7 @@ def overflow_raises(comm: MoECommunicator, case: RoutingCase) -> int:
         out, handle = request.wait()
     same_dispatch(out, want)
     check_combine(comm, expected, out, handle)
+    assert comm.dropped_rows() == before + int(want.num_dropped)
     check_step(comm, replace(case, kind="none"))
     return int(want.num_dropped)
 

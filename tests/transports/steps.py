@@ -139,11 +139,13 @@ def check_combine(
 
 def check_step(comm: MoECommunicator, case: RoutingCase, zero_copy: bool = False, **options: Any) -> DispatchHandle:
     """One whole step; then the received buffer is poisoned before it is recycled."""
+    before = comm.dropped_rows()
     try:
         request, inputs = start(comm, case, **options)
         out, handle = request.wait()
         caught_up(comm)
         expected = check_dispatch(comm, inputs, out)
+        assert comm.dropped_rows() == before + int(expected.outputs[comm.rank].num_dropped)
         check_combine(comm, expected, out, handle, zero_copy)
     except AssertionError as error:
         raise AssertionError(f"{case} {options}: {error}") from error

@@ -10,6 +10,7 @@ import threading
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,6 +180,13 @@ class Broken:
     def received(self) -> None:
         return None
 
+    def dropped_rows(self) -> int:
+        return 5
+
+    @property
+    def config(self) -> SimpleNamespace:
+        return SimpleNamespace(transport="nvlink")
+
 
 def test_a_failure_that_nobody_hears_of_ends_the_process() -> None:
     now, said = [0.0], list[str]()
@@ -213,7 +221,11 @@ def test_a_communicator_that_cannot_be_asked_ends_no_watch(caplog: pytest.LogCap
         guard.look()
         counts.collect()
     assert said == [f"crossdock: rank 3: {LOST}"]
-    assert counts.metrics.registry.get_sample_value("crossdock_ep_tokens_total", SAMPLE_LABELS) == 21
+    value = counts.metrics.registry.get_sample_value
+    assert value("crossdock_ep_tokens_total", SAMPLE_LABELS) == 21
+    assert value("crossdock_ep_rows_dropped_total", {"rank": "3"}) == 5
+    labels = {**SAMPLE_LABELS, "phase": "total", "transport": "nvlink"}
+    assert value("crossdock_ep_operation_duration_seconds_count", labels) == 3
     told = [record for record in caplog.records if "odd" in str(record.__dict__.get("crossdock_fields"))]
     assert [record.message for record in told] == [
         "crossdock: rank 3: cannot check whether an operation has failed",
@@ -248,7 +260,9 @@ def test_samples_become_metrics() -> None:
     assert value("crossdock_ep_samples_dropped_total", {"rank": "1", "op": "dispatch"}) == 2
     labels = {"rank": "1", "op": "dispatch", "mode": "ll"}
     assert value("crossdock_ep_tokens_total", labels) == 14
-    assert value("crossdock_ep_operation_duration_seconds_sum", labels | {"phase": "wait"}) == pytest.approx(4e-6)
+    assert value(
+        "crossdock_ep_operation_duration_seconds_sum", labels | {"phase": "wait", "transport": "cpu"}
+    ) == pytest.approx(4e-6)
     waited = {"rank": "1", "op": "dispatch", "peer": "2"}
     assert value("crossdock_ep_peer_wait_seconds_total", waited) == pytest.approx(1e-6)
     made._serve("127.0.0.1:0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ ARRIVED, DOWN, LEFT_OUT, UP = range(4)
 """`cd::NetEvent`."""
 SIZE = 1 << 16
 WAIT_S = 20.0
+JOINED = struct.pack("=IIQ", 3, 0, 0)
+"""Of a control connection (native/peers.cpp)."""
 IN_GUEST = Path("/sys/class/infiniband/rxe0").exists()
 """tests/rxe, on an emulated processor."""
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint64)
@@ -133,11 +136,14 @@ def join(*ends: End) -> None:
         assert end.channel.up() == sum(1 << other.rank for other in ends if other is not end)
 
 
-def as_member(ticket: NetworkTicket, rank: int, peer: int) -> list[socket.socket]:
-    """Sockets of a rank that has proved membership and then speaks by itself: lane 0, control."""
+def as_member(ticket: NetworkTicket, rank: int, peer: int, *, joins: bool = True) -> list[socket.socket]:
+    """Sockets of a rank that has proved membership and then speaks by itself: lane 0, control. `joins`: it has said
+    there that it has joined."""
     made = []
     for role in (0, CONTROL_ROLE):
         connection = socket.create_connection((ticket.address, ticket.port), WAIT_S)
         greet(connection, handshake.hello(ticket.token, rank, peer, role, 1), ticket)
         made.append(connection)
+    if joins:
+        made[1].sendall(JOINED)
     return made

@@ -215,12 +215,17 @@ def test_ranks_of_a_live_group_are_its_own(tmp_path: Path) -> None:
     answer = control_pb2.TopologyResponse(hosts=[host], epoch=3, world_size=4)
     for rank, gpu in ((0, 6), (2, 1)):
         answer.seats.add(rank=rank, uid=f"w{rank}", host=0, gpu=gpu, on_gpu=True)
+    told = {"device": "mlx5_4/1", "device_why": "PIX", "boxes": "boxes in GPU memory, by dma-buf: in order"}
+    answer.seats[1].network.CopyFrom(topology_pb2.Network(provider="verbs", address="h:1", domain="d", **told))
     answer.labels.add(hostname="h100-0", rack="r9")
     shown = sources.of_response(answer, "x:1")
     assert [shown.topology.name(number) for number in shown.in_order] == ["h100-0/6", "h100-0/1"]
     assert sorted(shown.ranks.values()) == [0, 2]
     assert "rack r9" in picture.as_svg(shown)
     assert listing.ways(shown) == {shown.topology.reach(0, 1): [(0, 2)]}
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(listing.as_tables(shown))
+    assert "network verbs at h:1, domain d, mlx5_4/1: PIX, boxes in GPU memory, by dma-buf: in" in console.export_text()
 
 
 def live(tmp_path: Path, *networks: tuple[int, str] | None) -> sources.Picture:

@@ -14,7 +14,7 @@ from ep_kernels import jit
 from ep_kernels.errors import PeerTimeout
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import plan
-from ep_kernels.types import Layout, Mode
+from ep_kernels.types import Layout, Mode, Overflow
 from tests.cases import RoutingCase, cases, draw_seed, replicated
 from tests.emulator.build import build, compiler
 from tests.emulator.machine import Emulated, without_driver
@@ -71,6 +71,12 @@ def run(steps: list[RoutingCase], mode: Mode, layout: Layout, blocks: int | None
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_routing(size: int, mode: Mode, layout: Layout) -> None:
     run(cases(size, 9, hidden_size=136, num_experts=2 * size + 1, topk=3), mode, layout)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_past_the_capacity_are_dropped_and_counted(mode: Mode) -> None:
+    steps = [RoutingCase(4, 3, 64, (6, 1, 6), kind, draw_seed(), max_tokens=6) for kind in ("one_expert", "uniform")]
+    run(steps, mode, Layout.EXPERT_MAJOR, overflow=Overflow.DROP, max_recv_rows=4)
 
 
 @pytest.mark.parametrize("columns", [3, 4, 132])

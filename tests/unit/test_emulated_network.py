@@ -103,5 +103,6 @@ def test_a_rank_wakes(op: str) -> None:
     network.a_rank_wakes(op, Layout.RANK_MAJOR, Emulated())
 
 
-def test_bytes_are_those_of_theory(join: Joined) -> None:
-    network.bytes_are_those_of_theory(join)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_are_those_of_theory(layout: Layout, join: Joined) -> None:
+    network.bytes_are_those_of_theory(layout, join)

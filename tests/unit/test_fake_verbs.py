@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
 
 import pytest
 
@@ -17,25 +15,7 @@ BYTES = "tests/unit/test_network_bytes.py"
 
 def inside(*arguments: str) -> None:
     """Run pytest without torch where the fake is found."""
-    again = ("--reruns", "2")  # which end of a lane notices first is a race that a busy machine may turn
-    run(str(fake_verbs.ROOT / "tests" / "rxe" / "inside.py"), "-q", *again, *arguments)
-
-
-def run(*arguments: str, may_skip: bool = False) -> str:
-    """Run a pytest where the fake is found; what it printed. Fails with that."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=fake_verbs.environment(),
-        cwd=fake_verbs.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=360,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
-    assert " passed" in done.stdout
-    assert may_skip or "skipped" not in done.stdout
-    return done.stdout
+    fake_verbs.LIBRARY.run("tests/rxe/inside.py", "-q", *arguments)
 
 
 def test_bytes_and_faults() -> None:
@@ -52,4 +32,4 @@ def test_bytes_in_any_order() -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are written for x86-64")
 def test_ranks_on_emulated_gpus() -> None:
-    run("-m", "pytest", "-q", "tests/fake_verbs/inside_gpus.py")
+    fake_verbs.LIBRARY.run("-m", "pytest", "-q", "tests/fake_verbs/inside_gpus.py")

@@ -14,7 +14,8 @@ from crossdock.common.http import HttpServer, serve_http
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.settings import SecurityConfig
 from crossdock.host import run as host
-from crossdock.host.run import exposed, readiness
+from crossdock.host.pages import readiness
+from crossdock.host.run import exposed
 from crossdock.host.supervisor import Progress, Watched
 from crossdock.protocol.v1.control_pb2 import GroupView
 

@@ -22,8 +22,9 @@ from crossdock.common import liveness
 from crossdock.common import log as logs
 from crossdock.common.addresses import split_address
 from crossdock.common.config import LogConfig
+from crossdock.common.framework_metrics import FrameworkMetrics
 from crossdock.common.http import HttpServer, serve_http
-from crossdock.common.metrics import STEP_BUCKETS, ControlMetrics, FrameworkMetrics, HostMetrics, WorkerMetrics
+from crossdock.common.metrics import STEP_BUCKETS, ControlMetrics, HostMetrics, WorkerMetrics
 from crossdock.common.rpc import ListenError
 
 ALL = [WorkerMetrics, ControlMetrics, HostMetrics, FrameworkMetrics]

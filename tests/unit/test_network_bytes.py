@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from ep_kernels.network.greeting import NetworkTicket
-from tests.unit.network_ends import ARRIVED, DOWN, IN_GUEST, LEFT_OUT, UP, WAIT_S, End, Event, as_member, join
+from tests.unit.network_ends import ARRIVED, DOWN, IN_GUEST, JOINED, LEFT_OUT, UP, WAIT_S, End, Event, as_member, join
 
 PROVIDERS = ["tcp", "shuffle(tcp)"]
 MANY = [("tcp", 1), ("tcp", 3), ("shuffle(tcp)", 2)]
@@ -174,6 +174,28 @@ def test_what_goes_to_a_rank_lies_in_its_box(outside: int, one_provider: str) ->
         one.push(1, one.size + outside, 8, 3)
         two.until(lambda events: last(events)[1] == DOWN)
         assert sorted(two.arrived(0)) == [1, 2]
+
+
+def test_a_connection_that_an_end_gives_up_never_stood() -> None:
+    """It has proved membership, and could not join: the owner hears of it neither that it stands nor of its end."""
+    with End(1) as end:
+        pointer, lib = end.channel.pointer, end.network.lib
+        for _ in range(2):
+            given_up = as_member(end.ticket(), 0, 1, joins=False)
+            End.poll(lambda: lib.cn_joined(pointer) == 1, WAIT_S)
+            assert end.channel.up() == 0
+            for connection in given_up:
+                connection.close()
+            End.poll(lambda: lib.cn_joined(pointer) == 0, WAIT_S)
+        assert end.events == []
+        late = as_member(end.ticket(), 0, 1, joins=False)
+        with late[0] as lane, late[1] as control:
+            lane.sendall(struct.pack("=QII", MARK, 0, 5))  # before the word comes that it has joined
+            end.until(lambda events: events == [(0, UP, 0), (0, ARRIVED, 5)])
+            control.sendall(JOINED)
+            lane.sendall(struct.pack("=QII", MARK, 0, 6))
+            end.until(lambda _: end.arrived(0) == [5, 6])
+            assert end.kinds(0) == [UP]
 
 
 def test_half_a_message_is_no_message() -> None:

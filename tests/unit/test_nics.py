@@ -145,9 +145,10 @@ def test_the_worker_resolves_its_port_and_says_why(tmp_path: Path) -> None:
     made, choice = data_network.with_device(rail, facts.gpus[3].uuid, 3, facts)
     assert made == Rail("verbs", ("mlx5_5:1",))
     assert choice is not None
-    told = data_network.announced(data_network.WorkerNetworkConfig(), "10.0.0.1:7500", "boot", choice)
+    told = data_network.announced(data_network.WorkerNetworkConfig(), "10.0.0.1:7500", "boot", choice, "b" * 999)
     assert told is not None
     assert (told.device, told.device_why) == ("mlx5_5/1", "PIX from GPU 3, 400 Gb/s")
+    assert told.boxes == "b" * 256, "longer texts are refused"
 
 
 @pytest.mark.parametrize(

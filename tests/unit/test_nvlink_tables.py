@@ -13,7 +13,8 @@ from ep_kernels.transports.nvlink.host_page import HostPage
 @pytest.fixture
 def host() -> HostPage:
     made = HostPage.__new__(HostPage)  # without the pinned memory
-    made._page, made.reason, made._num_dropped = abi.HostPage(), "", 0
+    made._page, made.reason, made._num_reported = abi.HostPage(), "", 0
+    made.none_dropped = True
     made._raw = memoryview(made._page).cast("B").cast("Q")
     made._gone = torch.zeros(4, dtype=torch.int64)
     made._fence, made._failure = (lambda: None), None
@@ -118,3 +119,7 @@ def test_findings_are_told_once(host: HostPage) -> None:
         assert isinstance(said, CapacityError)
         assert said.num_dropped == more
         assert host.finding() is None
+    host.none_dropped = False
+    host._page.dropped = 20
+    assert host.finding() is None
+    assert host.num_dropped == 20

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
+from typing import Any
 
 import pytest
+import torch
 
 from crossdock.common.settings import WorkerNetworkConfig
+from crossdock.doctor import ping as doctor_ping
 from crossdock.doctor import trial
 from crossdock.doctor.findings import Level
 from crossdock.doctor.ping import main
 from ep_kernels import EpError, TransportError
 from ep_kernels.network import NetworkConfig, ping
+from ep_kernels.transports.nvlink import gpu_direct
 
 
 @pytest.mark.parametrize("provider", ["tcp", "shuffle(tcp)"])
@@ -43,3 +47,31 @@ def test_the_doctor_pings_in_a_process_of_its_own() -> None:
     refused = trial.judge_ping(main(json.dumps({"listen": "198.51.100.7:0"})))
     assert (refused.check, refused.level) == ("network-ping", Level.FAIL)
     assert "cannot listen on 198.51.100.7:0" in refused.what
+
+
+@pytest.mark.parametrize("way", ["auto", "dma-buf"])
+def test_the_doctor_says_where_boxes_lie(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The provider's own ping has passed; of this GPU the driver says no."""
+    monkeypatch.setattr(doctor_ping, "ping", lambda _: ping.Ping("verbs", "10.0.0.1", 256, 5.0, 9.0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor_ping, "boxes", lambda _, config, __: str(gpu_direct.look(config, Refuses())))
+    answer = main(json.dumps({"provider": "verbs", "gpu_direct": way}))
+    assert trial.judge_ping(answer).level is Level.GOOD
+    (found,) = trial.judge_boxes(answer)
+    assert (found.check, found.level) == ("network-boxes", Level.GOOD if way == "auto" else Level.FAIL)
+    expected = (
+        "boxes in pinned host memory: no order" if way == "auto" else "gpu_direct dma-buf cannot be had: no order"
+    )
+    assert expected in found.what
+    assert list(trial.judge_boxes(main(json.dumps({"provider": "tcp"})))) == []
+
+
+class Refuses:
+    """A GPU that NICs do not reach."""
+
+    def order(self) -> Any:
+        """See `gpu_direct.GpuMemory`."""
+        raise TransportError("no order")
+
+    def boxes(self, way: Any, flush: Any) -> Any:
+        """See `gpu_direct.GpuMemory`."""

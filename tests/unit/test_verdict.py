@@ -193,6 +193,25 @@ def test_one_look_names_nobody_and_two_do(monkeypatch: pytest.MonkeyPatch, caplo
     assert told.exported() == {}
 
 
+def test_only_a_rank_that_is_surely_slow_for_long_enough_is_offered_for_quarantine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, group, held_s = Told(monkeypatch), members(3), 30.0
+    sure = Judgement("slow_rank", (2,), lost_share=0.4, confidence=0.9, detail="d")
+
+    def offered(finding: Judgement) -> object:
+        told.look(finding)
+        return told.made.slow(group, held_s, told.now)
+
+    looks = [offered(sure) for _ in range(9)]
+    assert looks[:7] == [None] * 7, "named at the second look, 30 s are six more"
+    assert [(one.uid, one.reason) for one in looks[7:]] == [("c", "slow for 30 s: d"), ("c", "slow for 35 s: d")]  # type: ignore[attr-defined]
+    assert offered(replace(sure, confidence=0.6)) is None
+    assert offered(sure) is not None
+    assert offered(replace(sure, ranks=(1,))) is None, "another one, not named yet"
+    assert [offered(replace(sure, kind="slow_host", ranks=(0, 1), hosts=("h",))) for _ in range(9)] == [None] * 9
+
+
 def test_another_epoch_or_another_leader_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     told, slow = Told(monkeypatch), Judgement("slow_rank", (2,), lost_share=0.4)
     told.look(slow)

@@ -13,6 +13,7 @@ import torch
 
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.worker import worker_telemetry as telemetry_module
+from crossdock.worker.communicator_counts import CommunicatorCounts
 from crossdock.worker.worker_telemetry import StepRecord, WorkerTelemetry
 from ep_kernels import LatencySample, PeerTraffic
 from ep_kernels.telemetry import MAX_RANKS, RECORD_BYTES, RING_SIZE, decode, quantile, slowest_peer
@@ -156,12 +157,16 @@ class TalkingComm:
     def __init__(self) -> None:
         self.active: tuple[bool, ...] = (True,) * 4
         self.passed = {2: PeerTraffic(2, True, 0, 0, 0), 3: PeerTraffic(3, True, 0, 0, 0)}
+        self.dropped: int | None = 0
 
     def samples(self) -> list[LatencySample]:
         return []
 
     def traffic(self) -> list[PeerTraffic]:
         return list(self.passed.values())
+
+    def dropped_rows(self) -> int | None:
+        return self.dropped
 
 
 def collected(telemetry: WorkerTelemetry, comm: Any) -> None:
@@ -188,6 +193,15 @@ def test_traffic_goes_on_over_communicators_and_links_are_those_of_active_ranks(
     sent = [value(f"sent_{unit}_total", 2) for unit in ("messages", "bytes")]
     assert [*sent, value("received_messages_total", 2)] == [11, 1500, 13]
     assert (value("link_up", 2), value("link_up", 3), value("sent_bytes_total", 3)) == (0, None, 0)
+
+
+def test_rows_dropped_by_one_communicator_after_the_other() -> None:
+    metrics, first, second = WorkerMetrics(), TalkingComm(), TalkingComm()
+    counts = CommunicatorCounts(metrics)
+    for comm, dropped in ((first, 4), (first, 9), (first, None), (second, 0), (second, 2), (second, 2)):
+        comm.dropped = dropped
+        counts.count(comm)  # type: ignore[arg-type]
+    assert metrics.registry.get_sample_value("crossdock_rows_dropped_total") == 11
 
 
 def test_no_link_is_expected_after_an_epoch() -> None:

@@ -4,7 +4,7 @@
 //
 //   source rank                                        proxy              expert rank
 //   all blocks: lines -> outbox
-//   last block: fence, descriptors of each remote rank -> bytes --------> inbox
+//   last block: places in the ring, fence, descriptors -> bytes --------> inbox
 //                                                         immediates ---> words[kind][source] = seq, when all are here
 //                                                                         wait for the word, then read lines
 //
@@ -37,12 +37,26 @@ __device__ __noinline__ bool await_room(const World& world, u64 at, u32 op, i32 
   return ok;
 }
 
-// One descriptor. Any threads at once.
-__device__ __forceinline__ void push(const World& world, i32 peer, u64 offset, u32 num_bytes, u32 imm, u32 op) {
+// Places of the ring that a thread has taken and must fill, each with a descriptor, in order. Any threads at once.
+struct Places {
+  u64 next, popped;  // popped: of an earlier look
+};
+
+// Two trips to the L2 at once, in front of the fence: they are over when it is.
+__device__ __forceinline__ Places take_places(const World& world, u32 count) {
   Network& network = world.state->network;
   const u64 popped = ptx::load_volatile(&network.popped_seen);  // in flight beside the next
-  const u64 at = ptx::take_relaxed_gpu(&network.tail, 1);
-  if (at >= popped + RING_SIZE && !await_room(world, at, op, peer)) return;
+  return {ptx::take_relaxed_gpu(&network.tail, count), popped};
+}
+
+__device__ __forceinline__ void push(const World& world, Places& places, i32 peer, u64 offset, u32 num_bytes, u32 imm,
+                                     u32 op) {
+  const Network& network = world.state->network;
+  const u64 at = places.next++;
+  if (at >= places.popped + RING_SIZE) {
+    if (!await_room(world, at, op, peer)) return;
+    places.popped = ptx::load_volatile(&network.popped_seen);
+  }
   const u64 parity = (at / RING_SIZE) % 2 == 0 ? 1ull << 63 : 0;
   ptx::store_pair(network.ring + at % RING_SIZE * 16, num_bytes | static_cast<u64>(imm) << 32,
                   offset | static_cast<u64>(peer) << 48 | parity);
@@ -50,7 +64,8 @@ __device__ __forceinline__ void push(const World& world, i32 peer, u64 offset, u
 
 // A word without bytes: `kind` of this rank is `seq` at `peer`.
 __device__ __forceinline__ void push_word(const World& world, i32 peer, u32 kind, u64 seq, u32 op) {
-  push(world, peer, 0, 0, immediate(kind, 1, seq), op);
+  Places place = take_places(world, 1);
+  push(world, place, peer, 0, 0, immediate(kind, 1, seq), op);
 }
 
 // Bytes of the outbox for `peer`.
@@ -64,7 +79,7 @@ __device__ __forceinline__ u32 parts_of(const Network& network, const Run& run) 
 }
 
 // All runs of one operation for `peer`, and with the last of them, in whatever order they come, flag[kind] = seq there.
-// One thread, behind a fence of the system.
+// One thread that sees all of their bytes: the fence of the system between those and the descriptors is here.
 template <i32 N>
 __device__ __forceinline__ void push_runs(const World& world, i32 peer, u32 kind, Run (&runs)[N], u64 seq, u32 op) {
   const Network& network = world.state->network;
@@ -74,6 +89,8 @@ __device__ __forceinline__ void push_runs(const World& world, i32 peer, u32 kind
     runs[i].offset += peer * network.stride;
     parts += parts_of(network, runs[i]);
   }
+  Places places = take_places(world, parts);
+  ptx::fence_sys();
 #pragma unroll 1
   for (i32 i = 0; i < N; ++i) {
     Run left = runs[i];
@@ -81,7 +98,7 @@ __device__ __forceinline__ void push_runs(const World& world, i32 peer, u32 kind
     while (left.num_bytes != 0) {
       const u64 in_stripe = network.stripe - left.offset % network.stripe;
       const u64 n = left.num_bytes < in_stripe ? left.num_bytes : in_stripe;
-      push(world, peer, left.offset, static_cast<u32>(n), immediate(kind, parts, seq), op);
+      push(world, places, peer, left.offset, static_cast<u32>(n), immediate(kind, parts, seq), op);
       left.offset += n;
       left.num_bytes -= n;
     }

@@ -192,12 +192,11 @@ __device__ __forceinline__ bool last_arrives(const World& world, i32 num_blocks,
   return __any_sync(~0u, last);
 }
 
-// push(peer) for all active remote ranks, a lane for each, behind a fence; for none where an operation has failed. One
-// warp of the last block: what any block has stored is pushed.
+// push(peer) for all active remote ranks, a lane for each; for none where an operation has failed. One warp of the last
+// block: what any block has stored is pushed.
 template <class Push>
 __device__ __forceinline__ void for_remotes(const World& world, Push push) {
   if (ptx::load_volatile(&world.state->aborted) == STOP_RUNNING) {
-    ptx::fence_sys();
 #pragma unroll 1
     for (i32 peer = lane_idx(); peer < world.size; peer += 32)
       if (is_active(peer) && is_remote(world, peer)) push(peer);

@@ -101,7 +101,7 @@ __device__ __forceinline__ void write_totals(const DispatchArgs& args, i32 num_r
   const World& world = args.world;
   *args.num_rows = num_rows;
   *args.num_dropped = num_dropped;
-  if (world.report_dropped && num_dropped != 0)
+  if (num_dropped != 0)
     ptx::store_relaxed_sys(&world.host->dropped, ptx::load_relaxed_sys(&world.host->dropped) + num_dropped);
 }
 

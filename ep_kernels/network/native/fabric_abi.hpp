@@ -11,12 +11,14 @@ namespace cd::fi {
 
 constexpr uint64_t kMsg = 1ull << 1, kRma = 1ull << 2, kWrite = 1ull << 9, kRecv = 1ull << 10, kTransmit = 1ull << 11,
                    kRemoteWrite = 1ull << 13, kRemoteData = 1ull << 17, kDeliveryComplete = 1ull << 28,
-                   kSource = 1ull << 57;
+                   kSource = 1ull << 57, kHmem = 1ull << 47, kMrDmaBuf = 1ull << 40;
 constexpr uint64_t kContext = 1ull << 59, kContext2 = 1ull << 52, kRecvForData = 1ull << 56;  // modes
 constexpr int kMrLocal = 1 << 2, kMrVirtual = 1 << 4, kMrAllocated = 1 << 5, kMrProviderKey = 1 << 6,
-              kMrEndpoint = 1 << 9;
+              kMrEndpoint = 1 << 9, kMrHmem = 1 << 10;
 constexpr int kReliableDatagram = 3, kThreadDomain = 3, kProgressManual = 2, kAddressTable = 2, kWithData = 3;
 constexpr int kWaitNone = 0, kWaitFd = 3, kGetWait = 5, kEnable = 6;
+constexpr int kCuda = 1;  // kind of memory
+constexpr int kOfEndpoint = 0, kPeerToPeer = 8, kCudaPermitted = 10, kPeerToPeerRequired = 1;  // options
 constexpr int kErrorAvailable = 259;
 constexpr uint64_t kUnspecified = ~0ull;
 
@@ -89,6 +91,30 @@ struct Region {  // fid_mr
   uint64_t key;
 };
 
+struct Piece {  // iovec
+  const void* address;
+  size_t bytes;
+};
+
+struct DmaBuf {  // fi_mr_dmabuf, of 1.20
+  int fd;
+  uint64_t offset;
+  size_t bytes;
+  const void* address;
+};
+
+struct RegionAttr {  // fi_mr_attr
+  const void* what;  // Piece, or DmaBuf
+  size_t count;
+  uint64_t access, offset, requested_key;
+  void* context;
+  size_t key_bytes;
+  uint8_t* key;
+  int memory;
+  uint64_t device;
+  uint64_t rest[8];  // of newer versions
+};
+
 struct Vector {  // fid_av
   Id id;
   struct Ops {
@@ -149,7 +175,11 @@ struct QueueAttr {
 
 struct Endpoint {
   Id id;
-  void* ops;
+  struct Options {
+    size_t size;
+    void* between[2];
+    int (*setopt)(Id*, int, int, const void*, size_t);
+  }* options;
   struct Names {
     size_t size;
     void* setname;
@@ -179,6 +209,8 @@ struct Domain {
   struct Registering {
     size_t size;
     int (*reg)(Id*, const void*, size_t, uint64_t, uint64_t, uint64_t, uint64_t, Region**, void*);
+    void* between;
+    int (*regattr)(Id*, const RegionAttr*, uint64_t, Region**);
   }* registering;
 };
 

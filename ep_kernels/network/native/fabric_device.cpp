@@ -13,7 +13,8 @@ namespace {
 
 // Best first: hardware, then what runs over it or over sockets.
 constexpr const char* kProviders[] = {"efa", "cxi", "verbs;ofi_rxm", "tcp;ofi_rxm"};
-constexpr uint32_t kVersion = 1u << 16 | 17;  // of the interface; what an older library has is enough, too
+// Of the interface; what an older library has is enough, too, for all but dma-bufs.
+constexpr uint32_t kVersion = 1u << 16 | 17, kWithDmaBufs = 1u << 16 | 20;
 constexpr size_t kQueued = 256;
 
 template <typename Fn>
@@ -68,7 +69,7 @@ const Library* load(Text* text) {
   return &library;
 }
 
-Info* Access::find(const char* provider, const NetSettings& settings, int* error) {
+Info* Access::find(const char* provider, const NetSettings& settings, bool gpu, int* error) {
   Info* hints = lib->dupinfo(nullptr);
   if (!hints) return *error = ENOMEM, nullptr;
   hints->caps = kMsg | kRma;
@@ -76,12 +77,15 @@ Info* Access::find(const char* provider, const NetSettings& settings, int* error
   hints->endpoint->type = kReliableDatagram;
   hints->domain->threading = kThreadDomain;
   hints->domain->mr_mode = kMrLocal | kMrVirtual | kMrAllocated | kMrProviderKey | kMrEndpoint;
+  if (gpu) hints->caps |= kHmem;
+  if (gpu) hints->domain->mr_mode |= kMrHmem;
   hints->fabric->provider = strdup(provider);
   // A write counts as sent when no later one can overtake it: over one connection that is so anyway.
   if (!strstr(provider, "ofi_rxm")) hints->tx->op_flags = kDeliveryComplete;
   Info* found = nullptr;
   const char* node = speaks_ip(provider) && *settings.address ? settings.address : nullptr;
-  *error = -lib->getinfo(std::min(kVersion, lib->version()), node, nullptr, node ? kSource : 0, hints, &found);
+  const uint32_t version = std::min(gpu ? kWithDmaBufs : kVersion, lib->version());
+  *error = -lib->getinfo(version, node, nullptr, node ? kSource : 0, hints, &found);
   lib->freeinfo(hints);
   if (*error) return nullptr;
   Info* chosen = nullptr;
@@ -93,7 +97,7 @@ Info* Access::find(const char* provider, const NetSettings& settings, int* error
   return chosen;
 }
 
-bool Access::open(const NetSettings& settings, int endpoints, Text* text) {
+bool Access::open(const NetSettings& settings, int endpoints, bool gpu, Text* text) {
   lib = load(text);
   if (!lib) return false;
   char name[64];
@@ -103,7 +107,14 @@ bool Access::open(const NetSettings& settings, int endpoints, Text* text) {
   for (const char* provider : kProviders) {
     if (wanted && provider != kProviders[0]) break;
     const char* asked = wanted ? wanted : provider;
-    info = find(asked, settings, &error);
+    info = find(asked, settings, false, &error);
+    if (info && gpu) {  // of the provider that would carry host memory, and no other
+      lib->freeinfo(info);
+      info = find(asked, settings, true, &error);
+      if (info) break;
+      text->say("libfabric: %s does not reach memory of GPUs here (FI_HMEM: %s)", asked, lib->strerror(error));
+      return false;
+    }
     if (info) break;
     char before[256];
     snprintf(before, sizeof before, "%.250s", tried.at);
@@ -114,24 +125,53 @@ bool Access::open(const NetSettings& settings, int endpoints, Text* text) {
               *settings.devices ? "devices " : "this host", settings.devices, tried.at);
     return false;
   }
+  if (!begin(endpoints, gpu, text)) return false;
+  text->say("libfabric %u.%u: %s, domain %s (%s)%s", lib->version() >> 16, lib->version() & 0xffff,
+            info->fabric->provider, info->domain->name,
+            *settings.devices ? "from network.devices" : wanted ? "the first one" : "the best one here",
+            speaks_ip(info->fabric->provider) ? "" : "; never run on this hardware by the authors");
+  return true;
+}
+
+bool Access::begin(int endpoints, bool gpu, Text* text) {
   info->tx->size = std::min(info->tx->size, kQueued);
   info->rx->size = std::min(info->rx->size, kQueued);
   VectorAttr vector{};
   vector.type = kAddressTable;
   vector.count = size_t(endpoints);
   const char* step = "fabric";
-  error = -lib->fabric(info->fabric, &fabric, nullptr);
+  int error = -lib->fabric(info->fabric, &fabric, nullptr);
   if (!error) step = "domain", error = -fabric->ops->domain(fabric, info, &domain, nullptr);
   if (!error) step = "address vector", error = -domain->ops->av_open(domain, &vector, &peers, nullptr);
   if (error) {
     text->say("libfabric: no %s of %s: %s", step, info->fabric->provider, lib->strerror(error));
     return false;
   }
-  text->say("libfabric %u.%u: %s, domain %s (%s)%s", lib->version() >> 16, lib->version() & 0xffff,
-            info->fabric->provider, info->domain->name,
-            *settings.devices ? "from network.devices" : wanted ? "the first one" : "the best one here",
-            speaks_ip(info->fabric->provider) ? "" : "; never run on this hardware by the authors");
-  return true;
+  if (!gpu) return true;
+  Endpoint* tried = nullptr;
+  error = -domain->ops->endpoint(domain, info, &tried, nullptr);
+  if (error) return text->say("libfabric: no endpoint: %s", lib->strerror(error)), false;
+  const bool may = for_device(tried, text);
+  tried->id.ops->bind(&tried->id, &peers->id, 0);  // ofi_rxm cannot close one without
+  tried->id.ops->close(&tried->id);
+  return may;
+}
+
+bool Access::for_device(Endpoint* endpoint, Text* text) const {
+  const bool permitted = false;
+  const int required = kPeerToPeerRequired;
+  Id* id = &endpoint->id;
+  int error = -endpoint->options->setopt(id, kOfEndpoint, kCudaPermitted, &permitted, sizeof permitted);
+  if (error) {
+    text->say("libfabric: %s may call CUDA while it moves bytes of a GPU, which can wait for ever (libfabric 1.18 or "
+              "newer, FI_OPT_CUDA_API_PERMITTED: %s)", info->fabric->provider, lib->strerror(error));
+    return false;
+  }
+  error = -endpoint->options->setopt(id, kOfEndpoint, kPeerToPeer, &required, sizeof required);
+  if (!error || error == ENOPROTOOPT) return true;
+  text->say("libfabric: %s lets no NIC reach memory of GPUs (FI_OPT_FI_HMEM_P2P: %s)", info->fabric->provider,
+            lib->strerror(error));
+  return false;
 }
 
 void Access::close() {
@@ -155,6 +195,29 @@ Region* Access::reg(const void* address, uint64_t bytes, uint64_t access, Text* 
   text->say("libfabric: %llu bytes cannot be registered: %s; RLIMIT_MEMLOCK is %lld (-1: none): raise it (ulimit -l, "
             "LimitMEMLOCK=infinity) or give the container IPC_LOCK",
             static_cast<unsigned long long>(bytes), lib->strerror(error), static_cast<long long>(limit.rlim_cur));
+  errno = error;
+  return nullptr;
+}
+
+Region* Access::reg_device(const void* address, uint64_t bytes, uint64_t access, int dma_buf, int device, Text* text) {
+  const Piece piece{address, bytes};
+  const DmaBuf exported{dma_buf, 0, bytes, address};
+  RegionAttr attr{};
+  attr.what = dma_buf < 0 ? static_cast<const void*>(&piece) : &exported;
+  attr.count = 1;
+  attr.access = access;
+  attr.requested_key = has(kMrProviderKey) ? 0 : next_key++;
+  attr.memory = kCuda;
+  attr.device = uint64_t(device);
+  Region* made = nullptr;
+  int error = ENOSYS;
+  if (dma_buf < 0 || lib->version() >= kWithDmaBufs) {
+    error = -domain->registering->regattr(&domain->id, &attr, dma_buf < 0 ? 0 : kMrDmaBuf, &made);
+  }
+  if (!error) return made;
+  text->say("libfabric: %llu bytes of GPU memory cannot be registered by %s: %s",
+            static_cast<unsigned long long>(bytes),
+            dma_buf < 0 ? "address (FI_HMEM_CUDA)" : "dma-buf (libfabric 1.20 or newer)", lib->strerror(error));
   errno = error;
   return nullptr;
 }

@@ -7,6 +7,8 @@
 // Flow control: an immediate takes a posted receive of the peer, which refuses it if there is none. So a lane has at
 // most `depth` writes out that the peer has not said to have received and to have posted receives for anew. It says so
 // after each half of them.
+//
+// Memory: what goes to a peer, and its mirror, is registered when it joins; without boxes, what goes to all at once.
 #pragma once
 #include <errno.h>
 #include <unistd.h>
@@ -53,10 +55,14 @@ struct LaneOf {
 //   bool make(int peer, int lane, Lane&, Card*);  // false: errno, `about_`
 //   int to_peer(int peer, int lane, Lane&);     // by the peer's card; 0 or an errno, `why_`
 //   int post(int peer, int lane, Lane&, const Write&);  // 0, EAGAIN: later, or an errno
+//   int credit(int peer, int lane, Lane&);      // tells the peer `window.consumed`; as post
 //   void drain(int peer, int lane);             // takes all that has come until now
 //   void shut(Lane&);                           // of what it has out nothing is read any more
+//   Region* reg(const uint8_t* address, uint64_t bytes, bool lands, int number);  // `number`: in memory_.dma_bufs;
+//                                                                                 // null: errno, `about_`
+//   void unreg(Region*);
 //   const char* words(int error) const;
-template <typename Self, typename LaneType>
+template <typename Self, typename LaneType, typename Region>
 class Lanes : public Provider {
  public:
   using Lane = LaneType;
@@ -139,6 +145,51 @@ class Lanes : public Provider {
  protected:
   Self& self() { return *static_cast<Self*>(this); }
 
+  // Null: errno, `about_`.
+  Region* source(int peer) {
+    const int at = memory_.box ? peer : 0;
+    Region*& made = sources_[at];
+    return made ? made : made = self().reg(memory_.source(peer), memory_.source_bytes(), false, at);
+  }
+  Region* mirror(int peer) {
+    Region*& made = mirrors_[peer];
+    return made ? made : made = reg_mirror(peer);
+  }
+  Region* reg_mirror(int peer) {
+    return self().reg(memory_.mirror(peer), memory_.stride, true, memory_.ranks + peer);
+  }
+  void unreg_all() {
+    for (Region** regions : {sources_, mirrors_}) {
+      for (int peer = 0; peer < kNetRanks; ++peer) {
+        if (regions[peer]) self().unreg(regions[peer]);
+        regions[peer] = nullptr;
+      }
+    }
+  }
+
+  // A write has left; one has come.
+  void sent(int peer, Lane& l) {
+    --l.out;
+    sink_.sent(sink_.owner, peer);
+  }
+  void arrived(int peer, Lane& l, uint32_t imm) {
+    ++l.window.consumed;
+    sink_.arrived(sink_.owner, peer, imm);
+  }
+
+  // Says how many receives have been posted anew, when it is half of them. Whose writes have come is connected.
+  void grant(int peer, int lane, Lane& l, int depth) {
+    if (l.error || !l.window.owes(depth)) return;
+    const int error = self().credit(peer, lane, l);
+    if (error == EAGAIN) return;
+    if (!error) {
+      l.window.told = l.window.consumed;
+      return;
+    }
+    why_.say("%s: a credit cannot be sent: %s", self().name(), self().words(error));
+    fail(peer, l, error);
+  }
+
   // `why_` says more.
   void fail(int peer, Lane& l, int error) {
     if (!l.error) l.error = error;
@@ -193,6 +244,7 @@ class Lanes : public Provider {
   int epoll_fd_ = -1;
   uint64_t tag_ = 0;
   Lane* lanes_[kNetRanks][kMaxLanes] = {};
+  Region *sources_[kNetRanks] = {}, *mirrors_[kNetRanks] = {};
   uint64_t failed_ = 0;  // bit per peer with a lane that is to be told of
   Text about_, why_;
 

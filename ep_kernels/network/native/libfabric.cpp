@@ -51,7 +51,7 @@ struct Lane : LaneOf<Card> {
 
 }  // namespace
 
-class Libfabric final : public Lanes<Libfabric, Lane> {
+class Libfabric final : public Lanes<Libfabric, Lane, Region> {
  public:
   using Lanes::Lanes;
 
@@ -72,33 +72,35 @@ class Libfabric final : public Lanes<Libfabric, Lane> {
   const char* name() const { return "libfabric"; }
   const char* words(int error) const { return access_.lib->strerror(error); }
   bool begin() {
-    if (memory_.dma_bufs) return about_.say("libfabric: does not register memory of GPUs here"), false;
-    if (!access_.open(settings_, std::max(1, memory_.ranks * memory_.lanes), &about_)) return false;
-    Text why;
-    if (memory_.box || (sources_[0] = access_.reg(memory_.own, memory_.own_bytes, kWrite, &why))) return true;
-    about_ = why;
-    return false;
+    const int endpoints = std::max(1, memory_.ranks * memory_.lanes);
+    return access_.open(settings_, endpoints, memory_.dma_bufs != nullptr, &about_) && (memory_.box || source(0));
   }
   void end() {
-    for (Region*& region : mirrors_) close_one(region);
-    for (Region*& region : sources_) close_one(region);
+    unreg_all();
     access_.close();
   }
+  Region* reg(const uint8_t* address, uint64_t bytes, bool lands, int number) {
+    const uint64_t access = lands ? kRemoteWrite : kWrite;
+    return memory_.dma_bufs
+               ? access_.reg_device(address, bytes, access, memory_.dma_bufs[number], memory_.device, &about_)
+               : access_.reg(address, bytes, access, &about_);
+  }
+  void unreg(Region* region) { close_one(region); }
   bool is_alive() { return true; }
   bool make(int peer, int lane, Lane& l, Card* card);
   int to_peer(int peer, int lane, Lane& l);
   int post(int peer, int lane, Lane& l, const Write& w);
+  int credit(int peer, int lane, Lane& l);
   void drain(int peer, int lane) {
-    while (drain(peer, *lanes_[peer][lane])) {
+    while (drain(peer, lane, *lanes_[peer][lane])) {
     }
   }
   void shut(Lane& l);
 
-  Region*& source(int peer) { return sources_[memory_.box ? peer : 0]; }
   bool wake_by(Lane& l);
-  Region* mirror_of(int peer, Lane& l);
+  Region* landing_of(int peer, Lane& l);
   bool post_recv(Lane& l, int i);
-  bool drain(int peer, Lane& l);
+  bool drain(int peer, int lane, Lane& l);
   void take(int peer, Lane& l, const Entry& entry);
   void broken(int peer, Lane& l);
   bool check(int error, const char* what) {
@@ -114,22 +116,19 @@ class Libfabric final : public Lanes<Libfabric, Lane> {
   template <typename Fn>
   void for_each(Fn fn) {
     for (int peer = 0; peer < memory_.ranks; ++peer) {
-      for (Lane* l : lanes_[peer]) {
-        if (l) fn(peer, *l);
+      for (int lane = 0; lane < kMaxLanes; ++lane) {
+        if (Lane* l = lanes_[peer][lane]) fn(peer, lane, *l);
       }
     }
   }
 
   Access access_;
-  Region* sources_[kNetRanks] = {};  // of what goes to each peer; without boxes: of all, the first
-  Region* mirrors_[kNetRanks] = {};
   bool is_stuck_ = false;  // a write was refused since the last `advance`
 };
 
 bool Libfabric::make(int peer, int, Lane& l, Card* card) {
   Access& a = access_;
-  Region*& own = source(peer);
-  if (!own && !(own = a.reg(memory_.source(peer), memory_.source_bytes(), kWrite, &about_))) return false;
+  if (!source(peer)) return false;
   l.begun_ns = now_ns();
   for (int i = 0; i < kDepth; ++i) l.sends[i].next = i + 1;
   QueueAttr queue{};
@@ -144,11 +143,12 @@ bool Libfabric::make(int peer, int, Lane& l, Card* card) {
   if (!check(error, "no completion queue")) return false;
   Endpoint*& e = l.endpoint;
   if (!check(-a.domain->ops->endpoint(a.domain, a.info, &e, nullptr), "no endpoint")) return false;
+  if (memory_.dma_bufs && !a.for_device(e, &about_)) return errno = EOPNOTSUPP, false;
   if (!check(-e->id.ops->bind(&e->id, &a.peers->id, 0), "the address vector is refused")) return false;
   if (!check(-e->id.ops->bind(&e->id, &l.queue->id, kTransmit | kRecv), "the queue is refused")) return false;
   if (!check(-e->id.ops->control(&e->id, kEnable, nullptr), "the endpoint is not enabled")) return false;
-  Region* mirror = mirror_of(peer, l);
-  if (!mirror) return false;
+  Region* landing = landing_of(peer, l);
+  if (!landing) return false;
   if (a.has(kMrLocal) && !(l.inbox = a.reg(l.credits, sizeof l.credits, kRecv, &about_))) return false;
   size_t bytes = kNameBytes;
   if (!check(-e->names->getname(&e->id, card->name, &bytes), "the endpoint's address is not known")) return false;
@@ -157,7 +157,7 @@ bool Libfabric::make(int peer, int, Lane& l, Card* card) {
   }
   card->magic = kMagic;
   card->depth = kDepth;
-  card->key = mirror->key;
+  card->key = landing->key;
   card->base = a.has(kMrVirtual) ? reinterpret_cast<uint64_t>(memory_.mirror(peer)) : 0;
   card->bytes = memory_.stride;
   card->name_bytes = uint32_t(bytes);
@@ -173,15 +173,13 @@ bool Libfabric::wake_by(Lane& l) {
   return epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, l.wait_fd, &event) == 0;
 }
 
-Region* Libfabric::mirror_of(int peer, Lane& l) {
-  const bool apart = access_.has(kMrEndpoint);
-  Region*& made = apart ? l.mirror : mirrors_[peer];
-  if (made) return made;
-  made = access_.reg(memory_.mirror(peer), memory_.stride, kRemoteWrite, &about_);
-  if (!made || !apart) return made;
-  int error = -made->id.ops->bind(&made->id, &l.endpoint->id, 0);
-  if (!error) error = -made->id.ops->control(&made->id, kEnable, nullptr);
-  return check(error, "the mirror is not enabled") ? made : nullptr;
+Region* Libfabric::landing_of(int peer, Lane& l) {
+  if (!access_.has(kMrEndpoint)) return mirror(peer);
+  l.mirror = reg_mirror(peer);
+  if (!l.mirror) return nullptr;
+  int error = -l.mirror->id.ops->bind(&l.mirror->id, &l.endpoint->id, 0);
+  if (!error) error = -l.mirror->id.ops->control(&l.mirror->id, kEnable, nullptr);
+  return check(error, "the mirror is not enabled") ? l.mirror : nullptr;
 }
 
 bool Libfabric::post_recv(Lane& l, int i) {
@@ -214,8 +212,15 @@ int Libfabric::post(int peer, int, Lane& l, const Write& w) {
   return int(error);
 }
 
+int Libfabric::credit(int, int, Lane& l) {
+  const uint64_t credit = l.window.consumed;
+  const ssize_t error = -l.endpoint->messages->inject(l.endpoint, &credit, sizeof credit, l.address);
+  is_stuck_ |= error == EAGAIN;
+  return int(error);
+}
+
 // True: there was something.
-bool Libfabric::drain(int peer, Lane& l) {
+bool Libfabric::drain(int peer, int lane, Lane& l) {
   Entry batch[kBatch];
   bool any = false;
   for (int turn = 0; turn < kTurns && !l.error; ++turn) {
@@ -233,17 +238,7 @@ bool Libfabric::drain(int peer, Lane& l) {
     }
     for (ssize_t i = 0; i < n; ++i) take(peer, l, batch[i]);
   }
-  // Says how many immediates have been taken, when it is half of what the peer may send.
-  if (l.is_up && !l.error && l.window.owes(kDepth)) {
-    const uint64_t credit = l.window.consumed;
-    const ssize_t error = -l.endpoint->messages->inject(l.endpoint, &credit, sizeof credit, l.address);
-    if (error == 0) l.window.told = l.window.consumed;
-    is_stuck_ |= error == EAGAIN;
-    if (error && error != EAGAIN) {
-      why_.say("libfabric: a credit cannot be sent: %s", access_.lib->strerror(int(error)));
-      fail(peer, l, int(error));
-    }
-  }
+  grant(peer, lane, l, kDepth);
   return any;
 }
 
@@ -252,15 +247,13 @@ void Libfabric::take(int peer, Lane& l, const Entry& entry) {
   l.is_proven = true;
   const bool is_recv = slot >= l.recvs && slot < l.recvs + kRecvs;
   if (entry.flags & kRemoteData) {
-    ++l.window.consumed;
-    sink_.arrived(sink_.owner, peer, uint32_t(entry.data));
+    arrived(peer, l, uint32_t(entry.data));
   } else if (is_recv) {
     l.window.grant(uint32_t(l.credits[slot - l.recvs]), l.peer.depth);
   } else if (slot >= l.sends && slot < l.sends + kDepth) {
     slot->next = l.free_slot;
     l.free_slot = int(slot - l.sends);
-    --l.out;
-    sink_.sent(sink_.owner, peer);
+    sent(peer, l);
   }
   if (is_recv && !post_recv(l, int(slot - l.recvs))) {
     why_.say("libfabric: a receive cannot be posted");
@@ -282,9 +275,9 @@ void Libfabric::broken(int peer, Lane& l) {
 int64_t Libfabric::advance(int64_t now) {
   int64_t tick = is_stuck_ ? kStuckNs : -1;
   is_stuck_ = false;
-  for_each([&](int peer, Lane& l) { drain(peer, l); });
+  for_each([&](int peer, int lane, Lane& l) { drain(peer, lane, l); });
   tell();
-  for_each([&](int, const Lane& l) {
+  for_each([&](int, int, const Lane& l) {
     const bool young = !l.is_proven && now - l.begun_ns < kYoungNs;
     int64_t mine = access_.is_manual() ? kTickNs : -1;
     if (!l.is_proven) mine = young ? kYoungTickNs : kQuietTickNs;
@@ -296,7 +289,7 @@ int64_t Libfabric::advance(int64_t now) {
 
 bool Libfabric::rest() {
   bool ready = true;
-  for_each([&](int, const Lane& l) {
+  for_each([&](int, int, const Lane& l) {
     if (l.wait_fd < 0) return;
     Id* id = &l.queue->id;
     ready &= access_.fabric->ops->trywait(access_.fabric, &id, 1) == 0;

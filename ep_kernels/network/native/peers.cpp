@@ -1,5 +1,8 @@
 // The peers of a channel: how their connections begin and end.
 //
+// Connections stand when both ends have joined: each says so on its control connection. One that an end gives up before
+// is no news to the other's owner, who would else hear of its end when a newer one has been made.
+//
 // A peer is down when all its lanes have ended, or when they have brought nothing for 50 ms since the first sign of an
 // end (a lane, the control connection): what it had sent before is delivered first, since it counts. One that closes in
 // order ends its lanes itself.
@@ -19,7 +22,7 @@ namespace {
 
 constexpr int64_t kEndNs = 50'000'000;
 constexpr int64_t kLingerNs = 5'000'000'000;
-constexpr uint32_t kLeftOut = 1, kCloses = 2;  // messages of a control connection: the last words of a rank
+constexpr uint32_t kJoined = 3, kLeftOut = 1, kCloses = 2;  // messages of a control connection: first and last words
 
 struct ControlMessage {
   uint32_t kind, unused;
@@ -143,8 +146,15 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   p.in_order = false;
   p.left_out = 0;
   p.up = true;
-  c->handler(c->context, rank, NetEvent::up, 0);
+  say(control_fd, {kJoined, 0, 0});
   return 0;
+}
+
+void Proxy::stand(NetChannel& c, int rank) {
+  NetPeer& p = c.peers[rank];
+  if (p.stands || !p.up) return;
+  p.stands = p.told = true;
+  c.handler(c.context, rank, NetEvent::up, 0);
 }
 
 void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
@@ -157,12 +167,16 @@ void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
     p.control_fd = -1;
   }
   fall(*c, rank, false);
+  p.told = false;
 }
 
-uint64_t Proxy::up(NetChannel* c) {
+uint64_t Proxy::up(NetChannel* c, bool stands) {
   Hold hold(*this);
   uint64_t mask = 0;
-  for (int rank = 0; rank < c->memory.ranks; ++rank) mask |= uint64_t(c->peers[rank].up) << rank;
+  for (int rank = 0; rank < c->memory.ranks; ++rank) {
+    const NetPeer& p = c->peers[rank];
+    mask |= uint64_t(p.up && (p.stands || !stands)) << rank;
+  }
   return mask;
 }
 
@@ -197,6 +211,7 @@ int Proxy::hear(NetChannel& c, int rank) {
     p.message_bytes = 0;
     ControlMessage message;
     memcpy(&message, p.message, sizeof message);
+    if (message.kind == kJoined) stand(c, rank);
     p.in_order |= message.kind == kCloses;
     if (message.kind == kLeftOut) p.left_out = message.value;
   }
@@ -230,7 +245,7 @@ void Proxy::over(NetChannel& c, int rank, int64_t now) {
 
 void Proxy::fall(NetChannel& c, int rank, bool tell) {
   NetPeer& p = c.peers[rank];
-  p.up = false;
+  p.up = p.stands = false;
   if (p.control_fd >= 0) {
     hear(c, rank);  // its last word says why
     drop(p.control_fd);
@@ -238,9 +253,11 @@ void Proxy::fall(NetChannel& c, int rank, bool tell) {
   c.provider->disconnect(rank);
   for (uint64_t left = p.backlog.clear(); left > 0; --left) sent(&c, rank);
   if (!tell) return;
+  const bool told = p.told;
+  p.told = false;
   if (p.left_out) {
     c.handler(c.context, rank, NetEvent::left_out, p.left_out);
-  } else if (!p.in_order) {
+  } else if (told && !p.in_order) {
     c.handler(c.context, rank, NetEvent::down, uint64_t(p.error));
   }
 }
@@ -256,6 +273,7 @@ void Proxy::arrived(void* channel, int rank, uint32_t imm) {
   ++p.traffic.received_messages;
   p.came_ns = c->proxy->arrived_ns_ = c->proxy->now_;
   c->proxy->busy_ = true;
+  c->proxy->stand(*c, rank);  // who writes has joined
   c->handler(c->context, rank, NetEvent::arrived, imm);
 }
 

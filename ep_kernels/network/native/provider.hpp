@@ -48,6 +48,7 @@ struct NetMemory {
   // must not touch.
   const int32_t* dma_bufs;
   int ranks, lanes;
+  int device, unused;  // number of that GPU, as CUDA counts them
 
   const uint8_t* source(int peer) const { return own + uint64_t(peer) * box; }
   uint64_t source_bytes() const { return box ? box : own_bytes; }

@@ -41,7 +41,9 @@ struct Traffic {
 struct NetPeer {
   int control_fd = -1;
   int lanes = 0, lanes_ended = 0;
-  bool up = false;
+  bool up = false;      // this end has joined
+  bool stands = false;  // the other has, too
+  bool told = false;    // the owner knows that some connection stands, and of no end since
   bool in_order = false;  // it said that it closes
   uint64_t left_out = 0;  // it said that it leaves this rank out: tag of the epoch
   int error = 0;
@@ -84,7 +86,7 @@ struct Proxy {
   // come after `remove`, and then do nothing.
   int join(NetChannel* channel, int rank, int control_fd, const int32_t* lanes, int num_lanes);
   void leave(NetChannel* channel, int rank, uint64_t tag);
-  uint64_t up(NetChannel* channel);
+  uint64_t up(NetChannel* channel, bool stands);  // bit per rank: this end has joined; `stands`: the other has, too
   void why(NetChannel* channel, int rank, Text* out);    // why its connection ended, "" if nothing is known
   void traffic(NetChannel* channel, Traffic* out);
   void forsake();  // in a forked child: closes its copies of descriptors
@@ -111,6 +113,7 @@ struct Proxy {
   int hear(NetChannel& c, int rank);
   void ending(NetChannel& c, int rank, int error);
   void over(NetChannel& c, int rank, int64_t now);
+  void stand(NetChannel& c, int rank);
   void fall(NetChannel& c, int rank, bool tell);
   void linger(int fd);
   void drop(int& fd);

@@ -24,7 +24,7 @@ bool Verbs::begin() {
                port_.device.max_completions, lanes);
     return false;
   }
-  if (!memory_.box && !reg_source(0)) return false;
+  if (!memory_.box && !source(0)) return false;
   channel_ = port_.lib->create_comp_channel(port_.context);
   if (channel_) queue_ = port_.lib->create_cq(port_.context, 2 * lanes * (depth_ + kCredits), nullptr, channel_, 0);
   if (!queue_) {
@@ -50,12 +50,7 @@ void Verbs::end() {
     port_.lib->destroy_cq(queue_);
   }
   if (channel_) port_.lib->destroy_comp_channel(channel_);
-  for (Region** regions : {sources_, mirrors_}) {
-    for (int peer = 0; peer < kNetRanks; ++peer) {
-      if (regions[peer]) port_.lib->dereg_mr(regions[peer]);
-      regions[peer] = nullptr;
-    }
-  }
+  unreg_all();
   port_.close();
   queue_ = nullptr;
   channel_ = nullptr;
@@ -69,16 +64,6 @@ void Verbs::forsake() {
     ::close(port_.context->cmd_fd);
   }
   Lanes::forsake();
-}
-
-bool Verbs::reg(Region** made, const uint8_t* address, uint64_t bytes, int access, int number) {
-  if (*made) return true;
-  if (memory_.dma_bufs) {
-    *made = port_.reg_device(address, bytes, access, memory_.dma_bufs[number], &about_);
-  } else {
-    *made = port_.reg(address, bytes, access, memory_.most_bytes(), &about_);
-  }
-  return *made != nullptr;
 }
 
 bool Verbs::post_recv(int peer, int lane, Lane& l) {
@@ -125,11 +110,11 @@ void Verbs::complete(const Completion& c) {
     if (kind == Kind::recv) return arrive(peer, lane, *l, c);
     if (kind == Kind::credit) {
       --l->credits_out;
-      return grant(peer, lane, *l);
+      return grant(peer, lane, *l, depth_);
     }
-    --l->out;
-    return sink_.sent(sink_.owner, peer);
+    return sent(peer, *l);
   }
+  hear_device();  // which may say why
   if (l->error) return;
   const int error = c.status == kRetriesExceeded ? ETIMEDOUT
                     : c.status == kNotReady      ? ENOBUFS
@@ -147,25 +132,20 @@ void Verbs::arrive(int peer, int lane, Lane& l, const Completion& c) {
   }
   const uint32_t imm = ntohl(c.imm);
   if (c.opcode == kRecv) return l.window.grant(imm, l.peer.depth);
-  ++l.window.consumed;
-  grant(peer, lane, l);
-  sink_.arrived(sink_.owner, peer, imm);
+  arrived(peer, l, imm);
+  grant(peer, lane, l, depth_);
 }
 
-// Says how many receives have been posted anew, when it is half of them.
-void Verbs::grant(int peer, int lane, Lane& l) {
-  if (!l.window.owes(depth_) || l.credits_out == kCredits || l.error) return;
+int Verbs::credit(int peer, int lane, Lane& l) {
+  if (l.credits_out == kCredits) return EAGAIN;
   SendRequest request{}, *bad;
   request.id = id(peer, lane, l, Kind::credit);
   request.opcode = kSendWithImm;
   request.flags = kSignaled;
   request.imm = htonl(l.window.consumed);
-  if (int error = port_.context->ops.post_send(l.pair, &request, &bad)) {
-    why_.say("verbs: a credit cannot be posted: %s", strerror(error));
-    return fail(peer, l, error);
-  }
-  l.window.told = l.window.consumed;
-  ++l.credits_out;
+  const int error = port_.context->ops.post_send(l.pair, &request, &bad);
+  l.credits_out += error == 0;
+  return error == EAGAIN ? EIO : error;
 }
 
 bool Verbs::poll(int peer, int lane, uint32_t) {

@@ -31,7 +31,7 @@ struct Lane : LaneOf<Card> {
   uint32_t credits_out = 0;
 };
 
-class Verbs final : public Lanes<Verbs, Lane> {
+class Verbs final : public Lanes<Verbs, Lane, Region> {
  public:
   using Lanes::Lanes;
 
@@ -53,6 +53,7 @@ class Verbs final : public Lanes<Verbs, Lane> {
   bool make(int peer, int lane, Lane& l, Card* card);
   int to_peer(int peer, int lane, Lane& l);
   int post(int peer, int lane, Lane& l, const Write& w);
+  int credit(int peer, int lane, Lane& l);
   void drain(int, int) {
     while (drain() == kTurns * kBatch) {
     }
@@ -61,21 +62,18 @@ class Verbs final : public Lanes<Verbs, Lane> {
     if (l.pair) port_.lib->destroy_qp(l.pair);
   }
 
-  bool reg(Region** made, const uint8_t* address, uint64_t bytes, int access, int number);
-  Region*& source(int peer) { return sources_[memory_.box ? peer : 0]; }
-  bool reg_source(int peer) {
-    return reg(&source(peer), memory_.source(peer), memory_.source_bytes(), kLocalWrite, memory_.box ? peer : 0);
+  Region* reg(const uint8_t* address, uint64_t bytes, bool lands, int number) {
+    const int access = lands ? kLocalWrite | kRemoteWrite : kLocalWrite;
+    return memory_.dma_bufs ? port_.reg_device(address, bytes, access, memory_.dma_bufs[number], &about_)
+                            : port_.reg(address, bytes, access, memory_.most_bytes(), &about_);
   }
-  bool reg_mirror(int peer) {
-    const int number = memory_.ranks + peer;
-    return reg(&mirrors_[peer], memory_.mirror(peer), memory_.stride, kLocalWrite | kRemoteWrite, number);
-  }
+  void unreg(Region* region) { port_.lib->dereg_mr(region); }
+
   bool make_pair(int peer, int lane, Lane& l);
   bool post_recv(int peer, int lane, Lane& l);
   int drain();
   void complete(const Completion& c);
   void arrive(int peer, int lane, Lane& l, const Completion& c);
-  void grant(int peer, int lane, Lane& l);
   void hear_device();
   uint64_t id(int peer, int lane, const Lane& l, Kind kind) const {
     return uint64_t(l.generation) << 32 | uint64_t(peer) << 16 | uint64_t(lane) << 8 | uint64_t(kind);
@@ -84,8 +82,6 @@ class Verbs final : public Lanes<Verbs, Lane> {
   Port port_;
   Channel* channel_ = nullptr;
   Queue* queue_ = nullptr;
-  Region* sources_[kNetRanks] = {};  // of what goes to each peer; without boxes: of all, the first
-  Region* mirrors_[kNetRanks] = {};
   int depth_ = 0, events_ = 0;
   uint32_t generations_ = 0;
   bool is_dead_ = false;  // the device is gone

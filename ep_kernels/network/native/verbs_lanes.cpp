@@ -29,14 +29,14 @@ bool Verbs::is_alive() {
 
 bool Verbs::make(int peer, int lane, Lane& l, Card* card) {
   if (!make_pair(peer, lane, l)) return false;
-  const Region& mirror = *mirrors_[peer];
-  *card = {kMagic, l.pair->number, l.psn, mirror.rkey, reinterpret_cast<uint64_t>(mirror.address), memory_.stride,
+  const Region& landing = *mirror(peer);
+  *card = {kMagic, l.pair->number, l.psn, landing.rkey, reinterpret_cast<uint64_t>(landing.address), memory_.stride,
            port_.gid.gid, port_.attr.lid, port_.attr.link_layer, uint8_t(port_.mtu), uint32_t(depth_)};
   return true;
 }
 
 bool Verbs::make_pair(int peer, int lane, Lane& l) {
-  if (!reg_source(peer) || !reg_mirror(peer)) return false;
+  if (!source(peer) || !mirror(peer)) return false;
   PairInit init{};
   init.send_queue = init.recv_queue = queue_;
   const uint32_t room = uint32_t(depth_ + kCredits);

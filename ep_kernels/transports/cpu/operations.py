@@ -99,6 +99,7 @@ class OperationHome(Protocol):
     config: MoEConfig
     geometry: native.Geometry
     epoch: int
+    num_dropped: int
 
     def native(self) -> NativeComm:
         """The native object, kept alive by the caller while it uses it. Raises ClosedError, AbortedError."""
@@ -175,6 +176,7 @@ class CpuDispatch:
             self._transport.judge(comm.lib.cd_dispatch_place(comm.pointer, ctypes.byref(self._op)))
             result = self._finish()  # while rows of other hosts are under way
             self._transport.judge(comm.lib.cd_dispatch_receive(comm.pointer, ctypes.byref(self._op)))
+            self._transport.num_dropped += self._op.num_dropped
             self._result = result
         return self._result
 

@@ -60,6 +60,7 @@ class CpuTransport(CpuMember[NativeComm]):
         self.geometry = geometry_of(config)
         check_rows(config, self.geometry)
         super().__init__(NativeComm(config, native.load(), self.geometry), config.group.size, config.group.epoch)
+        self.num_dropped = 0
         self._dispatches: dict[int, CpuDispatch] = {}
         self._combines: dict[int, CpuCombine] = {}
         self._remote: dict[int, NetworkTicket] = {}
@@ -293,6 +294,10 @@ class CpuTransport(CpuMember[NativeComm]):
             for rank, one in enumerate(by_rank)
             if rank in self._remote
         ]
+
+    def dropped_rows(self) -> int:
+        """See `Transport.dropped_rows`."""
+        return self.num_dropped
 
     def wire_bytes(self, mode: Mode) -> tuple[int, int]:
         """See `Transport.wire_bytes`: one algorithm runs both modes, and the receiver reads places and weights."""

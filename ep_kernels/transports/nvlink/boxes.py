@@ -36,10 +36,12 @@ class Boxes(Protocol):
 
     Attributes:
         is_device: it is a GPU's, and NICs reach it.
+        device: number of that GPU, as CUDA counts them in this process.
         flush: None: what has come is visible.
     """
 
     is_device: bool
+    device: int
     flush: Flush | None
 
     def reserve(self, num_bytes: int) -> int:
@@ -63,7 +65,7 @@ class PinnedBoxes:
         register, unregister: make host memory reachable by the GPU, and give it back.
     """
 
-    is_device = False
+    is_device, device = False, 0
     flush: Flush | None = None
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:

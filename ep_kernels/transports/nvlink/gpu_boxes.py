@@ -73,8 +73,8 @@ class CudaBoxes:
     is_device = True
 
     def __init__(self, device: int, way: Way, flush: Flush | None) -> None:
-        self.flush = flush
-        self._device, self._way = device, way
+        self.flush, self.device = flush, device
+        self._way = way
         self._reserved = (0, 0)
         self._taken: list[tuple[int, int, Any]] = []
         self._descriptors: list[int] = []
@@ -87,7 +87,7 @@ class CudaBoxes:
     def take(self, address: int, num_bytes: int) -> int:
         """See `Boxes`."""
         where = cuda.CUmemLocation()
-        where.type, where.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, self._device
+        where.type, where.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, self.device
         kind = cuda.CUmemAllocationProp()
         kind.type, kind.location = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED, where
         kind.allocFlags.gpuDirectRDMACapable = 1

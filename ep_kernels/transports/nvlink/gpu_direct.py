@@ -4,11 +4,12 @@
     boxes.is_device, chosen.way, chosen.why
 
 Ways, best first, each tried with a box of its own: the driver exports the memory as a dma-buf that the NIC's driver
-imports; the module nvidia-peermem lets the NIC's driver take a device pointer; else boxes lie in pinned host memory.
+imports; the NIC's driver takes a device pointer, which the module nvidia-peermem lets it do (libfabric: as its provider
+sees fit); else boxes lie in pinned host memory.
 
 Memory order. A NIC reports a write by an entry in host memory, which says nothing about when the GPU's kernels see the
-bytes, unless the GPU promises the order of such writes. Where it does not, the proxy flushes them before it tells
-kernels; where that cannot be done either, boxes are not on the GPU.
+bytes, unless the GPU promises the order of such writes; no provider of libfabric promises more. Where the GPU does not,
+the proxy flushes them before it tells kernels; where that cannot be done either, boxes are not on the GPU.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from ep_kernels.transports.nvlink.boxes import Boxes, Flush
 log = logging.getLogger(__name__)
 
 NEVER_RUN = "never run on a NIC by the authors"
-_DIRECT = ("verbs",)
-"""Providers that register memory of a GPU."""
+_DIRECT = ("verbs", "libfabric")
+"""Providers that register memory of a GPU; libfabric(NAME) is one of libfabric's."""
 
 
 class Way(enum.Enum):
@@ -74,12 +75,17 @@ def choose(network: NetworkConfig, rank: int, gpu: GpuMemory) -> tuple[Boxes, Ch
     return gpu.boxes(chosen.way, flush), chosen
 
 
+def look(network: NetworkConfig, gpu: GpuMemory) -> Chosen:
+    """What `choose` would choose. Raises as it."""
+    return _choose(network, 0, gpu)[0]
+
+
 def _choose(network: NetworkConfig, rank: int, gpu: GpuMemory) -> tuple[Chosen, Flush | None]:
     wanted = network.gpu_direct
     if wanted == Way.STAGED.value:
         return Chosen(Way.STAGED, "network.gpu_direct is off"), None
     try:
-        if network.carrier not in _DIRECT:
+        if network.carrier.partition("(")[0] not in _DIRECT:
             raise TransportError(f"provider {network.carrier} sends from host memory")
         flush, order = gpu.order()
         ways = (Way.DMA_BUF, Way.PEERMEM) if wanted == "auto" else (Way(wanted),)
@@ -112,7 +118,7 @@ def _try(network: NetworkConfig, rank: int, boxes: Boxes) -> None:
         descriptors = (ctypes.c_int32 * 2)(boxes.take(address, abi.BOX_UNIT), -1)
         memory = ChannelMemory(
             address, abi.BOX_UNIT, address, abi.BOX_UNIT, launch.boxes().cd_boxes_handler(), 0,
-            dma_bufs=ctypes.addressof(descriptors),
+            dma_bufs=ctypes.addressof(descriptors), device=boxes.device,
         )  # fmt: skip
         channel = Channel(Network.of(network), rank, 1, memory)
         channel.close()

@@ -50,7 +50,9 @@ class HostPage:
         self._raw = memoryview(self._page).cast("B").cast("Q")  # the cheapest read
         self._fence = launch.fence()
         self.clock_offset_ns = 0
-        self._num_dropped = 0
+        self._num_reported = 0
+        self.none_dropped = False
+        """A dropped row is a finding."""
         self.address, self.gone_address = self._words.data_ptr(), self._gone.data_ptr()
         self.fault_addresses = (self.address + 8 * _ABORT, self.address + 8 * _STATUS)
         """Of the words that are 0 while there is no fault."""
@@ -134,16 +136,21 @@ class HostPage:
         found.status = 0
         return told
 
+    @property
+    def num_dropped(self) -> int:
+        """Rows that dispatches have dropped here so far, as far as the device has got."""
+        return int(self._page.dropped)
+
     def finding(self) -> HandleError | CapacityError | None:
-        """What an operation found that breaks nothing, as an error; each is raised once."""
+        """What an operation found that breaks nothing, as an error; each is reported once."""
         found = self.mismatch()
         if found is not None:
             mine, theirs = f"dispatch {found.mine}", f"dispatch {found.theirs}"
             return HandleError(
                 f"{found.op}: this rank brought the routing of {mine}, rank {found.peer} that of {theirs}"
             )
-        dropped, self._num_dropped = self._page.dropped - self._num_dropped, self._page.dropped
-        return CapacityError(dropped, None, None) if dropped else None
+        dropped, self._num_reported = self.num_dropped - self._num_reported, self.num_dropped
+        return CapacityError(dropped, None, None) if self.none_dropped and dropped else None
 
     def clear(self) -> None:
         """Forget the failed wait, and findings of operations that are void now; not an abort."""

@@ -20,11 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from ep_kernels import jit
 from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.config import MoEConfig
 from ep_kernels.groups import PaperGroup
 from ep_kernels.kernels import abi, collective_abi
+from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.base import RegionArray, RegionMap
 from ep_kernels.transports.nvlink import collective_plan, plan, scoreboards
 from ep_kernels.types import Layout, Mode
@@ -90,6 +93,15 @@ def probe(device: int) -> dict[str, Any]:
     kind, refused = choose_kind(device)
     handles = {"kind": kind.value, "refused": {other.value: why for other, why in refused.items()}}
     return {"handles": handles, "gpu_direct": CudaGpu(device).look()}
+
+
+def boxes(network: NetworkConfig, device: int) -> str:
+    """See `base.boxes`."""
+    from ep_kernels.transports.nvlink import gpu_direct
+    from ep_kernels.transports.nvlink.gpu_boxes import CudaGpu
+
+    torch.zeros(1, device=f"cuda:{device}")  # its context is current
+    return str(gpu_direct.look(network, CudaGpu(device)))
 
 
 # Kernels.

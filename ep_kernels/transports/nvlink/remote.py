@@ -83,7 +83,8 @@ class RemoteRanks:
             self._lib.cd_boxes_flush(self._native, boxes.flush.enter, boxes.flush.context, boxes.flush.run)
         handler, box = self._lib.cd_boxes_handler(), self.box_bytes
         dma_bufs = ctypes.addressof(self._dma_bufs) if boxes.is_device else 0
-        memory = ChannelMemory(self._outboxes, total, self._inboxes, box, handler, self._native, box, dma_bufs)
+        places = self._outboxes, total, self._inboxes, box, handler, self._native
+        memory = ChannelMemory(*places, box=box, dma_bufs=dma_bufs, device=boxes.device)
         self.channel = Channel(Network.of(network), rank, size, memory)
         self._stripe = stripe_of(self.box_bytes, network.lanes)
         self._ring, self._is_pinned = self.channel.for_device(self._stripe), False

@@ -42,12 +42,12 @@ class Tables(RankTables):
 
     def _fill_world(self, sizes: plan.Sizes) -> None:
         c, shape = self._config, sizes.shape
+        self.host.none_dropped = c.overflow is Overflow.RAISE and not may_overflow(c, sizes.num_local)
         self._set(
             hidden=c.hidden_size, topk=c.topk, max_tokens=c.max_tokens_per_rank,
             ll_tokens=shape.ll_tokens, num_experts=c.num_experts, local_stride=c.resolved_expert_map.stride,
             num_local=sizes.num_local, capacity=sizes.capacity, alignment=c.expert_alignment,
             num_in_flight=c.max_in_flight,
-            report_dropped=int(c.overflow is Overflow.RAISE and not may_overflow(c, sizes.num_local)),
             row_bytes=shape.row_bytes, scale_bytes=shape.scale_bytes, combine_row_bytes=shape.combine_row_bytes,
             row_packets=shape.row_packets, combine_packets=shape.combine_packets, metadata_lines=shape.metadata_lines,
             count_lines=shape.count_lines, capacities=self._capacities.data_ptr(),

@@ -138,6 +138,10 @@ class NvlinkTransport(NvlinkMember):
         if finding is not None:
             raise finding
 
+    def dropped_rows(self) -> int:
+        """See `base.Transport`."""
+        return self._engine.tables.host.num_dropped
+
     def dispatch(self, args: DispatchArgs) -> NvlinkDispatch:
         """See `base.Transport`."""
         self._check_device("x", args.x)

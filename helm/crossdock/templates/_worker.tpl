@@ -65,7 +65,6 @@ spec:
         - {name: health, containerPort: 7402}
         {{- range $i := until (int .Values.worker.numWorkers) }}
         - {name: grpc-{{ $i }}, containerPort: {{ add 7500 $i }}}
-        - {name: http-{{ $i }}, containerPort: {{ add 7600 $i }}}
         {{- if include "crossdock.network" $ }}
         - {name: data-{{ $i }}, containerPort: {{ add 7700 $i }}}
         {{- end }}

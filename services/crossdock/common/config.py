@@ -220,7 +220,7 @@ class HostConfig(_Config, frozen=True, kw_only=True):
     """The control plane to start here; its `world_size` is `num_workers`, or more where workers of other hosts join.
     Null joins the one at `worker.control`."""
     http_listen: str = ""
-    """host:port of the host's own /metrics, /livez, /readyz (ready = every worker here is). Empty: none."""
+    """host:port of /metrics (of every process here), /livez, /readyz (ready = every worker here is). Empty: none."""
     log_dir: str = ""
     """Directory of one log file per process. Empty: a new temporary one, named at start."""
     log_max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20

@@ -36,6 +36,9 @@ Ready = Callable[[], tuple[bool, str]]
 Trouble = Callable[[], str]
 """Why the process should be restarted; "" = it should not."""
 
+MetricsPage = Callable[[str], tuple[bytes, str]]
+"""Metrics in the format that an Accept header asks for, and their content type. Any thread."""
+
 _REQUEST_S = 10.0
 _MAX_CONNECTIONS, _MAX_THREADS = 64, 128
 """Limits of connections, and of threads, which include those of connections closed a moment ago."""
@@ -65,13 +68,14 @@ class HttpServer:
 
 
 def ask_http(
-    address: str, path: str, timeout_s: float, security: Security | None = None, name: str = ""
+    address: str, path: str, timeout_s: float, security: Security | None = None, name: str = "", accept: str = ""
 ) -> tuple[int, str]:
     """Status and text of `path` at a server `address` (host:port). Proxies named in the environment are ignored.
 
     Args:
         security: to verify the server and to present a certificate; None: plain text.
         name: expected in the server's certificate; "": the host of `address`.
+        accept: content type asked for; "": the server's choice.
 
     Raises:
         OSError, http.client.HTTPException: no answer, or not from the expected server.
@@ -83,29 +87,40 @@ def ask_http(
             context = security.http_caller()
             plain = socket.create_connection((host, port), timeout_s)
             connection.sock = context.wrap_socket(plain, server_hostname=name or host)
-        connection.request("GET", path)
+        connection.request("GET", path, headers={"Accept": accept} if accept else {})
         response = connection.getresponse()
         return response.status, response.read().decode(errors="replace")
     finally:
         connection.close()
 
 
+def page_of(registry: CollectorRegistry) -> MetricsPage:
+    """The page of this process's own metrics."""
+
+    def page(accept: str) -> tuple[bytes, str]:
+        encode, content_type = choose_encoder(accept)
+        return encode(registry), content_type
+
+    return page
+
+
 def serve_http(
     listen: str,
-    registry: CollectorRegistry,
+    metrics: CollectorRegistry | MetricsPage,
     ready: Ready,
     security: Security | None = None,
     trouble: Trouble = lambda: "",
 ) -> HttpServer:
-    """Serve `/metrics` of `registry`, `/livez` by `trouble`, and `/readyz` by `ready` on host:port `listen`, as
+    """Serve `/metrics` of `metrics`, `/livez` by `trouble`, and `/readyz` by `ready` on host:port `listen`, as
     `security` says.
 
     Raises:
         ListenError: the address cannot be listened on.
     """
     host, port = split_address(listen)
+    page = page_of(metrics) if isinstance(metrics, CollectorRegistry) else metrics
     try:
-        return HttpServer(_Server(host, port, registry, ready, security, trouble))
+        return HttpServer(_Server(host, port, page, ready, security, trouble))
     except OSError as error:
         raise ListenError(f"http_listen: expected an address that is free, got {listen}: {error.strerror}") from error
 
@@ -119,7 +134,7 @@ class _Server(ThreadingHTTPServer):
         self,
         host: str,
         port: int,
-        registry: CollectorRegistry,
+        page: MetricsPage,
         ready: Ready,
         security: Security | None,
         trouble: Trouble,
@@ -131,7 +146,7 @@ class _Server(ThreadingHTTPServer):
         if host in EVERY_INTERFACE:  # both address families, as grpc does
             host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
         self.address_family = family_of(host)
-        self.registry, self.ready = registry, ready
+        self.page, self.ready = page, ready
         self.security = None if security is None or security.config.http == "plain" else security
         super().__init__((host, port), _Handler)
 
@@ -231,8 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/metrics" and server.authenticates_scrapers and not self.connection.getpeercert():
             self._answer(HTTPStatus.FORBIDDEN, b"expected a certificate of the caller, got none\n")
         elif path == "/metrics":
-            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-            self._answer(200, encode(server.registry), content_type)
+            self._answer(200, *server.page(self.headers.get("Accept", "")))
         elif path == "/livez":
             trouble = server.trouble()
             self._answer(503 if trouble else 200, f"{trouble or 'ok'}\n".encode())

@@ -21,7 +21,7 @@ __all__ = [
     "ControlMetrics",
     "Counter",
     "Declaration",
-    "FrameworkMetrics",
+    "DeclaredMetrics",
     "Gauge",
     "GuardedMetrics",
     "Histogram",
@@ -35,9 +35,9 @@ _STREAMS = frozenset({"Watch", "Forward"})
 STEP_BUCKETS = decades(-6, 1)
 """Seconds: 1 us to 10 s."""
 REQUEST_BUCKETS = decades(-4, 2)
-REFORM_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 600.0)
-TOKEN_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-RPC_BUCKETS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1.0, 5.0)
+REFORM_BUCKETS = decades(-2, 3)
+TOKEN_BUCKETS = (0, 1, 2, *(number << shift for shift in range(12) for number in (3, 4)))
+RPC_BUCKETS = decades(-4, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Declaration:
     labels: tuple[str, ...]
 
 
-class _Metrics:
+class DeclaredMetrics:
     """A registry and its declarations."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class _Metrics:
         return BatchedHistogram(name, text, labels, namespace=NAMESPACE, registry=self.registry, buckets=buckets)
 
 
-class GuardedMetrics(_Metrics):
+class GuardedMetrics(DeclaredMetrics):
     """Metrics of a process with a gRPC server: its calls, certificates, event loop."""
 
     def _declare_guards(self) -> None:
@@ -136,7 +136,8 @@ class GuardedMetrics(_Metrics):
 
 
 class WorkerMetrics(GuardedMetrics):
-    """Metrics of an expert worker. There is no rank label: Prometheus' `instance` is the worker."""
+    """Metrics of an expert worker. There is no rank label: it is a series' `instance` and, where a host exports all of
+    its processes, `process`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,6 +173,9 @@ class WorkerMetrics(GuardedMetrics):
         )
         self.wire_bytes_total = self._counter(
             "wire_bytes_total", "bytes", "The same as it travels: with scales, routing, padding", "op", "transport"
+        )
+        self.rows_dropped_total = self._counter(
+            "rows_dropped_total", "rows", "Rows that dispatch dropped here, past the receive capacity; 0 in a worker"
         )
         self.samples_dropped_total = self._counter(
             "samples_dropped_total", "samples", "Samples of operations lost because their ring was full", "op"
@@ -258,9 +262,11 @@ class WorkerMetrics(GuardedMetrics):
         )
 
     def _declare_membership(self) -> None:
-        self.epoch = self._gauge("epoch", "1", "Epoch of the group, as seen by this worker")
-        self.members = self._gauge("members", "workers", "Members of the group, as seen by this worker")
-        self.rank = self._gauge("rank", "1", "This worker's rank; -1 before it has one")
+        self.epoch = self._gauge("epoch", "1", "Epoch of the group, as seen by this worker; 0 without a seat")
+        self.members = self._gauge(
+            "members", "workers", "Members of the group, as seen by this worker; 0 without a seat"
+        )
+        self.rank = self._gauge("rank", "1", "This worker's rank; -1 without a seat")
         self.serving = self._gauge("serving", "1", "1 while serving requests, 0 while joining or re-forming")
         self.expert_weights_bytes = self._gauge("expert_weights_bytes", "bytes", "Memory held by this rank's experts")
 
@@ -347,8 +353,8 @@ class ControlMetrics(GuardedMetrics):
             labelled.clear()
 
 
-class HostMetrics(_Metrics):
-    """Metrics of the supervisor of one host (`crossdock up`) about its processes."""
+class HostMetrics(DeclaredMetrics):
+    """Metrics of the supervisor of one host (`crossdock up`) about its processes, whose own are on the same page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,45 +362,6 @@ class HostMetrics(_Metrics):
         self.process_restarts_total = self._counter(
             "process_restarts_total", "restarts", "Restarts of that process", "process"
         )
-
-
-class FrameworkMetrics(_Metrics):
-    """Metrics of a rank inside another engine. The engine may serve all ranks on one page: hence the label `rank`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ep_operation_duration_seconds = self._seconds(
-            "ep_operation_duration_seconds",
-            "Duration of one dispatch or combine; phase is send, wait (for the slowest peer) or total",
-            STEP_BUCKETS,
-            "rank",
-            "op",
-            "mode",
-            "phase",
-        )
-        self.ep_samples_dropped_total = self._counter(
-            "ep_samples_dropped_total", "samples", "Samples lost because their ring was full", "rank", "op"
-        )
-        self.ep_tokens_total = self._counter(
-            "ep_tokens_total", "tokens", "Tokens of this rank in an operation", "rank", "op", "mode"
-        )
-        self.ep_received_tokens_total = self._counter(
-            "ep_received_tokens_total", "tokens",
-            "Tokens of that peer received by this rank's experts, once each; includes its own",
-            "rank", "peer",
-        )  # fmt: skip
-        self.ep_received_bytes_total = self._counter(
-            "ep_received_bytes_total", "bytes", "Rows and scales received by dispatch from that other rank",
-            "rank", "peer",
-        )  # fmt: skip
-        self.ep_peer_wait_seconds_total = self._counter(
-            "ep_peer_wait_seconds_total", "seconds", "Time until that peer's data arrived, summed",
-            "rank", "op", "peer",
-        )  # fmt: skip
-        self.ep_peer_timeouts_total = self._counter(
-            "ep_peer_timeouts_total",
-            "timeouts",
-            "Waits that timed out because that peer was silent or dead",
-            "rank",
-            "peer",
+        self.process_scraped = self._gauge(
+            "process_scraped", "1", "1 if that process's metrics are on this page, 0 if it did not answer", "process"
         )

@@ -33,6 +33,7 @@ class NetworkPlace:
     domain: str = ""
     device: str = ""
     device_why: str = ""
+    boxes: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ large, and no text of a peer can break a log line.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from google.protobuf.message import Message
 
@@ -270,7 +270,7 @@ def _network(network: topology_pb2.Network) -> NetworkPlace:
     _check_texts("network", network)
     if not network.provider:
         raise InvalidArgument("network.provider: expected a name, got none")
-    return NetworkPlace(network.provider, network.address, network.domain, network.device, network.device_why)
+    return NetworkPlace(*(getattr(network, field.name) for field in fields(NetworkPlace)))
 
 
 def _network_message(network: NetworkPlace) -> topology_pb2.Network:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from crossdock.common.config import FrameworkConfig
+from crossdock.common.framework_metrics import FrameworkMetrics
 from crossdock.common.log import get
-from crossdock.common.metrics import FrameworkMetrics
+from crossdock.common.operation_counts import OperationCounts, by_kind
 from ep_kernels import EpError, LatencySample, MoECommunicator, PeerTimeout
 from ep_kernels.telemetry import lost
 
@@ -35,12 +36,18 @@ class _WatchedCommunicator:
         received: tokens of each rank, as far as they are counted.
         puzzling: reading it has failed unexpectedly, which the log shows.
         next_seq: of each operation's next sample.
+        transport: as a label.
+        num_dropped: rows dropped, as far as they are counted.
+        operations: counts its samples; made with the first.
     """
 
     rank: str
     received: list[int]
     puzzling: bool = False
     next_seq: dict[str, int] = field(default_factory=dict)
+    transport: str = "cpu"
+    num_dropped: int = 0
+    operations: OperationCounts | None = None
 
 
 class FrameworkTelemetry:
@@ -61,7 +68,8 @@ class FrameworkTelemetry:
         if traffic:
             comm.count_received()
         with self._lock:
-            self._watched[comm] = _WatchedCommunicator(str(comm.rank), [0] * comm.size)
+            about = _WatchedCommunicator(str(comm.rank), [0] * comm.size, transport=comm.config.transport)
+            self._watched[comm] = about
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="crossdock-telemetry", daemon=True)
                 self._thread.start()
@@ -92,6 +100,7 @@ class FrameworkTelemetry:
             try:
                 self._count(about, comm.samples())
                 self._count_received(about, comm.received(), comm.row_bytes)
+                self._count_dropped(about, comm.dropped_rows())
             except EpError:
                 continue  # closed or broken meanwhile: its calls say so
             except Exception:  # one that cannot be read does not end the counts of the others
@@ -103,20 +112,12 @@ class FrameworkTelemetry:
         metrics, rank = self.metrics, about.rank
         for op, number in lost(samples, about.next_seq).items():
             metrics.ep_samples_dropped_total.labels(rank, op).inc(number)
-        for sample in samples:
-            waited = sample.peer_wait_ns
-            for phase, time_ns in (
-                ("send", sample.send_ns),
-                ("wait", max(waited, default=0)),
-                ("total", sample.total_ns),
-            ):
-                metrics.ep_operation_duration_seconds.labels(rank, sample.op, sample.mode, phase).observe(
-                    time_ns * 1e-9
-                )
-            metrics.ep_tokens_total.labels(rank, sample.op, sample.mode).inc(sample.tokens)
-            for peer, wait_ns in enumerate(waited):
-                if wait_ns:
-                    metrics.ep_peer_wait_seconds_total.labels(rank, sample.op, str(peer)).inc(wait_ns * 1e-9)
+        if about.operations is None:
+            durations, waits = metrics.ep_operation_duration_seconds, metrics.ep_peer_wait_seconds_total
+            about.operations = OperationCounts(durations, waits, about.transport, (rank,))
+        about.operations.count(samples)
+        for (op, mode), chosen in by_kind(samples):
+            metrics.ep_tokens_total.labels(rank, op, mode).inc(sum(sample.tokens for sample in chosen))
 
     def _count_received(self, about: _WatchedCommunicator, received: list[int] | None, row_bytes: int) -> None:
         """Count the tokens received since the last call; `received`: the totals, or None where not known at present."""
@@ -129,6 +130,12 @@ class FrameworkTelemetry:
             metrics.ep_received_tokens_total.labels(rank, str(peer)).inc(tokens)
             if str(peer) != rank:
                 metrics.ep_received_bytes_total.labels(rank, str(peer)).inc(tokens * row_bytes)
+
+    def _count_dropped(self, about: _WatchedCommunicator, num_dropped: int | None) -> None:
+        """`num_dropped`: the total, or None once the communicator is closed."""
+        if num_dropped is not None:
+            self.metrics.ep_rows_dropped_total.labels(about.rank).inc(num_dropped - about.num_dropped)
+            about.num_dropped = num_dropped
 
     def _run(self) -> None:
         pause = threading.Event()

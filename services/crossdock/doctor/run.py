@@ -99,7 +99,9 @@ def _network(request: DoctorRequest) -> Iterator[Finding]:
     yield from data_port.judge_network(network, request.num_workers)
     yield from rdma.judge_retries(network.provider, request.step_timeout_s)
     if request.passes:
-        yield trial.judge_ping(trial.run_ping(network))
+        answer = trial.run_ping(network)
+        yield trial.judge_ping(answer)
+        yield from trial.judge_boxes(answer)
     if meeting:
         how = f"on the other host: crossdock doctor --peer {meeting}" if listens else f"at {meeting}"
         yield good("network-meeting", f"waiting up to {request.wait_s:g} s; {how}")

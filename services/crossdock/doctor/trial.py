@@ -81,6 +81,15 @@ def judge_ping(answer: Mapping[str, Any]) -> Finding:
     return good("network-ping", what)
 
 
+def judge_boxes(answer: Mapping[str, Any]) -> Iterator[Finding]:
+    """What it says of a GPU's boxes."""
+    if "boxes" in answer:
+        yield good("network-boxes", answer["boxes"])
+    if "no_boxes" in answer:
+        cure = "worker.network.gpu_direct: auto takes the best way there is; the words say what refused the others"
+        yield fail("network-boxes", answer["no_boxes"], "ranks of this configuration do not start", cure)
+
+
 def _run(
     commands: Sequence[Sequence[str]], folder: Path, deadline_s: float, module: str = "crossdock.doctor.rank"
 ) -> list[dict[str, Any]]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
-from http.client import HTTPException
 from pathlib import Path
 
 import msgspec
@@ -16,16 +14,14 @@ from rich.text import Text
 
 from crossdock.common import log, transports
 from crossdock.common.addresses import is_loopback
-from crossdock.common.announce import Addresses
 from crossdock.common.config import ConfigFileError, HostConfig, LogConfig
-from crossdock.common.http import ask_http, serve_http
-from crossdock.common.security import Security
+from crossdock.common.http import serve_http
 from crossdock.common.settings import DockerConfig
 from crossdock.host.group_table import as_address_table, format_bytes, plain_text_warning
-from crossdock.host.supervisor import CONTROL, Supervisor, Watched, describe
+from crossdock.host.pages import HostMetricsPage, readiness
+from crossdock.host.supervisor import Supervisor, Watched, describe
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 
-_PROBE_TIMEOUT_S = 1.0
 _LOOK_S = 5.0
 _JOIN_TIMEOUT_S = float("inf")
 """Joining waits for hosts that may come any time; a group of this host alone has `form_timeout_s`."""
@@ -187,45 +183,18 @@ def _follow(supervisor: Watched, view: GroupView, console: Console) -> None:
 
 @contextmanager
 def _health(listen: str, supervisor: Watched) -> Iterator[None]:
-    """The host's own page. With containers it is that of the workers' container, which is published."""
+    """The host's pages. With containers they are those of the workers' container, which are published."""
     server = None
     if listen and isinstance(supervisor, Supervisor):
-        children = supervisor
+        children, names = supervisor, [child.name for child in supervisor.children]
 
         def ready() -> tuple[bool, str]:
-            return readiness([child.name for child in children.children], children.addresses(), children.security)
+            return readiness(names, children.addresses(), children.security)
 
-        server = serve_http(listen, children.metrics.registry, ready, children.security)
+        page = HostMetricsPage(children.metrics, names, children.addresses, children.security)
+        server = serve_http(listen, page, ready, children.security)
     try:
         yield
     finally:
         if server is not None:
             server.close()
-
-
-def readiness(
-    names: Sequence[str], where: Mapping[str, Addresses], security: Security | None = None
-) -> tuple[bool, str]:
-    """Whether every process of this host says that it is ready, and what the others say.
-
-    Args:
-        names: every process.
-        where: where those that listen do, by name.
-        security: by which those are checked that take TLS only.
-    """
-    reasons = [f"{name}: not listening" for name in names if name not in where]
-    for name, addresses in where.items():
-        ready, reason = _ask(name, addresses, security if addresses.https else None)
-        if not ready:
-            reasons.append(f"{name}: {reason}")
-    return not reasons, "; ".join(reasons) or "ready"
-
-
-def _ask(name: str, addresses: Addresses, security: Security | None) -> tuple[bool, str]:
-    """Whether the process there is ready, in its own words."""
-    named = "" if security is None else security.config.control_name if name == CONTROL else security.config.worker_name
-    try:
-        status, text = ask_http(addresses.http_address, "/readyz", _PROBE_TIMEOUT_S, security, named)
-    except (OSError, HTTPException) as error:
-        return False, str(error) or type(error).__name__
-    return status == HTTPStatus.OK, text.strip()

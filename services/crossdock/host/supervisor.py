@@ -187,7 +187,8 @@ class Supervisor(Watched):
 
     def addresses(self) -> dict[str, Addresses]:
         """Addresses of the listening processes, by name: "control", "worker-0", ..."""
-        return {child.name: _reachable(child.addresses) for child in self.children if child.addresses}
+        found = ((child.name, child.addresses) for child in self.children)  # a child's own thread clears them
+        return {name: _reachable(where) for name, where in found if where}
 
     def start(self) -> None:
         """Start every process; returns at once, see `wait_serving`. Raises HopelessError, and starts none, where

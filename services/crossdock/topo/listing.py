@@ -233,6 +233,7 @@ def _troubles(picture: Picture) -> Iterator[Text]:
             where = f"rank {picture.ranks[number]} on " if number in picture.ranks else ""
             words = f"network {network.provider} at {network.address}, domain {network.domain or 'unknown'}"
             words += f", {network.device}: {network.device_why}" if network.device else ""
+            words += f", {network.boxes}" if network.boxes else ""
             yield Text(f"{where}{topology.name(number)}: {words}", style="dim")
     for host in topology.hosts:
         if not host.gpus:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,7 @@ def of_response(answer: control_pb2.TopologyResponse, target: str) -> Picture:
 def _network(seat: control_pb2.Seat) -> NetworkPlace | None:
     if not seat.HasField("network"):
         return None
-    network = seat.network
-    return NetworkPlace(network.provider, network.address, network.domain, network.device, network.device_why)
+    return NetworkPlace(*(getattr(seat.network, field.name) for field in fields(NetworkPlace)))
 
 
 def write_facts(host: topology_pb2.HostFacts) -> str:

@@ -51,7 +51,11 @@ def with_device(
 
 
 def announced(
-    network: WorkerNetworkConfig | None, address: str, boot_id: str, choice: NicChoice | None = None
+    network: WorkerNetworkConfig | None,
+    address: str,
+    boot_id: str,
+    choice: NicChoice | None = None,
+    boxes: str = "",
 ) -> topology_pb2.Network | None:
     """What is registered at the control plane; None: this worker has no network.
 
@@ -61,6 +65,7 @@ def announced(
             interface and is not advertised.
         boot_id: of this host.
         choice: its RDMA port.
+        boxes: of its GPU, in words.
     """
     if network is None:
         return None
@@ -69,7 +74,10 @@ def announced(
     domain = network.domain or f"{boot_id}/{_pid_namespace()}/{os.geteuid()}"
     place = f"{_bracketed(host)}:{port or '*'}"
     device, why = (choice.nic.name, choice.why[:_MOST_CHARS]) if choice else ("", "")
-    return topology_pb2.Network(provider=network.provider, address=place, domain=domain, device=device, device_why=why)
+    return topology_pb2.Network(
+        provider=network.provider, address=place, domain=domain, device=device, device_why=why,
+        boxes=boxes[:_MOST_CHARS],
+    )  # fmt: skip
 
 
 def _pid_namespace() -> int:

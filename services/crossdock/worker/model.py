@@ -21,6 +21,7 @@ from crossdock.worker.seat import ControlGroup
 from ep_kernels import Capabilities, CombineOrder, Layout, Mode, MoECommunicator, MoEConfig, Overflow
 from ep_kernels.bringup import fingerprint
 from ep_kernels.transports import create
+from ep_kernels.transports.base import boxes
 
 _OF_PLACEMENT = {"num_experts", "expert_map"}
 """Fields of the data plane's configuration that depend on the placement: numbers of slots, and where they are."""
@@ -39,6 +40,7 @@ class Model:
         capabilities: of the configured transport.
         device: where experts are held and steps computed; current in the thread that made this.
         nic: its RDMA port; None: the network has none.
+        boxes: where its GPU keeps what the network sends and brings, and why; "" = it has no network, or no GPU.
 
     Raises:
         CheckpointError: an `expert_dtype` that is not supported.
@@ -60,6 +62,8 @@ class Model:
             compile_into(config.kernel_cache_dir)
         self._held_dtype, self._widen = self._expert_dtype(), bool(config.expert_dtype)
         self._network, self.nic = with_device(self._network, devices.uuid_of(self.device), config.local_rank)
+        index = self.device.index if self.device.type == "cuda" else -1
+        self.boxes = "" if self._network is None or index < 0 else boxes(config.transport, self._network, index)
         self._experts: ExpertMLPs | None = None
 
     @property

@@ -257,7 +257,7 @@ class _Process:
             http_address=seen_from_outside(http.address, config.advertise, identity.hostname),
             https=http.https,
             transport=config.transport,
-            network=announced(config.network, outside, host.boot_id, self._model.nic),
+            network=announced(config.network, outside, host.boot_id, self._model.nic, self._model.boxes),
             abi=self._model.capabilities.abi,
             model=self._model.spec.fingerprint,
             num_experts=self._model.spec.num_experts,

@@ -104,7 +104,7 @@ class Session:
         """From nothing, or from an epoch that ended, to a seat in a serving group. Raises JoinRefused, DeviceLost."""
         while True:
             await self._control.wait(lambda view: view.version > 0)
-            self._status.joining("waiting for the group to be complete")
+            self._status.waiting()
             seat = await self._next_seat()
             self._status.seated(seat)
             placement = await self._placement(seat)

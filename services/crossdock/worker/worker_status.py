@@ -42,6 +42,13 @@ class WorkerStatus:
         """The answer of /readyz."""
         return self.is_serving and not self._is_draining, "draining" if self._is_draining else self._text
 
+    def waiting(self) -> None:
+        """Not serving, and without a seat, perhaps as a spare: nothing of a former one is exported."""
+        self._metrics.rank.set(-1)
+        self._metrics.epoch.set(0)
+        self._metrics.members.set(0)
+        self.joining("waiting for the group to be complete")
+
     def joining(self, text: str) -> None:
         """Not serving; `text` is the reason."""
         self._say(False, text if text.startswith("re-forming") else f"joining: {text}")

@@ -18,11 +18,12 @@ import grpc
 import torch
 
 from crossdock.common import log
-from crossdock.common.metrics import BatchedHistogram, Counter, WorkerMetrics
+from crossdock.common.metrics import Counter, WorkerMetrics
+from crossdock.common.operation_counts import PAUSE_S, OperationCounts
 from crossdock.common.tracing import RequestTrace
 from crossdock.protocol.v1 import control_pb2
+from crossdock.worker.communicator_counts import CommunicatorCounts
 from crossdock.worker.latency_report import LatencySums
-from crossdock.worker.network_counts import NetworkCounts
 from ep_kernels import LatencySample, MoECommunicator
 from ep_kernels.telemetry import lost
 
@@ -94,15 +95,17 @@ class WorkerTelemetry:
 
     def __init__(self, metrics: WorkerMetrics, row_bytes: tuple[int, int], transport: str = "cpu") -> None:
         self._metrics = metrics
-        self._row_bytes, self._transport = row_bytes, transport
-        self._network = NetworkCounts(metrics)
+        self._row_bytes = row_bytes
+        self._counts = CommunicatorCounts(metrics)
         self._latency = LatencySums()
         self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_RECORDS)
-        self._ops: dict[tuple[str, str], tuple[BatchedHistogram, ...]] = {}
+        self._operations = OperationCounts(
+            metrics.operation_duration_seconds, metrics.peer_wait_seconds_total, transport
+        )
         self._next_seq: dict[str, int] = {}
-        self._waits: dict[tuple[str, int], Counter] = {}
         self._experts: dict[int, Counter] = {}
         self._rows: dict[tuple[int, int], int] = {}
+        self._expert_rows: dict[int, int] = {}
         self._rows_lock, self._answers_lock = threading.Lock(), threading.Lock()
         self._scattered = self._failed = False
         self._phases = [
@@ -258,12 +261,14 @@ class WorkerTelemetry:
         elif not isinstance(record, _Look):
             self._count_samples(record)
         elif record.comm is None:
+            self._count_experts()
             self._next_seq = {}
             self._latency.forget_recent()
-            self._network.parted()
+            self._counts.parted()
         else:
+            self._count_experts()
             self._count_samples(record.comm.samples())
-            self._network.count(record.comm)
+            self._counts.count(record.comm)
 
     def _count_step(self, record: StepRecord) -> None:
         self._metrics.steps_total.inc()
@@ -281,9 +286,15 @@ class WorkerTelemetry:
         self._latency.add_step(sum(durations), record.experts_ns, record.num_tokens, computed)
         with self._rows_lock:
             for expert, rows in computed.items():
-                self._expert(expert).inc(rows)
+                self._expert_rows[expert] = self._expert_rows.get(expert, 0) + rows
                 key = record.layer, expert
                 self._rows[key] = self._rows.get(key, 0) + rows
+
+    def _count_experts(self) -> None:
+        """Those rows by expert as a metric: a counter for each, and so not at each step."""
+        counted, self._expert_rows = self._expert_rows, {}
+        for expert, rows in counted.items():
+            self._expert(expert).inc(rows)
 
     def _expert(self, expert: int) -> Counter:
         if expert not in self._experts:
@@ -293,27 +304,7 @@ class WorkerTelemetry:
     def _count_samples(self, samples: Sequence[LatencySample]) -> None:
         """Count the samples of one communicator."""
         self._latency.add_samples(samples)
+        time.sleep(PAUSE_S)
         for op, number in lost(samples, self._next_seq).items():
             self._metrics.samples_dropped_total.labels(op).inc(number)
-        kinds: dict[tuple[str, str], list[LatencySample]] = {}
-        for sample in samples:
-            kinds.setdefault((sample.op, sample.mode), []).append(sample)
-        for (op, mode), chosen in kinds.items():
-            send, wait, total = self._histograms(op, mode)
-            send.observe_many(one.send_ns * 1e-9 for one in chosen)
-            wait.observe_many(max(one.peer_wait_ns, default=0) * 1e-9 for one in chosen)
-            total.observe_many(one.total_ns * 1e-9 for one in chosen)
-            for peer, waits_ns in enumerate(zip(*(one.peer_wait_ns for one in chosen), strict=True)):
-                if waited_ns := sum(waits_ns):
-                    self._peer_wait(op, peer).inc(waited_ns * 1e-9)
-
-    def _histograms(self, op: str, mode: str) -> tuple[BatchedHistogram, ...]:
-        if (op, mode) not in self._ops:
-            metric, transport = self._metrics.operation_duration_seconds, self._transport
-            self._ops[op, mode] = tuple(metric.labels(op, mode, p, transport) for p in ("send", "wait", "total"))
-        return self._ops[op, mode]
-
-    def _peer_wait(self, op: str, peer: int) -> Counter:
-        if (op, peer) not in self._waits:
-            self._waits[op, peer] = self._metrics.peer_wait_seconds_total.labels(op, str(peer))
-        return self._waits[op, peer]
+        self._operations.count(samples)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from crossdock.common.metrics import ControlMetrics, HostMetrics, WorkerMetrics
+from crossdock.common.metrics import ControlMetrics, WorkerMetrics
 from tests.deploy.bed import kinds, prometheus, tools
 from tests.deploy.bed.images import Images
 from tests.deploy.bed.node import Node
@@ -69,19 +69,18 @@ def bed(given: dict[str, Any], node: Node, images: Images) -> Bed:
 
 
 def expected(release: Release) -> set[tuple[str, str]]:
-    """(pod, port) of everything that tells metrics."""
-    ranks = [f"http-{rank}" for rank in range(RANKS)]
-    found = {(pod["metadata"]["name"], "http") for pod in release.pods("control")}
-    return found | {(pod["metadata"]["name"], port) for pod in release.pods("worker") for port in ("health", *ranks)}
+    """(pod, port) of everything that tells metrics: one port a pod."""
+    ports = {"control": "http", "worker": "health"}
+    return {(pod["metadata"]["name"], port) for part, port in ports.items() for pod in release.pods(part)}
 
 
-def test_every_process_is_scraped_and_nothing_else(bed: Bed) -> None:
+def test_every_pod_is_scraped_once_and_nothing_else(bed: Bed) -> None:
     def up(one: Prometheus) -> bool:
         targets = one.targets()
         healths = {target["health"] for target in targets.values()}
         return (set(targets), healths) == (expected(bed.release), {"up"})
 
-    bed.eventually("every process of the release is scraped, and only those", up)
+    bed.eventually("every pod of the release is scraped, and only those", up)
 
 
 def test_both_give_a_process_the_same_labels(bed: Bed) -> None:
@@ -90,9 +89,10 @@ def test_both_give_a_process_the_same_labels(bed: Bed) -> None:
     assert sorted(plain, key=key) == sorted(operated, key=key)
     assert {labels["job"] for labels in plain} == {f"{NAMESPACE}/moe"}
     assert {labels["namespace"] for labels in plain} == {NAMESPACE}
-    assert {(labels["container"], labels["endpoint"].partition("-")[0]) for labels in plain} == {
-        ("control", "http"), ("worker", "health"), ("worker", "http"),
-    }  # fmt: skip
+    assert {(labels["container"], labels["endpoint"]) for labels in plain} == {
+        ("control", "http"),
+        ("worker", "health"),
+    }
 
 
 def test_its_account_may_find_the_pods_of_that_namespace_and_nothing_else(bed: Bed) -> None:
@@ -105,18 +105,21 @@ def test_its_account_may_find_the_pods_of_that_namespace_and_nothing_else(bed: B
 
 def test_every_process_tells_its_metrics(bed: Bed) -> None:
     """Those without labels: the others are there when something has happened, which their labels name."""
-    declared = {"http": ControlMetrics(), "health": HostMetrics()} | {
-        f"http-{r}": WorkerMetrics() for r in range(RANKS)
-    }
 
     def series(kind: Any) -> set[str]:
         found = [one for one in kind.declarations() if not one.labels]
         return {f"{one.name}_count" if one.kind == "histogram" else one.name for one in found}
 
-    wanted = {(name, pod, port) for pod, port in expected(bed.release) for name in series(declared[port])}
-    found = bed.plain.query('group by (__name__, pod, endpoint) ({__name__=~"crossdock_.+"})')
+    processes = {"http": {"": ControlMetrics()}, "health": {f"worker-{rank}": WorkerMetrics() for rank in range(RANKS)}}
+    wanted = {
+        (name, pod, process)
+        for pod, port in expected(bed.release)
+        for process, kind in processes[port].items()
+        for name in series(kind)
+    }
+    found = bed.plain.query('group by (__name__, pod, process) ({__name__=~"crossdock_.+"})')
     assert found is not None
-    there = {(one["metric"]["__name__"], one["metric"]["pod"], one["metric"]["endpoint"]) for one in found}
+    there = {(one["metric"]["__name__"], one["metric"]["pod"], one["metric"].get("process", "")) for one in found}
     assert wanted - there == set()
 
 

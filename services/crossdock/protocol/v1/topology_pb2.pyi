@@ -121,15 +121,17 @@ class HostFacts(_message.Message):
     def __init__(self, hostname: _Optional[str] = ..., boot_id: _Optional[str] = ..., num_cpus: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., numa_nodes: _Optional[int] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., nics: _Optional[_Iterable[_Union[Nic, _Mapping]]] = ..., no_gpus_reason: _Optional[str] = ..., driver_version: _Optional[str] = ..., cuda_version: _Optional[str] = ..., machine: _Optional[str] = ...) -> None: ...
 
 class Network(_message.Message):
-    __slots__ = ("provider", "address", "domain", "device", "device_why")
+    __slots__ = ("provider", "address", "domain", "device", "device_why", "boxes")
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_WHY_FIELD_NUMBER: _ClassVar[int]
+    BOXES_FIELD_NUMBER: _ClassVar[int]
     provider: str
     address: str
     domain: str
     device: str
     device_why: str
-    def __init__(self, provider: _Optional[str] = ..., address: _Optional[str] = ..., domain: _Optional[str] = ..., device: _Optional[str] = ..., device_why: _Optional[str] = ...) -> None: ...
+    boxes: str
+    def __init__(self, provider: _Optional[str] = ..., address: _Optional[str] = ..., domain: _Optional[str] = ..., device: _Optional[str] = ..., device_why: _Optional[str] = ..., boxes: _Optional[str] = ...) -> None: ...

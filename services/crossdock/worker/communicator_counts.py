@@ -1,4 +1,4 @@
-"""What has passed between this rank and ranks of other hosts, as metrics."""
+"""The counters of communicators as metrics: rows dropped, traffic with ranks of other hosts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from crossdock.common.metrics import WorkerMetrics
 from ep_kernels import MoECommunicator, PeerTraffic
 
 
-class NetworkCounts:
-    """Traffic of one worker over all its communicators. Nothing is exported on one host.
+class CommunicatorCounts:
+    """Counters of one worker over all its communicators. Traffic is exported of groups of several hosts only.
 
     Args:
         metrics: of this worker.
@@ -19,11 +19,15 @@ class NetworkCounts:
         self._metrics = metrics
         self._comm: weakref.ref[MoECommunicator] | None = None
         self._counted: dict[int, PeerTraffic] = {}
+        self._num_dropped = 0
 
     def count(self, comm: MoECommunicator) -> None:
-        """Add what has passed since the last call; the counters of a communicator begin at 0."""
+        """Add what has changed since the last call; the counters of a communicator begin at 0."""
         if self._comm is None or self._comm() is not comm:
-            self._comm, self._counted = weakref.ref(comm), {}
+            self._comm, self._counted, self._num_dropped = weakref.ref(comm), {}, 0
+        num_dropped = comm.dropped_rows() or self._num_dropped
+        self._metrics.rows_dropped_total.inc(num_dropped - self._num_dropped)
+        self._num_dropped = num_dropped
         active = comm.active
         for now in comm.traffic():
             self._count(now)
