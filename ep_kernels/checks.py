@@ -11,15 +11,16 @@ import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ArgumentError, HandleError
-from ep_kernels.types import DispatchHandle, Mode
+from ep_kernels.types import DispatchHandle, Layout, Mode
 
 _INT32 = torch.iinfo(torch.int32)
+_COMPACT = Layout.GROUPED, Layout.FLAT
 
 
 def tensor(
     name: str, value: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device_type: str
 ) -> torch.Tensor:
-    """`value` if it is a contiguous tensor of this shape, dtype and device."""
+    """`value` if it is a contiguous tensor of this shape, dtype and device that has memory."""
     if (
         isinstance(value, torch.Tensor)
         and value.shape == shape
@@ -28,6 +29,8 @@ def tensor(
         and value.layout is torch.strided
         and value.is_contiguous()
     ):
+        if value.data_ptr() == 0 and value.numel():  # a kernel would write to address 0
+            raise ArgumentError(name, "a tensor with memory", "one without: freed, fake or only traced")
         return value
     raise _unlike(name, value, shape, dtypes, device_type)
 
@@ -124,6 +127,35 @@ def handle(value: object, owner: int, epoch: int) -> None:
         raise HandleError("handle: made by another communicator")
     if value.epoch != epoch:
         raise HandleError(f"handle: made in epoch {value.epoch}, the group is in epoch {epoch}")
+
+
+def trimmed_rows(num_rows: int, handle: DispatchHandle, config: MoEConfig) -> None:
+    """Rows of a compact layout in fixed shapes, no more than the handle has."""
+    layout = config.resolved_layout
+    if layout not in _COMPACT:
+        raise ArgumentError("layout", "GROUPED or FLAT", layout.value)
+    if config.exact_shapes:
+        raise ArgumentError("exact_shapes", "False: a handle of exact shapes has its number of rows", True)
+    if not 0 <= num_rows <= handle.rows_shape[0]:
+        raise ArgumentError("num_rows", f"0..{handle.rows_shape[0]}", num_rows)
+
+
+def input_rows(num_tokens: int, config: MoEConfig) -> None:
+    """T of a buffer to write x into."""
+    if not 0 <= num_tokens <= config.max_tokens_per_rank:
+        raise ArgumentError("num_tokens", f"0..{config.max_tokens_per_rank}", num_tokens)
+
+
+def known_early(config: MoEConfig) -> None:
+    """Refuse buffers before they are full where their shapes depend on what arrives."""
+    if config.resolved_layout in _COMPACT and config.exact_shapes:
+        raise ArgumentError("exact_shapes", "False with GROUPED and FLAT, to know shapes before they arrive", True)
+
+
+def per_expert(config: MoEConfig) -> None:
+    """Refuse layouts of which a row is of several experts."""
+    if not config.resolved_layout.per_expert:
+        raise ArgumentError("layout", "a per-expert layout", config.resolved_layout.value)
 
 
 def int64_words(values: Sequence[int], count: int) -> None:

@@ -18,13 +18,13 @@ import torch
 
 from ep_kernels import bringup, checks, ops, quant, received
 from ep_kernels.config import MoEConfig, may_overflow
-from ep_kernels.errors import ArgumentError, CapacityError, HandleError, TransportError
+from ep_kernels.errors import CapacityError, HandleError, TransportError
 from ep_kernels.in_flight import InFlight
 from ep_kernels.membership import GroupMember
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
 from ep_kernels.traced import TraceSite
 from ep_kernels.transports import base, create
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Overflow, stamp
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Overflow, stamp
 
 T = TypeVar("T")
 Delivered = tuple[DispatchOutput, DispatchHandle]
@@ -284,8 +284,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         """
         if torch.compiler.is_compiling():
             return ops.dispatch_input(self, num_tokens)
-        if not 0 <= num_tokens <= self._config.max_tokens_per_rank:
-            raise ArgumentError("num_tokens", f"0..{self._config.max_tokens_per_rank}", num_tokens)
+        checks.input_rows(num_tokens, self._config)
         self._ready("dispatch_input")
         return self._run(self._transport.dispatch_input, num_tokens)
 
@@ -301,6 +300,13 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             raise HandleError(f"handle: the buffers of dispatch {handle.seq} have been recycled")
         return self._run(self._transport.combine_input, handle)
 
+    def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
+        """The handle of a dispatch in fixed shapes [N, H], for who has read its `num_rows`: `combine` takes so many,
+        `combine_input` gives them. Fewer than arrived are the caller's mistake. Raises ArgumentError, HandleError."""
+        handle = self._own(handle)
+        checks.trimmed_rows(num_rows, handle, self._config)
+        return self._transport.trimmed(handle, num_rows)
+
     def is_current(self, handle: DispatchHandle) -> bool:
         """True while views of this dispatch's buffers (`DispatchOutput.tokens`, `combine_input`) may be read."""
         first = self._dispatches.num_begun - self._config.max_in_flight
@@ -312,15 +318,12 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         if torch.compiler.is_compiling():
             return ops.row_weights(self, handle)
         self._ready("row_weights")
-        handle = self._own(handle)
-        if not self._config.resolved_layout.per_expert:
-            raise ArgumentError("layout", "a per-expert layout", self._config.resolved_layout.value)
-        return self._run(self._transport.row_weights, handle)
+        checks.per_expert(self._config)
+        return self._run(self._transport.row_weights, self._own(handle))
 
     def count_received(self) -> None:
         """From now on count the tokens that dispatch brings here, for `received`: one addition of [R] per dispatch, on
-        the device, in CUDA graphs that are captured from now on too. Nothing is read back. Idempotent. Call it outside
-        captures. Raises as an operation does where the communicator is broken or closed."""
+        the device, in CUDA graphs captured from now on too. Nothing is read back. Idempotent; not while capturing."""
         self._ready("count_received")
         if self._received is None:
             self._received = received.counter(self.size, self._transport.failed().device)
@@ -344,8 +347,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
     # Inside.
 
     def _buffers(self, pending: base.PendingDispatch | base.QuickPending) -> Buffers:
-        if self._config.exact_shapes and self._config.resolved_layout in (Layout.GROUPED, Layout.FLAT):
-            raise ArgumentError("exact_shapes", "False with GROUPED and FLAT, to know shapes before they arrive", True)
+        checks.known_early(self._config)
         return pending.buffers()
 
     def _forget(self) -> None:
@@ -386,7 +388,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     def _delivered(self, number: int, out: DispatchOutput, made: DispatchHandle, args: base.DispatchArgs) -> Delivered:
         stamp(made, self._id, args.topk_ids, args.topk_weights)
-        return self._noted(number, out, made, int(out.num_dropped) if self._reads_dropped else 0)
+        return self._noted(number, out, made, self._transport.dropped_by(out, made) if self._reads_dropped else 0)
 
     def _noted(self, number: int, out: DispatchOutput, made: DispatchHandle, dropped: int) -> Delivered:
         """Its buffers are current; raises what overflowed."""

@@ -1,33 +1,45 @@
-"""What a dispatch delivered, made field by field: each tensor costs the host about a microsecond."""
+"""What a dispatch delivered, made field by field: each tensor costs the host about a microsecond.
+
+Fields are properties, which `torch.compile` can follow where an eager call's output goes into a compiled function.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from ep_kernels.types import DispatchOutput, Layout
-
-_FIELDS = frozenset(DispatchOutput.__dataclass_fields__)
+from ep_kernels.types import DispatchOutput
 
 
 class LazyOutput(DispatchOutput):
     """A `DispatchOutput` whose fields are made when they are first read."""
 
-    __slots__ = ("_field",)
+    __slots__ = ("_field", "_made")
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in _FIELDS:
-            raise AttributeError(name)
-        value = self._field(name)
-        object.__setattr__(self, name, value)
-        return value
+    def __new__(cls, *args: Any, **fields: Any) -> DispatchOutput:  # type: ignore[misc]
+        """With fields, as `dataclasses.replace` calls it: one that has them."""
+        return DispatchOutput(*args, **fields)
 
 
-def lazy_output(layout: Layout, field: Callable[[str], torch.Tensor | None]) -> DispatchOutput:
-    """An output of that layout whose other fields `field(name)` makes."""
-    made: DispatchOutput = object.__new__(LazyOutput)
-    object.__setattr__(made, "layout", layout)
-    object.__setattr__(made, "_field", field)
+def _property(name: str) -> property:
+    def read(self: Any) -> Any:
+        made = self._made
+        if name not in made:
+            made[name] = self._field(name)
+        return made[name]
+
+    return property(read)
+
+
+for _name in DispatchOutput.__dataclass_fields__:
+    setattr(LazyOutput, _name, _property(_name))
+
+_new, _set = object.__new__, object.__setattr__
+
+
+def lazy_output(field: Callable[[str], Any]) -> DispatchOutput:
+    """An output whose fields `field(name)` makes."""
+    made: DispatchOutput = _new(LazyOutput)
+    _set(made, "_field", field)
+    _set(made, "_made", {})
     return made

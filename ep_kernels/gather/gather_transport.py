@@ -17,7 +17,7 @@ from ep_kernels.gather.gather_operations import GatherCombine, GatherDispatch
 from ep_kernels.gather.gather_routing import GatherState
 from ep_kernels.transports import collective_base
 from ep_kernels.transports.base import CombineArgs, DispatchArgs, RegionArray, RegionMap
-from ep_kernels.types import Capabilities, DispatchHandle, Mode
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Mode
 
 _ABI = "ag1"
 _kept: list[GatherEngine] = []
@@ -110,6 +110,14 @@ class GatherTransport(GatherMember):
         """See `Transport.source_rows`: tokens with an expert here."""
         state: GatherState = handle.state
         return state.here.flatten(1).sum(1, dtype=torch.int32)
+
+    def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
+        """See `Transport.trimmed`."""
+        return replace(handle, rows_shape=(num_rows,))
+
+    def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
+        """See `Transport.dropped_by`: every row has its place."""
+        return 0
 
     def blank_state(self, num_tokens: int) -> GatherState:
         """See `Transport.blank_state`: of a step of M tokens."""

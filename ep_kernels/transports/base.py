@@ -267,6 +267,12 @@ class Transport(MemberTransport, Protocol):
         """int32 [R], tokens that each rank sent here by the handle's dispatch, this rank's own among them; on the
         device, where a dispatch that was waited for has written it before anything that is launched afterwards."""
 
+    def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
+        """The handle with so many rows, of a compact layout."""
+
+    def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
+        """Rows that this dispatch has dropped. Where only the device knows, it is read."""
+
     def dropped_rows(self) -> int:
         """Rows past the receive capacity that dispatches have dropped here so far, as far as the device has got. Waits
         for nothing. Any thread."""

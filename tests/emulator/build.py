@@ -70,7 +70,7 @@ def source(variant: jit.Variant) -> str:
     arguments = _ARGUMENTS.get(variant.kernel.rpartition("_")[2], _COLLECTIVE)
     call = f"{variant.kernel}(reinterpret_cast<const {arguments}*>(records), blocks_per_rank)"
     if variant.kernel == "narrow":  # its arguments, a word each
-        call = "narrow((ep::i64*)words[0], (ep::i32*)words[1], words[2])"
+        call = "narrow((ep::i64*)words[0], (ep::i32*)words[1], words[2], (ep::f32*)words[3], (ep::f32*)words[4])"
         call = f"auto* words = static_cast<const size_t*>(records); {call}"
     head = f'#define SLOWNESS {SLOWNESS}\n#include "{FOLDER}/grid.h"\n'
     return f'{head}{text}\n#include "{FOLDER}/launch.h"\nvoid emulated::fiber_main() {{ {call}; }}\n'

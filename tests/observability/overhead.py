@@ -70,6 +70,8 @@ class Row:
     overhead_percent: float
     low_percent: float
     high_percent: float
+    floor_percent: float
+    """The same of the times that a tenth of either kind does not exceed: what other work on the machine left alone."""
     turns: int
     metrics_percent: float | None = None
     """How far the mean of the exported histograms is from that of the bench's own clock, over the same operations."""
@@ -82,7 +84,9 @@ def row_of(
     off, on = (round(1e6 * statistics.median(times), 2) for times in zip(*turns, strict=True))
     ratios = sorted(100 * (with_records / without - 1) for without, with_records in turns)
     low, high = median_interval(ratios)
-    shares = (round(share, 2) for share in (statistics.median(ratios), low, high))
+    floor_off, floor_on = (statistics.quantiles(times, n=10)[0] for times in zip(*turns, strict=True))
+    floor = 100 * (floor_on / floor_off - 1)
+    shares = (round(share, 2) for share in (statistics.median(ratios), low, high, floor))
     return Row(device, op, mode, tokens, off, on, *shares, len(turns), metrics_percent)
 
 

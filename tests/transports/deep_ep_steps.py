@@ -4,6 +4,7 @@ of all ranks. Knows nothing of the communicator below, so that it is a second op
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -279,6 +280,31 @@ def ht_experts(peers: Peers, rows: torch.Tensor, ids: torch.Tensor, weights: tor
         share = torch.where(ids == local, weights, 0.0).sum(1, keepdim=True)
         total += (rows.float() * factor_of(low + local)).to(BF16).float() * share
     return total.to(BF16)
+
+
+def ht_waits_once(buffer: Buffer, peers: Peers) -> None:
+    """On a GPU: a step reads the device once, as torch sees it; its combine and its routing again do not."""
+    x, ids, weights = peers.mine()
+    _, _, per_expert, _, _ = buffer.get_dispatch_layout(ids, peers.case.num_experts)
+
+    def waits(call: Callable[[], Any]) -> tuple[int, Any]:
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                result = call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing" in str(each.message) for each in seen), result
+
+    def step() -> Any:
+        return buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=per_expert)
+
+    step()
+    number, (rows, _, _, _, handle, _) = waits(step)
+    assert number == 1
+    assert waits(lambda: buffer.combine(rows, handle))[0] == 0
+    assert waits(lambda: buffer.dispatch(x, handle=handle))[0] == 0
 
 
 def ht_steps(buffer: Buffer, peers: Peers, asynchronous: bool) -> None:

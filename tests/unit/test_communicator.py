@@ -67,6 +67,9 @@ class Script:
     def quick(self, number: int, mode: Mode) -> None:
         """No plans."""
 
+    def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
+        return int(out.num_dropped)
+
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
         self._call("set_active")
         self.epoch = epoch

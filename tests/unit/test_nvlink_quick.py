@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import gc
 import itertools
+import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ep_kernels import ArgumentError, CapacityError, HandleError, MoECommunicator, ScaleFormat
 from ep_kernels.errors import AbortedError, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import quick
 from ep_kernels.transports.nvlink.engine import RECEIVE, SEND
-from ep_kernels.transports.nvlink.routing_state import DispatchState, QuickState
+from ep_kernels.transports.nvlink.routing_state import QuickState, StateParts
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 from tests.cases import RoutingCase
 from tests.emulator.silent import SilentDriver, silent_rank
@@ -66,8 +70,8 @@ def same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         shape = tuple(shape)
         if (key, shape, dtype) not in pools:
             pools[key, shape, dtype] = empty(shape, dtype=dtype).zero_()
-            if dtype is torch.uint8:  # of a dispatch: num_rows
-                pools[key, shape, dtype].view(-1)[:4].view(torch.int32).fill_(ROWS)
+            if dtype is torch.int32:  # of a dispatch: num_rows
+                pools[key, shape, dtype].view(-1)[:1].fill_(ROWS)
         return pools[key, shape, dtype]
 
     monkeypatch.setattr(torch, "empty_like", lambda like: taken(like.shape, like.dtype, "room"))
@@ -135,9 +139,10 @@ def told(result: Any) -> Any:
     if isinstance(result, DispatchOutput):
         return [told(getattr(result, field.name)) for field in dataclasses.fields(result)]
     if isinstance(result, DispatchHandle):
-        values = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name != "state"}
+        values = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
+        del values["state"], values["seq"]  # numbers of operations go on
         return told(list(values.values())), told(result.state)
-    if isinstance(result, DispatchState):
+    if isinstance(result, StateParts):
         spans = [(span.num_bytes, span.address) for span in (result.routing, result.routing_id, result.carried)]
         return spans, told(result.flatten()[:3]), told(result.topk_weights)[:3], result.num_rows
     return [told(each) for each in result] if isinstance(result, list | tuple) else result
@@ -163,8 +168,6 @@ def test_both_ways_are_the_same(
             for way in ways:
                 results = way.run(tokens, inputs, home, out, apart)
                 assert isinstance(results[0][1].state, QuickState) == way.is_quick
-                for result in results[:3]:  # numbers of operations go on
-                    object.__setattr__(result[1], "seq", 0)
                 seen.append(told(results))
             assert seen[0] == seen[1]
             assert ways[0].records == ways[1].records
@@ -201,19 +204,67 @@ BAD: dict[str, tuple[Callable[..., Any], str]] = {
         lambda x, i, w: (x, i, w.double()),
         "topk_weights: expected torch.float32, got torch.float64",
     ),
+    "x elsewhere": (lambda x, i, w: (x.to("meta"), i, w), "x: expected a tensor on cpu, got meta"),
+    "x whose memory was freed": (lambda x, i, w: (freed(x), i, w), "x: expected a tensor with memory, got one without"),
+    "weights that are traced": (
+        lambda x, i, w: (x, i, traced(w)),
+        "topk_weights: expected a tensor with memory, got one without",
+    ),
+}
+BAD_SCALES: dict[str, tuple[Callable[..., Any], str]] = {
+    "no pair": (lambda x, i, w: (x[0], i, w), r"x: expected a pair \(x, scales\), since scale_columns > 0, got Tensor"),
+    "no scales": (lambda x, i, w: ((x[0], None), i, w), "scales: expected a torch.Tensor, got NoneType"),
+    "scales of other tokens": (
+        lambda x, i, w: ((x[0], x[1][1:]), i, w),
+        r"scales: expected shape \[5, 9\], got \[4, 9",
+    ),
+    "scales of floats": (lambda x, i, w: ((x[0], x[1].float()), i, w), "scales: expected torch.uint8, got torch.float"),
+    "scales with gaps": (lambda x, i, w: ((x[0], x[1].repeat(1, 2)[:, ::2]), i, w), "scales: expected a contiguous"),
+}
+KINDS: dict[str, tuple[dict[str, Any], Any]] = {
+    "flat": ({"mode": Mode.HT, "layout": Layout.FLAT, "exact_shapes": False}, BAD),
+    "home": ({"mode": Mode.LL, "layout": Layout.EXPERT_MAJOR, "exact_combine": True}, BAD),
+    "scaled": ({"mode": Mode.HT, "layout": Layout.FLAT, "exact_shapes": False, **FORMS["scaled"]}, BAD_SCALES),
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_bad_arguments_of_dispatch_are_refused_before_anything_is_launched(driver: SilentDriver, bad: str) -> None:
-    change, message = BAD[bad]
-    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, transport):
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """As FSDP frees parameters."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def traced(tensor: torch.Tensor) -> torch.Tensor:
+    """As it is while a function is made functional: a torch.Tensor by its type."""
+    return torch._to_functional_tensor(tensor)
+
+
+@pytest.mark.parametrize(("kind", "bad"), [(kind, bad) for kind, (_, table) in KINDS.items() for bad in table])
+def test_bad_arguments_of_dispatch_are_refused_before_anything_is_launched(
+    driver: SilentDriver, kind: str, bad: str
+) -> None:
+    """Also where good ones have just come: a plan is nobody's licence."""
+    fields, table = KINDS[kind]
+    change, message = table[bad]
+    with silent_rank(driver, CASE, **fields) as (comm, transport):
+        for begin in (comm.dispatch, comm.dispatch_async):
+            handle = comm.dispatch(*given(comm.config))[1]
+            assert isinstance(handle.state, QuickState)
+            before, slot = driver.launches.value, transport._engine.num_dispatches
+            with pytest.raises(ArgumentError, match=message):
+                begin(*change(*given(comm.config)))
+            assert (driver.launches.value, transport._engine.num_dispatches) == (before, slot)
         assert not long_way(driver, comm, *given(comm.config))
-        before, slot = driver.launches.value, transport._engine.num_dispatches
-        with pytest.raises(ArgumentError, match=message):
-            comm.dispatch(*change(*given(comm.config)))
-        assert (driver.launches.value, transport._engine.num_dispatches) == (before, slot)
-        assert not long_way(driver, comm, *given(comm.config))
+
+
+def test_steps_that_ranks_cannot_agree_on_are_refused(driver: SilentDriver) -> None:
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, _):
+        comm.dispatch(*given(comm.config))
+        before = driver.launches.value
+        for wrong in (4, MOST + 1, 5.0):
+            with pytest.raises(ArgumentError, match=r"step_tokens: expected an int in 5\.\.6, got"):
+                comm.dispatch(*given(comm.config), step_tokens=wrong)  # type: ignore[arg-type]
+        assert driver.launches.value == before
 
 
 BAD_Y: dict[str, tuple[Callable[..., Any], str]] = {
@@ -246,6 +297,168 @@ def test_bad_arguments_of_combine_are_refused_before_anything_is_launched(driver
         with pytest.raises(HandleError, match="previous_handle: made for 5 tokens, x has 4"):
             comm.dispatch(given(comm.config, 4)[0], None, None, previous_handle=handle)
         assert driver.launches.value == before
+
+
+BAD_HOME: dict[str, tuple[Callable[..., Any], str]] = {
+    "a number": (lambda w: 3, "topk_weights: expected a torch.Tensor, got int"),
+    "of other tokens": (lambda w: w[1:], r"topk_weights: expected shape \[5, 3\], got \[4, 3\]"),
+    "of halves": (lambda w: w.half(), "topk_weights: expected torch.float32, got torch.float16"),
+    "with gaps": (lambda w: w.repeat(1, 2)[:, ::2], "topk_weights: expected a contiguous tensor"),
+    "freed": (freed, "topk_weights: expected a tensor with memory"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_HOME)
+def test_bad_weights_at_combine_are_refused_before_anything_is_launched(driver: SilentDriver, bad: str) -> None:
+    change, message = BAD_HOME[bad]
+    with silent_rank(driver, CASE, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, exact_combine=True) as (comm, _):
+        out, handle = comm.dispatch(*given(comm.config))
+        y, before = torch.zeros_like(out.tokens), driver.launches.value
+        for combine in (comm.combine, comm.combine_async):
+            with pytest.raises(ArgumentError, match=message):
+                combine(y, handle, topk_weights=change(torch.ones(5, TOPK)))
+        assert driver.launches.value == before
+
+
+@pytest.mark.parametrize("wrapped", ["vmap", "grad"])
+def test_tensors_of_functorch_launch_nothing(driver: SilentDriver, wrapped: str) -> None:
+    """They are torch.Tensor by their type, and have no memory."""
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, _):
+        x, ids, weights = given(comm.config)
+        comm.dispatch(x, ids, weights)
+        before = driver.launches.value
+
+        def function(w: torch.Tensor) -> torch.Tensor:
+            return comm.dispatch(x, ids, w)[0].tokens.float().sum()
+
+        with pytest.raises(RuntimeError, match="doesn't have storage"):
+            torch.func.vmap(function)(weights[None]) if wrapped == "vmap" else torch.func.grad(function)(weights)
+        assert driver.launches.value == before
+        assert not long_way(driver, comm, x, ids, weights)
+
+
+def test_what_plain_calls_gave_goes_into_compiled_functions(driver: SilentDriver) -> None:
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, _):
+        x, ids, weights = given(comm.config)
+        out, handle = comm.dispatch(x, ids, weights)
+        assert isinstance(handle.state, QuickState)
+        y = torch.zeros_like(out.tokens)
+        functions: dict[Callable[..., Any], tuple[Any, ...]] = {
+            lambda x, handle: comm.dispatch(x, None, None, previous_handle=handle)[0].counts: (x, handle),
+            lambda y, handle: comm.combine(y, handle) + 1: (y, handle),
+            lambda out: out.counts + 1: (out,),
+        }
+        for function, arguments in functions.items():
+            compiled = torch.compile(function, fullgraph=True, backend="eager")
+            assert compiled(*arguments).shape == function(*arguments).shape
+
+
+def test_a_trimmed_handle_takes_so_many_rows(driver: SilentDriver) -> None:
+    """By both ways; the handle that it was made of stays as it is."""
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, transport):
+        x, ids, weights = given(comm.config)
+        driver.record_bytes.value = ctypes.sizeof(abi.CombineArgs)
+        out, handle = comm.dispatch(x, ids, weights)
+        rows, records = out.tokens.shape[0], []
+        for quick_calls in (comm._quick, None):
+            comm._quick = quick_calls
+            short = comm.trimmed(handle, 4)
+            assert (short.rows_shape, handle.rows_shape, short.num_tokens) == ((4,), (rows,), 5)
+            z, y = torch.empty(5, WIDTH, dtype=x.dtype), torch.zeros(4, WIDTH, dtype=x.dtype)
+            transport._engine.num_combines = 0
+            assert comm.combine(y, short, out=z) is z
+            records.append(abi.CombineArgs.from_buffer_copy(driver.record()))
+            records[-1].y = records[-1].z = 0
+            with pytest.raises(ArgumentError, match=r"y: expected shape \[4, 2304\]"):
+                comm.combine(out.tokens, short)
+            assert comm.combine(torch.zeros_like(out.tokens), handle).shape == (5, WIDTH)
+        assert bytes(records[0]) == bytes(records[1])
+        for wrong in (-1, rows + 1):
+            with pytest.raises(ArgumentError, match=rf"num_rows: expected 0\.\.{rows}, got {wrong}"):
+                comm.trimmed(handle, wrong)
+        comm._quick = transport._quick
+        again = comm.dispatch(x, None, None, previous_handle=comm.trimmed(handle, 4))
+        assert again[1].rows_shape == again[0].tokens.shape[:1] == (rows,)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout.EXPERT_MAJOR, "layout: expected GROUPED or FLAT, got expert_major"),
+        (Layout.GROUPED, "exact_shapes: expected False: a handle of exact shapes has its number of rows, got True"),
+    ],
+)
+def test_other_handles_are_not_trimmed(driver: SilentDriver, layout: Layout, message: str) -> None:
+    with silent_rank(driver, CASE, mode=Mode.LL, layout=layout) as (comm, _):
+        handle = comm.dispatch(*given(comm.config))[1]
+        with pytest.raises(ArgumentError, match=message):
+            comm.trimmed(handle, 1)
+
+
+def test_no_call_is_launched_where_its_memory_is_fake(driver: SilentDriver) -> None:
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, _):
+        inputs, before = given(comm.config), driver.launches.value
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            pytest.raises(ArgumentError, match=r"under a mode that makes .*FakeTensor"),
+        ):
+            comm.dispatch(*inputs)
+        assert driver.launches.value == before
+        assert not long_way(driver, comm, *inputs)
+
+
+def test_gradients_and_modes_change_nothing(driver: SilentDriver) -> None:
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, _):
+        x, ids, weights = given(comm.config)
+        needs = weights.clone().requires_grad_()
+        for w in (needs, needs * 1.0, weights):
+            assert not long_way(driver, comm, x, ids, w)
+        with torch.inference_mode():
+            out, handle = comm.dispatch(torch.zeros_like(x), ids, weights)
+        assert not comm.combine(torch.zeros_like(out.tokens).requires_grad_(), handle).requires_grad
+        assert long_way(driver, comm, torch.nn.Parameter(x), ids, weights)  # as other subclasses: vLLM's, DTensor
+
+
+def test_nothing_is_kept_of_what_was_given(driver: SilentDriver) -> None:
+    """Neither of good calls nor of refused ones."""
+    with silent_rank(driver, CASE, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, exact_combine=True) as (comm, _):
+        inputs = given(comm.config)
+        y = torch.zeros_like(comm.dispatch(*inputs)[0].tokens)
+        objects = (*inputs, y, None)
+        counts: list[list[int]] = []
+        for _ in range(2):
+            for _ in range(500):
+                handle = comm.dispatch(*inputs)[1]
+                comm.combine(y, handle, topk_weights=inputs[2])
+                comm.combine_async(y, handle, topk_weights=inputs[2]).wait()
+                with pytest.raises(ArgumentError):
+                    comm.dispatch(inputs[0], inputs[1][1:], inputs[2])
+            del handle
+            gc.collect()
+            counts.append([sys.getrefcount(each) for each in objects])
+        assert all(abs(b - a) < 50 for a, b in zip(*counts, strict=True)), counts
+
+
+def test_threads_do_not_mix_their_records(driver: SilentDriver) -> None:
+    """The driver is called without the interpreter's lock, so each call has a record of its own."""
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, transport):
+        x, ids, weights = given(comm.config)
+        call = comm._quick._plans[Mode.HT].fresh.call  # type: ignore[union-attr]
+        failed: list[str] = []
+
+        def many(tokens: int) -> None:
+            block = torch.empty_like(transport._engine.blanks[1])
+            for _ in range(3000):
+                words = call(0, None, x[:tokens], ids[:tokens], weights[:tokens], block, None, None)
+                if struct.unpack_from("=2q", words, 32)[0] != tokens:
+                    failed.append(f"{tokens}: {words!r}")
+
+        threads = [threading.Thread(target=many, args=(tokens,)) for tokens in range(1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
 
 
 def test_what_is_legal_but_not_plain_takes_the_long_way(driver: SilentDriver) -> None:
@@ -424,7 +637,7 @@ def test_wide_ids_are_narrowed_in_the_memory_of_the_dispatch(driver: SilentDrive
             former = comm.dispatch(x, ids, weights)[1] if previous else None
             _, handle = comm.dispatch(x[:tokens], ids[:tokens], weights[:tokens], previous_handle=former)
             at = abi.DispatchArgs.from_buffer_copy(driver.record()).topk_ids
-            block = handle.state.block
+            block = handle.state.block.view(torch.uint8)
             seen = block[at - block.data_ptr() :][: tokens * TOPK * 4].view(torch.int32).view(tokens, TOPK)
             assert torch.equal(seen.long(), ids[:tokens])
         assert driver.narrowed.value == before + 3
@@ -432,13 +645,16 @@ def test_wide_ids_are_narrowed_in_the_memory_of_the_dispatch(driver: SilentDrive
         assert driver.narrowed.value == before + 3
 
 
-def test_an_exact_combine_keeps_the_weights_of_the_dispatch(driver: SilentDriver) -> None:
-    """Callers may overwrite theirs."""
+@pytest.mark.parametrize("wide", [True, False])
+def test_an_exact_combine_keeps_the_weights_of_the_dispatch(driver: SilentDriver, wide: bool) -> None:
+    """Callers may overwrite theirs. The kernel that narrows ids copies them; else a copy behind the launch does."""
     with silent_rank(driver, CASE, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, exact_combine=True) as (comm, _):
         x, ids, weights = given(comm.config)
         weights.copy_(torch.rand(5, TOPK))
-        out, handle = comm.dispatch(x, ids.long(), weights)
+        before = driver.copies.value, driver.narrowed.value
+        out, handle = comm.dispatch(x, ids.long() if wide else ids, weights)
         assert isinstance(handle.state, QuickState)
+        assert (driver.copies.value - before[0], driver.narrowed.value - before[1]) == (not wide, wide)
         kept, given_weights = handle.state.topk_weights, weights.clone()
         weights.zero_()
         assert torch.equal(kept, given_weights)

@@ -11,6 +11,7 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.errors import TransportError
 from ep_kernels.network.network import Channel
 from ep_kernels.transports.cpu import native
+from ep_kernels.transports.cpu.cpu_routing import StatePlaces
 from ep_kernels.transports.cpu.region import OwnRegion, private_bytes
 from ep_kernels.types import Layout, ScaleFormat
 
@@ -100,6 +101,7 @@ class NativeComm:
         self.region: OwnRegion | None = None
         self.landing: OwnRegion | None = None
         self.buffers = [SlotBuffers(config, geometry) for _ in range(config.max_in_flight)]
+        self.places = StatePlaces(geometry)
 
     def forsake(self) -> None:
         """In a forked child, where no operation returns: free it now, but own memory that a tensor is made of."""

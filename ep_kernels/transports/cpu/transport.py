@@ -25,10 +25,11 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
+from ep_kernels.transports.cpu.cpu_routing import RoutingState, fresh_state
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of, wire_bytes
-from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch, RoutingState, fresh_state
+from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
-from ep_kernels.types import Capabilities, DispatchHandle, Mode, PeerTraffic
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Mode, PeerTraffic
 
 LL_MAX_TOKENS = 128
 """AUTO's crossover. Both modes take the same time here; this is the size of a decode step."""
@@ -208,18 +209,26 @@ class CpuTransport(CpuMember[NativeComm]):
         slot = handle.seq % int(self.geometry.in_flight)
         self._recycle(slot)
         self.judge(self.lib.cd_outputs_free(comm.pointer, slot))
-        state: RoutingState = handle.state
-        return comm.buffers[slot].outputs(state.rows_shape)
+        return comm.buffers[slot].outputs(handle.rows_shape)
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
         """See `Transport.row_weights`."""
         state: RoutingState = handle.state
-        return state.weight_of_rows()
+        return state.weight_of_rows(handle.rows_shape)
 
     def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
         """See `Transport.source_rows`; without tokens all of whose rows were dropped."""
         state: RoutingState = handle.state
         return state.rows_of_sources()
+
+    def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
+        """See `Transport.trimmed`."""
+        return replace(handle, rows_shape=(num_rows,))
+
+    def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
+        """See `Transport.dropped_by`."""
+        state: RoutingState = handle.state
+        return state.totals[1]
 
     def blank_state(self, num_tokens: int) -> RoutingState:
         """See `Transport.blank_state`."""
@@ -227,7 +236,7 @@ class CpuTransport(CpuMember[NativeComm]):
 
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
         """See `Transport.restore`."""
-        return replace(handle, state=RoutingState.restore(handle.state, handle.rows_shape))
+        return replace(handle, state=RoutingState.restore(handle.state))
 
     def _recycle(self, slot: int) -> None:
         """Finish what still uses the buffers of dispatch slot `slot` and was not waited for. All ranks do, in the

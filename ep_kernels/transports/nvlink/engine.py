@@ -11,6 +11,7 @@ import torch
 
 from ep_kernels import jit
 from ep_kernels.config import MoEConfig
+from ep_kernels.errors import ArgumentError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan, routing_state
@@ -133,8 +134,8 @@ class LaunchEngine:
         self.addresses = RecordAddresses(
             self._state_map, self.outputs.places, self.outputs.num_bytes, routed, config.exact_combine
         )
-        byte = torch.empty(1, dtype=torch.uint8, device=device)
-        self.blanks = byte.expand(self.addresses.routing_at), byte.expand(self.addresses.num_bytes)
+        word = torch.empty(1, dtype=torch.int32, device=device)  # most fields are int32: a view of one is one operation
+        self.blanks = word.expand(self.addresses.routing_at // 4), word.expand(self.addresses.num_bytes // 4)
         """Of the size of a call's memory: with `previous`, without. Taking after them is the cheapest allocation."""
         self.power_of_two = plan.POWER_OF_TWO[config.scale_format]
         self.positional = config.resolved_layout is Layout.RANK_MAJOR
@@ -295,6 +296,8 @@ class LaunchEngine:
         previous: DispatchState | None = None if args.previous is None else args.previous.state
         at, where = self._state_map, self.addresses
         block = torch.empty_like(self.blanks[previous is None])
+        if type(block) is not torch.Tensor:
+            raise ArgumentError("x", "a call where tensors have memory", f"one under a mode that makes {type(block)}")
         base = block.data_ptr()
         carried = Span(block, where.carried_at, at.carried_bytes, base + where.carried_at)
         own_weights = args.topk_weights.clone() if self.config.exact_combine else args.topk_weights

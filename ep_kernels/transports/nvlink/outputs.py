@@ -92,7 +92,7 @@ class Outputs:
         self._views.clear()
 
     def number(self, block: torch.Tensor, name: str) -> torch.Tensor:
-        """A field in a call's memory `block` (uint8), of all its rows."""
+        """A field in a call's memory `block`, of all its rows."""
         place = self.places[name]
         return part(block, place.offset, place.shape, place.dtype)
 
@@ -100,21 +100,30 @@ class Outputs:
         self, block: torch.Tensor, slot: int, scales: torch.Tensor | None, num_tokens: int, num_rows: int
     ) -> DispatchOutput:
         """What a dispatch of `num_tokens` tokens delivered: `num_rows` rows (compact layouts) or all."""
-        tokens = self._slot("rows", slot, self._config.hidden_size, self._config.payload_dtype)  # outlives `attach`
+        tokens = self.slot_rows(slot)  # outlives `attach`
+        return lazy_output(lambda name: self.field(name, block, tokens, scales, num_tokens, num_rows))
 
-        def field(name: str) -> torch.Tensor | None:
-            if name == "tokens":
-                return tokens[:num_rows] if self.compact and num_rows != self.rows[0] else tokens.detach()  # a new view
-            if name == "scales":
-                return self._trimmed_scales(scales, num_rows)
-            if name not in self.places:
-                return None
-            number = self.number(block, name)
-            if name == "valid":
-                return number[:num_tokens]
-            return number[:num_rows] if self.compact and name in ("topk_ids", "topk_weights") else number
+    def field(
+        self, name: str, block: torch.Tensor, tokens: torch.Tensor, scales: torch.Tensor | None, num_tokens: int,
+        num_rows: int,
+    ) -> Layout | torch.Tensor | None:  # fmt: skip
+        """One of it; `tokens`: all rows of the slot."""
+        if name == "layout":
+            return self.layout
+        if name == "tokens":
+            return tokens[:num_rows] if self.compact and num_rows != self.rows[0] else tokens.detach()  # a new view
+        if name == "scales":
+            return self._trimmed_scales(scales, num_rows)
+        if name not in self.places:
+            return None
+        number = self.number(block, name)
+        if name == "valid":
+            return number[:num_tokens]
+        return number[:num_rows] if self.compact and name in ("topk_ids", "topk_weights") else number
 
-        return lazy_output(self.layout, field)
+    def slot_rows(self, slot: int) -> torch.Tensor:
+        """All rows of a slot, one tensor for all who ask."""
+        return self._slot("rows", slot, self._config.hidden_size, self._config.payload_dtype)
 
     def scales(self, slot: int, trimmed: bool) -> tuple[torch.Tensor | None, Strides]:
         """(where scales will be, their strides). Row-major ones of rank-wise layouts are a view of the slot, as rows
@@ -141,7 +150,7 @@ class Outputs:
 
     def tokens(self, slot: int) -> torch.Tensor:
         """All rows of a slot."""
-        rows = self._slot("rows", slot, self._config.hidden_size, self._config.payload_dtype)
+        rows = self.slot_rows(slot)
         return rows.view(rows.shape)
 
     def all_scales(self, scales: torch.Tensor | None) -> torch.Tensor | None:
@@ -168,9 +177,13 @@ class Outputs:
 
 
 def part(block: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A view of a byte buffer as a tensor."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    found = block[offset : offset + num_bytes].view(dtype)
+    """A view of some of a buffer (of bytes, or int32) as a tensor, from byte `offset` on."""
+    length = math.prod(shape)
+    if block.dtype == dtype:
+        first = offset // dtype.itemsize
+        found = block[first : first + length]
+    else:
+        found = block.view(torch.uint8)[offset : offset + length * dtype.itemsize].view(dtype)
     return found if len(shape) == 1 else found.view(shape)
 
 

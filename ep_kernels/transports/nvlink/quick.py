@@ -19,7 +19,7 @@ import torch
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import launch
 
-_MOST_DIMS, _MOST_TENSORS, _MOST_ADDRESSES = 3, 7, 24
+_MOST_DIMS, _MOST_TENSORS, _MOST_ADDRESSES, _MOST_RECORD_BYTES = 3, 7, 24, 4096
 TOKENS, ROWS = -1, -2
 """Instead of a length: T of the operation, its received rows."""
 _OPTIONAL, _ALIGNED, _MAY_BE_WIDE = 1, 2, 4
@@ -102,10 +102,9 @@ class _PlanWords(ctypes.Structure):
         ("numbers", c_void_p),
         ("copy_from", _PlaceWords),
         ("copy_to", _PlaceWords),
-        ("copy_token_bytes", c_uint64),
         ("narrow", launch.Prepared),
         ("narrow_to", _PlaceWords),
-        ("narrow_length", c_uint64),
+        ("token_words", c_uint64),
     )
 
 
@@ -149,18 +148,20 @@ class OperationPlan:
         reads: num_rows and num_dropped are waited for.
         split: two launches, one that sends and one that receives.
         not_captured: not plain while a CUDA graph captures the stream.
-        copied: (from, to) as `places`, and bytes of each token; copied behind the launch.
-        narrowed: launch of the kernel `narrow`, where it writes, as `places`, and numbers of each token.
+        routed: numbers of each token in what follows.
+        narrowed: launch of the kernel `narrow`, and where it writes, as `places`.
+        copied: (from, to) as `places`: float32 that are copied, by that kernel where it is launched.
     """
 
     def __init__(
         self, around: Surroundings, prepared: Any, record: Any, runs: tuple[str, str],
         tensors: Mapping[str, ExpectedTensor], places: Callable[[Marks], Sequence[int]], most_tokens: int, rows: int,
         state: Callable[[Marks], Sequence[int]] | None = None, takes_state: bool = False, reads: bool = False,
-        split: bool = False, not_captured: bool = False,
-        copied: Callable[[Marks], tuple[int, int, int]] | None = None,
-        narrowed: tuple[launch.Prepared, Callable[[Marks], int], int] | None = None,
+        split: bool = False, not_captured: bool = False, routed: int = 0,
+        narrowed: tuple[launch.Prepared, Callable[[Marks], int]] | None = None,
+        copied: Callable[[Marks], tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
+        assert ctypes.sizeof(record) <= _MOST_RECORD_BYTES
         marks = {name: (1 + i) << _MARK for i, name in enumerate(STATE_BASES)}
         marks |= {name: (_FIRST_TENSOR + i) << _MARK for i, name in enumerate(tensors)}
         found, left = places(marks), () if state is None else state(marks)
@@ -175,12 +176,11 @@ class OperationPlan:
             context=around.context, stream=addressof(around.stream), not_captured=not_captured,
             device_type=_CUDA if around.device.type == "cuda" else _CPU, device_id=around.device.index or 0,
         )  # fmt: skip
-        if copied is not None:
-            source, to, self._plan.copy_token_bytes = copied(marks)
-            self._plan.copy_from, self._plan.copy_to = _place(source), _place(to)
+        self._plan.token_words = routed
         if narrowed is not None:
-            self._plan.narrow, self._plan.narrow_length = narrowed[0], narrowed[2]
-            self._plan.narrow_to = _place(narrowed[1](marks))
+            self._plan.narrow, self._plan.narrow_to = narrowed[0], _place(narrowed[1](marks))
+        if copied is not None:
+            self._plan.copy_from, self._plan.copy_to = map(_place, copied(marks))
         if split:
             self._plan.phases_at = type(record).work.offset + abi.Work.phases.offset
         self.numbers = self._read_numbers(type(record).num_rows.offset) if reads else None

@@ -13,12 +13,14 @@ import torch
 
 from ep_kernels import jit
 from ep_kernels.kernels import abi
+from ep_kernels.lazy_output import lazy_output
 from ep_kernels.transports.base import Delivered
 from ep_kernels.transports.nvlink import launch, plan
 from ep_kernels.transports.nvlink.engine import RECEIVE, Call, LaunchEngine, Operation
+from ep_kernels.transports.nvlink.outputs import part
 from ep_kernels.transports.nvlink.quick import ROWS, STATE_BYTES, TOKENS, ExpectedTensor, OperationPlan, Surroundings
-from ep_kernels.transports.nvlink.routing_state import QuickState
-from ep_kernels.types import DispatchHandle, Mode
+from ep_kernels.transports.nvlink.routing_state import Origin, QuickState, quick_handle, quick_state
+from ep_kernels.types import Mode
 
 _ends = struct.Struct("=2q").unpack_from
 """T and rows, at the end of a state's words."""
@@ -35,22 +37,6 @@ class _PlansOfMode:
     again: OperationPlan
     combine: OperationPlan
     home: OperationPlan | None
-
-
-@dataclass(slots=True)
-class _Begun:
-    """A dispatch whose launch, or first launch, is under way."""
-
-    by: OperationPlan
-    mode: Mode
-    words: bytes
-    former: QuickState | None
-    slot: int
-    seq: int
-    block: torch.Tensor
-    scales: torch.Tensor | None
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
 
 
 class NumberReader(Protocol):
@@ -86,7 +72,7 @@ class NvlinkQuickCalls:
         config = engine.config
         self._engine, self._around, self._functions = engine, around, functions
         self._reader = weakref.proxy(reader)  # it holds this object
-        self._number, self._epoch = number, epoch
+        self._origin = Origin(number, epoch, engine.addresses, config.topk, config.exact_combine, engine.outputs)
         self._mode, self._reads = mode, reads
         self._outputs = engine.outputs
         self._fixed = self._outputs.rows
@@ -97,8 +83,10 @@ class NvlinkQuickCalls:
         self._strides = self._outputs.strides(config.exact_shapes)
         self._narrow = self._prepared(jit.NARROW, plan.narrow_launch(config))
         modes = engine.dispatch_operations
-        self._plans = {mode: self._planned(mode, False) for mode in modes}
-        self._split = {mode: self._planned(mode, True) for mode in modes}
+        self._plans = {each: self._planned(each, False) for each in modes}
+        self._split = {each: self._planned(each, True) for each in modes}
+        self._usual, self._usual_split = self._plans[mode], self._split[mode]
+        self._blank = engine.blanks[1]
         width, dtype = config.hidden_size, config.resolved_output_dtype
         word = torch.empty((), dtype=dtype, device=around.device)
         self._op = torch.empty(abi.OP_WORDS, dtype=torch.int64, device=around.device)
@@ -151,8 +139,9 @@ class NvlinkQuickCalls:
             reads=read,
             split=split,
             not_captured=read or self._exact,
-            copied=(lambda a: (a["topk_weights"], kept(a), 4 * config.topk)) if self._weighs else None,
-            narrowed=(self._narrow, lambda a: a["block"] + addresses.ids_at, config.topk),
+            routed=config.topk,
+            narrowed=(self._narrow, lambda a: a["block"] + addresses.ids_at),
+            copied=(lambda a: (a["topk_weights"], kept(a))) if self._weighs else None,
         )
 
     def _dispatch_tensors(self, again: bool) -> dict[str, ExpectedTensor]:
@@ -163,7 +152,7 @@ class NvlinkQuickCalls:
             "x": ExpectedTensor(config.dtype, (TOKENS, config.hidden_size), aligned=True),
             "topk_ids": ExpectedTensor(torch.int32, routed, may_be_wide=True),
             "topk_weights": ExpectedTensor(torch.float32, routed),
-            "block": ExpectedTensor(torch.uint8, tuple(engine.blanks[not again].shape)),
+            "block": ExpectedTensor(torch.int32, tuple(engine.blanks[not again].shape)),
             "x_scales": ExpectedTensor(config.scale_dtype, (TOKENS, columns)) if columns else none,
             "scales": ExpectedTensor(engine.sizes.scale_dtype, shape) if shape else none,
         }
@@ -206,88 +195,81 @@ class NvlinkQuickCalls:
 
     def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> Delivered | None:
         """See `base.QuickCalls`."""
-        begun = self._begin(self._plans, x, topk_ids, topk_weights, previous)
-        return None if begun is None else self._delivered(begun, begun.words)
+        begun = self._begin(False, x, topk_ids, topk_weights, previous)
+        return None if begun is None else self._delivered(*begun)
 
     def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> QuickDispatch | None:
         """See `base.QuickCalls`."""
-        begun = self._begin(self._split, x, topk_ids, topk_weights, previous)
-        return None if begun is None else QuickDispatch(self, begun)
+        begun = self._begin(True, x, topk_ids, topk_weights, previous)
+        return None if begun is None else QuickDispatch(self, *begun)
 
-    def _is_own(self, handle: Any) -> bool:
-        return (
-            type(handle) is DispatchHandle
-            and handle.owner == self._number
-            and handle.epoch == self._epoch
-            and type(handle.state) is QuickState
-        )
+    def _of(self, split: bool, mode: Mode) -> _PlansOfMode:
+        if mode is self._mode:  # an enum takes its time to be found in a dictionary
+            return self._usual_split if split else self._usual
+        return (self._split if split else self._plans)[mode]
 
     def _begin(
-        self, plans: Mapping[Mode, _PlansOfMode], x: Any, ids: Any, weights: Any, previous: Any
-    ) -> _Begun | None:
-        engine, x_scales, scales, former = self._engine, None, None, None
+        self, split: bool, x: Any, ids: Any, weights: Any, previous: Any
+    ) -> tuple[OperationPlan, QuickState] | None:
+        engine, mode, former, again, x_scales, scales = self._engine, self._mode, None, None, None, None
         if previous is None:
-            mode = self._mode
-            by = plans[mode].fresh
-        elif self._is_own(previous):
-            mode, former, ids = previous.mode, previous.state, previous.topk_ids
-            weights = previous.topk_weights if weights is None else weights
-            by = plans[mode].again
+            by = (self._usual_split if split else self._usual).fresh
+            block = torch.empty_like(self._blank)
         else:
-            return None
+            former = quick_state(previous, self._origin)
+            if former is None or (former.shape != self._fixed and not self._exact):  # trimmed: rows are not its
+                return None
+            mode, ids, weights = former.mode, former.topk_ids, former.given if weights is None else weights
+            by, again = self._of(split, mode).again, former.words
+            block = torch.empty_like(engine.blanks[0])
         if self._scaled:
             if type(x) is not tuple or len(x) != 2:
                 return None
             x, x_scales = x
-        seq = engine.num_dispatches + 1
-        slot = (seq - 1) % self._slots[0]
+        begun = engine.num_dispatches
+        slot = begun % self._slots[0]
         if self._allocates_scales:
             scales = self._outputs.scales(slot, engine.config.exact_shapes)[0]
-        block = torch.empty_like(engine.blanks[former is None])
-        words = by.call(slot, former and former.words, x, ids, weights, block, x_scales, scales)
+        words = by.call(slot, again, x, ids, weights, block, x_scales, scales)
         if type(words) is not bytes:
             self._judge(words)
             return None
-        engine.num_dispatches = seq
-        return _Begun(by, mode, words, former, slot, seq, block, scales, ids, weights)
+        engine.num_dispatches = begun + 1
+        rows = self._outputs.slot_rows(slot)
+        return by, QuickState(self._origin, begun + 1, mode, words, block, former, rows, scales, ids, weights)
 
-    def _delivered(self, of: _Begun, words: bytes) -> Delivered:
-        tokens, rows = _ends(words, _ENDS_AT)
+    def _delivered(self, by: OperationPlan, state: QuickState) -> Delivered:
+        state.tokens, rows = _ends(state.words, _ENDS_AT)
         dropped = 0
-        if of.by.numbers is not None:
-            rows, dropped = self._read(rows, of)
-        kept = (tokens, self._engine.config.topk) if self._weighs else of.topk_weights
-        rows_known, shape = (rows, (rows,)) if self._exact else (None, self._fixed)
-        state = QuickState(words, of.block, of.former, self._engine.addresses, kept, rows_known)
-        out = self._outputs.output(of.block, of.slot, of.scales, tokens, rows)
-        made = DispatchHandle(
-            self._number, of.seq, tokens, of.mode, self._epoch, state, shape, of.topk_ids, of.topk_weights
-        )
-        return out, made, dropped
+        if by.numbers is not None:
+            rows, dropped = self._read(rows, state.block, by.numbers)
+        state.delivered = rows
+        state.num_rows, state.shape = (rows, (rows,)) if self._exact else (None, self._fixed)
+        return lazy_output(state.of_output), quick_handle(state), dropped
 
-    def _read(self, rows: int, of: _Begun) -> tuple[int, int]:
+    def _read(self, rows: int, block: torch.Tensor, numbers: torch.Tensor) -> tuple[int, int]:
         """(rows, dropped). Raises what the operation has met."""
-        numbers = of.by.numbers
-        assert numbers is not None
         if rows < 0:  # the kernel has not said, and may never
             self._reader.settle()
             at = self._engine.addresses.num_rows_at
-            numbers.copy_(of.block[at : at + 8].view(torch.int32))
+            numbers.copy_(part(block, at, (2,), torch.int32))
             rows = int(numbers[0])
         self._reader.check_results()
         return rows, int(numbers[1])
 
-    def receive_dispatch(self, of: _Begun) -> Delivered:
+    def receive_dispatch(self, by: OperationPlan, state: QuickState) -> Delivered:
         """What is left of it."""
-        words = of.by.receive(of.words)
+        left = state.words
+        words = by.receive(left)
         if type(words) is not bytes:
-            operation = self._engine.dispatch_operations[of.mode]
+            operation = self._engine.dispatch_operations[state.mode]
             self._judge(words)
-            self._receive(operation, abi.DispatchArgs, of.words, of)
-            words = of.words[:STATE_BYTES]
-            if of.by.numbers is not None:  # nobody has waited for them
+            self._receive(operation, abi.DispatchArgs, left, state)
+            words = left[:STATE_BYTES]
+            if by.numbers is not None:  # nobody has waited for them
                 words = words[:_ENDS_AT] + struct.pack("=2q", _ends(words, _ENDS_AT)[0], -1)
-        return self._delivered(of, words[:STATE_BYTES])
+        state.words = words
+        return self._delivered(by, state)
 
     def _receive(self, operation: Operation, kind: Any, words: bytes, keep: Any) -> None:
         """The last launch, the long way."""
@@ -295,23 +277,24 @@ class NvlinkQuickCalls:
         call = Call(operation.variant, operation.launch, record, [keep], RECEIVE, operation)
         self._reader.receive(call, RECEIVE)
 
-    def buffers(self, of: _Begun) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def buffers(self, of: QuickState) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """See `base.PendingDispatch`."""
         outputs = self._outputs
-        return outputs.tokens(of.slot), outputs.all_scales(of.scales), outputs.number(of.block, "counts")
+        return of.rows.view(of.rows.shape), outputs.all_scales(of.scales), outputs.number(of.block, "counts")
 
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
         """See `base.QuickCalls`."""
-        if not self._is_own(handle):
+        state = quick_state(handle, self._origin)
+        if state is None:
             return None
-        engine, plans = self._engine, self._plans[handle.mode]
-        z = torch.empty_like(self._room(handle.num_tokens)) if out is None else out
+        engine, plans = self._engine, self._of(False, state.mode)
+        z = torch.empty_like(self._room(state.tokens)) if out is None else out
         begun = engine.num_combines
         slot = begun % self._slots[1]
         if topk_weights is None:
-            done = plans.combine.call(slot, handle.state.words, y, z)
+            done = plans.combine.call(slot, state.words, y, z)
         elif plans.home is not None:
-            done = plans.home.call(slot, handle.state.words, y, z, topk_weights)
+            done = plans.home.call(slot, state.words, y, z, topk_weights)
         else:
             return None
         if done != 0:
@@ -322,22 +305,25 @@ class NvlinkQuickCalls:
 
     def combine_async(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> QuickCombine | None:
         """See `base.QuickCalls`."""
-        if not self._is_own(handle):
+        state = quick_state(handle, self._origin)
+        if state is None:
             return None
-        engine, plans = self._engine, self._split[handle.mode]
+        engine, plans = self._engine, self._of(True, state.mode)
         by, given = plans.combine, tuple[torch.Tensor, ...]()
         if topk_weights is not None:
             if plans.home is None or type(topk_weights) is not torch.Tensor:
                 return None
+            if topk_weights.data_ptr() == 0 or not topk_weights.is_contiguous():
+                return None
             by, given = plans.home, (topk_weights.clone(),)  # the caller may overwrite its own before `wait`
-        z = torch.empty_like(self._room(handle.num_tokens)) if out is None else out
+        z = torch.empty_like(self._room(state.tokens)) if out is None else out
         op, begun = torch.empty_like(self._op), engine.num_combines
-        words = by.call(begun % self._slots[1], handle.state.words, y, z, op, *given)
+        words = by.call(begun % self._slots[1], state.words, y, z, op, *given)
         if type(words) is not bytes:
             self._judge(words)
             return None
         engine.num_combines = begun + 1
-        return QuickCombine(self, by, handle.mode, words, z, (y, handle.state, op, given))
+        return QuickCombine(self, by, state.mode, words, z, (y, state, op, given))
 
     def receive_combine(self, by: OperationPlan, mode: Mode, words: bytes, keep: Any) -> None:
         """What is left of it."""
@@ -356,14 +342,14 @@ class QuickDispatch:
     """A dispatch whose rows are on their way. `wait` and `buffers`: see `base.PendingDispatch`; but what `wait` gives
     is complete."""
 
-    def __init__(self, calls: NvlinkQuickCalls, begun: _Begun) -> None:
-        self._calls, self._begun = calls, begun
+    def __init__(self, calls: NvlinkQuickCalls, by: OperationPlan, begun: QuickState) -> None:
+        self._calls, self._by, self._begun = calls, by, begun
         self._result: Delivered | None = None
 
     def wait(self) -> Delivered:
         """Receive."""
         if self._result is None:
-            self._result = self._calls.receive_dispatch(self._begun)
+            self._result = self._calls.receive_dispatch(self._by, self._begun)
         return self._result
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:

@@ -26,7 +26,7 @@ from ep_kernels.transports.nvlink.pending import NvlinkCombine, NvlinkDispatch
 from ep_kernels.transports.nvlink.quick import Surroundings, is_offered
 from ep_kernels.transports.nvlink.quick_calls import NvlinkQuickCalls
 from ep_kernels.transports.nvlink.remote import RemoteRanks
-from ep_kernels.transports.nvlink.routing_state import DispatchState, restored
+from ep_kernels.transports.nvlink.routing_state import DispatchState, restored, trimmed
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
@@ -198,6 +198,14 @@ class NvlinkTransport(NvlinkMember):
     def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
         """See `base.Transport`."""
         return self._engine.source_rows(handle)
+
+    def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
+        """See `base.Transport`."""
+        return trimmed(handle, num_rows)
+
+    def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
+        """See `base.Transport`."""
+        return int(out.num_dropped)
 
     def blank_state(self, num_tokens: int) -> DispatchState:
         """See `base.Transport`."""

@@ -16,10 +16,10 @@ from crossdock.deep_ep import hints
 from crossdock.deep_ep.events import CommStream, EventHandle, EventOverlap
 from crossdock.deep_ep.exporter import CountingTimeouts
 from crossdock.deep_ep.high_throughput import Handle, HighThroughput, Payload, layout
-from crossdock.deep_ep.low_latency import BufferShape, Hook, LowLatency, LowLatencyHandle, Received, nothing
+from crossdock.deep_ep.low_latency import Hook, LowLatency, LowLatencyHandle, Received, StepSignature, nothing
 from crossdock.deep_ep.pool import Pool
 from crossdock.deep_ep.refused import WAITS, Unsupported, without
-from ep_kernels import ArgumentError, ScaleFormat
+from ep_kernels import ArgumentError, PeerTimeout
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """x [T, H], or (x, scales [T, S] or [T])."""
@@ -65,6 +65,7 @@ class Buffer(Unsupported):
     def destroy(self) -> None:
         """Free every communicator, after the launched operations have finished (see `MoECommunicator.close`).
         Idempotent. No call works afterwards (ClosedError)."""
+        self._low.prepared.clear()
         self._pool.close()
 
     def __del__(self) -> None:
@@ -162,10 +163,11 @@ class Buffer(Unsupported):
                 raise ArgumentError("num_tokens_per_expert", "what get_dispatch_layout gave", None)
             num_experts = num_tokens_per_expert.numel()
             kind = self._high.kind(payload, num_experts, ids.shape[1], num_worst_tokens, Buffer._chosen_sms)
-            got = self._high.dispatch(payload, ids, weights, kind, expert_alignment)
+            got = self._high.dispatch(payload, ids, weights, kind)
+            counts = [-(-count // expert_alignment) * expert_alignment for count in got.counted]
             event = turn.done([*payload, ids, weights], [got.x, got.scales, got.topk_idx, got.topk_weights])
         rows_out: Rows = got.x if got.scales is None else (got.x, got.scales)
-        return rows_out, got.topk_idx, got.topk_weights, got.counts, got.handle, event
+        return rows_out, got.topk_idx, got.topk_weights, counts, got.handle, event
 
     def combine(
         self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None,
@@ -221,16 +223,19 @@ class Buffer(Unsupported):
             fp4 = "rows travel as they come or as fp8; quantise to fp4 after receiving"
             without(use_nvfp4=(use_nvfp4, fp4), x_global_scale=(x_global_scale, fp4))
             without(dispatch_wait_recv_cost_stats=(dispatch_wait_recv_cost_stats, WAITS))
-        ids = _ids(topk_idx)
-        if use_ue8m0 and not (use_fp8 and round_scale):
-            raise ArgumentError("use_ue8m0", "False unless use_fp8 and round_scale are on", True)
-        packed = ScaleFormat.UE8M0_PACKED if use_ue8m0 else ScaleFormat.UE8M0
-        scales = (packed if round_scale else ScaleFormat.FP32) if use_fp8 else None
-        most = num_max_dispatch_tokens_per_rank
-        shape = BufferShape(most, x.shape[-1], num_experts, ids.shape[1], x.dtype, scales)
-        stats = cumulative_local_expert_recv_stats
-        with self._watched:
-            rows, counts, handle, hook = self._low.dispatch(x.contiguous(), ids, shape, stats, return_recv_hook)
+        if topk_idx is None:
+            _ids(topk_idx)
+        signature = (
+            num_max_dispatch_tokens_per_rank, num_experts, x.shape, x.dtype, topk_idx.shape, topk_idx.dtype,
+            use_fp8, round_scale, use_ue8m0,
+        )  # fmt: skip
+        low, stats, hooked = self._low, cumulative_local_expert_recv_stats, return_recv_hook
+        try:
+            prepared = low.prepared.get(signature) or low.prepare(StepSignature(*signature), x)
+            rows, counts, handle, hook = low.dispatch(x.contiguous(), topk_idx.contiguous(), prepared, stats, hooked)
+        except PeerTimeout as error:
+            self._watched.count(error)
+            raise
         return rows, counts, handle, EventOverlap(EventHandle() if async_finish else None), self._counted(hook)
 
     def low_latency_combine(
@@ -256,13 +261,15 @@ class Buffer(Unsupported):
         if zero_copy and handle.combine_buffer is None:
             raise ArgumentError("zero_copy", "get_next_low_latency_combine_buffer(handle) called before", True)
         rows = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x.contiguous()
-        if not return_recv_hook:
-            with self._watched:
-                z = self._low.combine_now(rows, weights, handle, out)
-            return z, EventOverlap(EventHandle() if async_finish else None), nothing
-        z = x.new_empty(handle.num_tokens, handle.shape.hidden) if out is None else out
-        with self._watched:
-            hook = self._low.combine(rows, weights, handle, z)
+        try:
+            if not return_recv_hook:
+                z, hook = self._low.combine_now(rows, weights, handle, out), nothing
+            else:
+                z = x.new_empty(handle.num_tokens, handle.shape.hidden) if out is None else out
+                hook = self._low.combine(rows, weights, handle, z)
+        except PeerTimeout as error:
+            self._watched.count(error)
+            raise
         return z, EventOverlap(EventHandle() if async_finish else None), self._counted(hook)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:

@@ -34,11 +34,16 @@ class EventOverlap:
         extra_tensors: kept alive as long as this object.
     """
 
+    event: EventHandle | None = None
+    extra_tensors: tuple[torch.Tensor, ...] | None = None
+    _after: Callable[[], None] | None = None
+    _release = False
+
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
-        self.event = event
-        self.extra_tensors = extra_tensors
-        self._after: Callable[[], None] | None = None
-        self._release = False
+        if event is not None:
+            self.event = event
+        if extra_tensors is not None:
+            self.extra_tensors = extra_tensors
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
         """To be called after the next `current_stream_wait`, once. ArgumentError where one is registered."""

@@ -6,6 +6,7 @@ replace the communicator by a larger one where necessary. Rows are copies, becau
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from ep_kernels.transports.base import EXCHANGE_WORDS
 
 SMALLEST = 128
 """Tokens per rank of the first communicator; then powers of two."""
+
+SPARE = 1024
+"""Places for what is not counted: additions of a GPU to one place wait for each other."""
 
 Payload = tuple[torch.Tensor, torch.Tensor | None]
 """x [T, H] and its scales [T, S], or None."""
@@ -55,13 +59,16 @@ class Handle:
 
     Attributes:
         comm: whose rows they are.
-        inner: its handle.
+        inner, num_rows: its handle, and how many there are.
+        trimmed: the handle for so many rows.
         kind: what it was made for.
         topk_idx, topk_weights: [T, K] of the dispatch.
     """
 
     comm: MoECommunicator
     inner: DispatchHandle
+    num_rows: int
+    trimmed: DispatchHandle
     kind: PoolKey
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
@@ -69,15 +76,16 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What arrived: rows and scales [N, ...], local ids int64 and weights [N, K], rows per local expert (None where
-    shapes are fixed), handle."""
+    """What arrived: rows and scales [N, ...], local ids int64 and weights [N, K], handle; rows per local expert, on the
+    device int32 [L] and as a list (None and empty where shapes are fixed)."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
-    counts: list[int]
     handle: Handle
+    counts: torch.Tensor | None
+    counted: list[int]
 
 
 class HighThroughput:
@@ -85,6 +93,7 @@ class HighThroughput:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
+        self._numbers: weakref.WeakKeyDictionary[MoECommunicator, torch.Tensor] = weakref.WeakKeyDictionary()
 
     def kind(
         self, payload: Payload, num_experts: int, topk: int, worst: int, num_sms: int | None,
@@ -105,25 +114,34 @@ class HighThroughput:
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
         kind: PoolKey,
-        alignment: int,
         keep: bool = True,
     ) -> Delivered:
-        """Each token to the ranks of its experts. Reads the device once for the number of rows and once for `counts`
-        (rounded up to `alignment`), unless shapes are fixed. Without `keep` the rows are views, good until the second
-        dispatch after this."""
+        """Each token to the ranks of its experts. Reads the device once, for the number of rows and the counts, unless
+        shapes are fixed. Without `keep` the rows are views, good until the second dispatch after this."""
         comm = self._communicator(kind, payload[0])
         out, inner = comm.dispatch(_packed(payload), topk_idx, topk_weights)
-        handle = Handle(comm, inner, kind, topk_idx, topk_weights)
         assert out.topk_ids is not None
         assert out.topk_weights is not None
-        ids, counts = out.topk_ids.long(), []
-        if kind.worst:
-            arrived = torch.arange(len(ids), device=ids.device) < out.num_rows
-            ids = torch.where(arrived[:, None], ids, -1)
-        else:
-            counts = _rows_per_expert(ids, comm.num_local_experts, alignment)
-        x, scales = _kept(out, payload) if keep else (out.tokens, out.scales)
-        return Delivered(x, scales, ids, out.topk_weights, counts, handle)
+        numbers = self._row_numbers(comm, out.topk_ids)
+        ids = torch.where(numbers < out.num_rows, out.topk_ids, -1).long()
+        num_rows, counts, counted, trimmed = len(ids), None, list[int](), inner
+        if not kind.worst:
+            size = comm.num_local_experts
+            counts = _histogram(torch.where(ids < 0, size + numbers % SPARE, ids), size)
+            *counted, num_rows = torch.cat([counts, out.num_rows]).tolist()
+            ids, trimmed = ids[:num_rows], comm.trimmed(inner, num_rows)
+        x, scales = _first(out, payload, num_rows)
+        if keep:
+            x, scales = x.clone(), None if scales is None else scales.clone()
+        handle = Handle(comm, inner, num_rows, trimmed, kind, topk_idx, topk_weights)
+        return Delivered(x, scales, ids, out.topk_weights[:num_rows], handle, counts, counted)
+
+    def _row_numbers(self, comm: MoECommunicator, ids: torch.Tensor) -> torch.Tensor:
+        """int32 [rows, 1]."""
+        found = self._numbers.get(comm)
+        if found is None:
+            found = self._numbers[comm] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None]
+        return found
 
     def dispatch_again(self, payload: Payload, handle: Handle) -> Payload:
         """Other rows by the same routing, perhaps of another dtype."""
@@ -134,15 +152,16 @@ class HighThroughput:
         else:
             comm = self._communicator(kind, payload[0])
             out, _ = comm.dispatch(_packed(payload), handle.topk_idx, handle.topk_weights)
-        return _kept(out, payload)
+        x, scales = _first(out, payload, handle.num_rows)
+        return x.clone(), None if scales is None else scales.clone()
 
     def combine(
         self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows [N, H] summed over the ranks at the source, [T, H]; and the returned weights [N, K], [T, K]."""
         if topk_weights is None:
-            return handle.comm.combine(x, handle.inner), None
-        request = handle.comm.combine_async(x, handle.inner, row_weights=topk_weights.contiguous())
+            return handle.comm.combine(x, handle.trimmed), None
+        request = handle.comm.combine_async(x, handle.trimmed, row_weights=topk_weights.contiguous())
         return request.wait(), request.weights
 
     def _communicator(self, kind: PoolKey, x: torch.Tensor) -> MoECommunicator:
@@ -167,7 +186,7 @@ class HighThroughput:
         if kind.scale_columns:
             scaled = {"scale_columns": kind.scale_columns, "scale_dtype": kind.scale_dtype}
         return self._pool.make(
-            kind, x, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=not kind.worst, dtype=kind.dtype,
+            kind, x, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False, dtype=kind.dtype,
             num_experts=kind.num_experts, hidden_size=kind.hidden, topk=kind.topk, max_tokens_per_rank=max_tokens,
             num_sms=kind.num_sms, output_dtype=kind.output_dtype, **scaled,
         )  # fmt: skip
@@ -187,15 +206,11 @@ def layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> tuple[to
 
 
 def _histogram(ids: torch.Tensor, size: int) -> torch.Tensor:
-    """int32 [size]: how often each value occurs; `size` itself is not counted. `bincount` would synchronise."""
+    """int32 [size]: how often each value occurs; `size` and SPARE - 1 values from there on are not counted. `bincount`
+    would synchronise."""
     flat = ids.flatten()
-    counts = torch.zeros(size + 1, dtype=torch.int32, device=ids.device)
-    return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:size]
-
-
-def _rows_per_expert(ids: torch.Tensor, num_local: int, alignment: int) -> list[int]:
-    counts: list[int] = _histogram(torch.where(ids >= 0, ids, num_local), num_local).tolist()
-    return [-(-count // alignment) * alignment for count in counts]
+    counts = torch.zeros(size + SPARE, dtype=torch.int32, device=ids.device)
+    return counts.scatter_add_(0, flat, counts.new_ones(1).expand(len(flat)))[:size]
 
 
 def _packed(payload: Payload) -> Any:
@@ -205,9 +220,9 @@ def _packed(payload: Payload) -> Any:
     return x.contiguous(), (scales[:, None] if scales.ndim == 1 else scales).contiguous()
 
 
-def _kept(out: DispatchOutput, payload: Payload) -> Payload:
-    """A copy of the rows; scales with as many dimensions as the caller's."""
+def _first(out: DispatchOutput, payload: Payload, num_rows: int) -> Payload:
+    """So many rows; scales with as many dimensions as the caller's."""
     scales = payload[1]
     if scales is None or out.scales is None:
-        return out.tokens.clone(), None
-    return out.tokens.clone(), out.scales.clone().view(-1) if scales.ndim == 1 else out.scales.clone()
+        return out.tokens[:num_rows], None
+    return out.tokens[:num_rows], out.scales[:num_rows].view(-1) if scales.ndim == 1 else out.scales[:num_rows]

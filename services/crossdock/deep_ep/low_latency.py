@@ -43,6 +43,35 @@ class BufferShape(NamedTuple):
     scales: ScaleFormat | None
 
 
+class StepSignature(NamedTuple):
+    """Everything by which one call of `low_latency_dispatch` differs from another, but for its data."""
+
+    max_tokens: int
+    num_experts: int
+    x_shape: tuple[int, ...]
+    x_dtype: torch.dtype
+    ids_shape: tuple[int, ...]
+    ids_dtype: torch.dtype
+    use_fp8: bool
+    round_scale: bool
+    use_ue8m0: bool
+
+
+class PreparedStep(NamedTuple):
+    """What calls of one signature share.
+
+    Attributes:
+        comm, shape: their communicator, and what it was made for.
+        num_tokens: T.
+        marks: weights that are no weights: the number of each token in the group, from 1 on.
+    """
+
+    comm: MoECommunicator
+    shape: BufferShape
+    num_tokens: int
+    marks: torch.Tensor
+
+
 class LowLatencyHandle(Sequence[Any]):
     """The handle that dispatch gives to combine. As DeepEP's, it is a sequence; its first two items are computed at
     first use:
@@ -52,10 +81,11 @@ class LowLatencyHandle(Sequence[Any]):
     [2] M, [3] H, [4] E
     """
 
-    def __init__(self, comm: MoECommunicator, shape: BufferShape, num_tokens: int) -> None:
-        self.comm, self.shape, self.num_tokens = comm, shape, num_tokens
-        self.inner: DispatchHandle | None = None
-        self.combine_buffer: torch.Tensor | None = None
+    inner: DispatchHandle | None = None
+    combine_buffer: torch.Tensor | None = None
+
+    def __init__(self, prepared: PreparedStep) -> None:
+        self.comm, self.shape, self.num_tokens, _ = prepared
 
     def received(self) -> DispatchHandle:
         """The communicator's own handle. HandleError before the receive hook has run."""
@@ -98,7 +128,27 @@ class LowLatency:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._marks: dict[BufferShape, torch.Tensor] = {}
-        self._shortened: dict[tuple[BufferShape, int], torch.Tensor] = {}
+        self.prepared: dict[tuple[Any, ...], PreparedStep] = {}
+        """By signature."""
+
+    def prepare(self, signature: StepSignature, like: torch.Tensor) -> PreparedStep:
+        """For calls of this signature on tensors like this one; `prepared` has it then. Raises ArgumentError."""
+        of = signature
+        if len(of.ids_shape) != 2 or of.ids_dtype != torch.int64:
+            raise ArgumentError("topk_idx", "int64 [T, K]", (list(of.ids_shape), of.ids_dtype))
+        if of.use_ue8m0 and not (of.use_fp8 and of.round_scale):
+            raise ArgumentError("use_ue8m0", "False unless use_fp8 and round_scale are on", True)
+        if len(of.x_shape) != 2:
+            raise ArgumentError("x", "[T, H]", list(of.x_shape))
+        packed = ScaleFormat.UE8M0_PACKED if of.use_ue8m0 else ScaleFormat.UE8M0
+        scales = (packed if of.round_scale else ScaleFormat.FP32) if of.use_fp8 else None
+        tokens, hidden = of.x_shape
+        shape = BufferShape(of.max_tokens, hidden, of.num_experts, of.ids_shape[1], of.x_dtype, scales)
+        comm = self._communicator(shape, like)
+        made = PreparedStep(comm, shape, tokens, self._marks[shape][:tokens])
+        if tokens <= of.max_tokens:
+            self.prepared[signature] = made
+        return made
 
     def _communicator(self, shape: BufferShape, like: torch.Tensor) -> MoECommunicator:
         comm = self._pool.get(shape)
@@ -117,16 +167,17 @@ class LowLatency:
         return comm
 
     def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, shape: BufferShape, stats: torch.Tensor | None, hooked: bool
+        self, x: torch.Tensor, topk_idx: torch.Tensor, prepared: PreparedStep, stats: torch.Tensor | None, hooked: bool
     ) -> tuple[Received, torch.Tensor, LowLatencyHandle, Hook]:
         """(rows [L, R*M, H], or (rows, scales); counts int32 [L]; handle; hook). With `hooked` results are valid
         once the hook has been called. `stats` [L] grows by the counts."""
-        comm = self._communicator(shape, x)
-        handle = LowLatencyHandle(comm, shape, x.shape[0])
-        marks = self._marks_of(shape, handle.num_tokens)
+        handle = LowLatencyHandle(prepared)
+        comm, shape, _, marks = prepared
         if not hooked:
             out, handle.inner = comm.dispatch(x, topk_idx, marks)
             counts = out.counts
+            if shape.scales is None and stats is None:
+                return out.tokens, counts, handle, nothing
             scales = None if shape.scales is None else _column_major(out.scales)
             _finish(None if scales is None else out.scales, scales, counts, stats)
             return _pair(out.tokens, scales), counts, handle, nothing
@@ -140,14 +191,6 @@ class LowLatency:
                 _finish(raw, scales, counts, stats)
 
         return _pair(tokens, scales), counts, handle, hook
-
-    def _marks_of(self, shape: BufferShape, tokens: int) -> torch.Tensor:
-        """Weights that are no weights: the number of each token in the group, from 1 on."""
-        key = shape, tokens
-        marks = self._shortened.get(key)
-        if marks is None:
-            marks = self._shortened[key] = self._marks[shape][:tokens]
-        return marks
 
     def combine_now(
         self, x: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle, out: torch.Tensor | None

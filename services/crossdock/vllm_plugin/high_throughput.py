@@ -105,10 +105,11 @@ class HighThroughputFinalizer(Finalizer):
         rank, because experts look up every id in their map."""
         kind = self._calls.kind(payload, num_experts, topk_ids.shape[1], 0, None, a1.dtype)
         with self._watched():
-            got = self._calls.dispatch(payload, topk_ids, weights.contiguous(), kind, 1, keep=False)
+            got = self._calls.dispatch(payload, topk_ids, weights.contiguous(), kind, keep=False)
         self._keep(got.handle)
         ids = torch.where(got.topk_idx < 0, self._elsewhere(num_experts), got.topk_idx + self._first_expert)
-        metadata = _Metadata.make_from_list(got.counts, device=str(got.x.device))
+        counted = torch.tensor(got.counted, dtype=torch.int32)
+        metadata = _Metadata(expert_num_tokens=got.counts, expert_num_tokens_cpu=counted)
         return got.x, got.scales, ids, got.topk_weights, metadata
 
     def prepare(
@@ -155,7 +156,7 @@ class HighThroughputFinalizer(Finalizer):
         handle = self._kept()
         z = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         with self._watched():
-            request = handle.comm.combine_async(y.contiguous(), handle.inner, out=z)
+            request = handle.comm.combine_async(y.contiguous(), handle.trimmed, out=z)
 
         def receive() -> None:
             with self._watched():
@@ -242,7 +243,7 @@ class _Fixed:
     """The handle of a step in fixed shapes."""
 
     def __init__(self, comm: MoECommunicator, inner: Any) -> None:
-        self.comm, self.inner = comm, inner
+        self.comm, self.inner, self.trimmed = comm, inner, inner
 
 
 def _crossing(*tensors: torch.Tensor | None) -> None:

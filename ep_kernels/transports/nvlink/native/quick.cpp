@@ -53,12 +53,12 @@ struct State {
 // `_PlanWords` of quick.py.
 struct Plan {
   Prepared launch;
-  unsigned char* record;  // of the launch, all but what is set below
+  const unsigned char* record;  // of the launch, all but what is set below
   uint64_t record_bytes;
   uint64_t num_tokens_at;  // two int32: T, slot
   uint64_t addresses_at;
   uint64_t phases_at;   // of an operation in two launches, else 0
-  uint64_t num_rows_at; // the address of num_rows, with num_dropped behind it
+  uint64_t num_rows_at;  // the address of num_rows, with num_dropped behind it
   uint32_t num_addresses, num_tensors;
   Place addresses[kMostAddresses];
   Expected tensors[kMostTensors];
@@ -72,11 +72,10 @@ struct Plan {
   int32_t device_type, device_id;
   uint32_t not_captured, was_captured;
   volatile int32_t* numbers;  // pinned [2]: num_rows and num_dropped, to be waited for; or null
-  Place copy_from, copy_to;
-  uint64_t copy_token_bytes;  // copied behind the first launch
-  Prepared narrow;            // for a tensor that is wide
+  Place copy_from, copy_to;   // float32 that are copied; base 0: none
+  Prepared narrow;            // for a tensor that is wide; it copies those, too
   Place narrow_to;
-  uint64_t narrow_length;  // numbers of each token
+  uint64_t token_words;  // numbers of each token in both
 };
 enum Phases : uint32_t { kSend = 1, kReceive = 2 };
 
@@ -86,9 +85,10 @@ bool is_quiet(const Plan* plan) {
   return true;
 }
 
+// Whether it has all of its elements one behind the other in memory (an empty one needs none).
 bool is_contiguous(const python::Tensor& t) {
   int64_t stride = 1;
-  bool is_dense = true;
+  bool is_dense = t.data != nullptr;
   for (int d = t.ndim - 1; d >= 0; --d) {
     if (t.shape[d] == 0) return true;
     if (t.shape[d] != 1 && t.strides && t.strides[d] != stride) is_dense = false;
@@ -144,26 +144,21 @@ bool is_undisturbed(const Plan* plan, void** stream) {
   return reinterpret_cast<int64_t>(*stream) == *plan->stream && !(plan->not_captured && cd::is_captured(*stream));
 }
 
-void set_phases(const Plan* plan, Phases phases) {
-  const uint32_t word = phases;
-  if (plan->phases_at) memcpy(plan->record + plan->phases_at, &word, sizeof(word));
-}
-
-// The driver's status.
-int launch(Plan* plan, void* stream) {
-  const int status = cd_launch_one(&plan->launch, stream, plan->record);
+// The driver's status. `record`: of this launch alone, since other threads may run.
+int launch(Plan* plan, void* stream, const unsigned char* record) {
+  const int status = cd_launch_one(&plan->launch, stream, const_cast<unsigned char*>(record));
   if (status != kCaptured) return status;
   plan->was_captured = 1;
   return 0;
 }
 
 // The launch that brings the numbers, where they are waited for. `op->rows` is -1 where they were in vain.
-int launch_last(Plan* plan, void* stream, State* op) {
-  if (!plan->numbers) return launch(plan, stream);
+int launch_last(Plan* plan, void* stream, const unsigned char* record, State* op) {
+  if (!plan->numbers) return launch(plan, stream, record);
   plan->numbers[0] = plan->numbers[1] = -1;
-  if (const int status = launch(plan, stream)) return status;
+  if (const int status = launch(plan, stream, record)) return status;
   uint64_t from;
-  memcpy(&from, plan->record + plan->num_rows_at, sizeof(from));
+  memcpy(&from, record + plan->num_rows_at, sizeof(from));
   const auto to = reinterpret_cast<uint64_t>(plan->numbers);
   const bool have_come = !cd::copy(to, from, 2 * sizeof(int32_t), stream) && await(plan, stream);
   if (!have_come) op->rows = -1;
@@ -171,40 +166,55 @@ int launch_last(Plan* plan, void* stream, State* op) {
   return 0;
 }
 
-int narrow(const Plan* plan, uint64_t wide, uint64_t to, void* stream, const State* op) {
-  int32_t count = static_cast<int32_t>(op->tokens * plan->narrow_length);
-  void* arguments[] = {&wide, &to, &count};
+// What a call keeps: its state, then its record. What Python gets of it is the state; of an operation in two launches,
+// both.
+struct Kept {
+  State op;
+  unsigned char record[kMostRecordBytes];
+
+  template <typename T>
+  void set(uint64_t at, const T& words) {
+    memcpy(record + at, &words, sizeof(words));
+  }
+};
+static_assert(offsetof(Kept, record) == sizeof(State), "Python reads them as one");
+
+// Wide ids become narrow ones, and what is copied is, by one kernel in front.
+int narrow(const Plan* plan, uint64_t ids, uint64_t to, uint64_t from, uint64_t copy, void* stream, int32_t count) {
+  void* arguments[] = {&ids, &to, &count, &from, &copy};
   return count ? cd_launch(&plan->narrow, stream, arguments) : 0;
 }
 
-int start(Plan* plan, const uint64_t* bases, uint64_t wide, void* stream, State* op) {
-  set_phases(plan, kSend);
-  if (wide)
-    if (const int status = narrow(plan, wide, at(bases, plan->narrow_to), stream, op)) return status;
-  int status = plan->phases_at ? launch(plan, stream) : launch_last(plan, stream, op);
-  if (const uint64_t num_bytes = plan->copy_token_bytes * op->tokens; num_bytes && !status)
-    status = cd::copy(at(bases, plan->copy_to), at(bases, plan->copy_from), num_bytes, stream);
+int launch_first(Plan* plan, void* stream, Kept* kept) {
+  if (!plan->phases_at) return launch_last(plan, stream, kept->record, &kept->op);
+  kept->set(plan->phases_at, uint32_t{kSend});
+  const int status = launch(plan, stream, kept->record);
+  kept->set(plan->phases_at, uint32_t{kReceive});
   return status;
 }
 
-// The state as bytes, then, of an operation in two launches, the record of the second.
-python::Object* told(const Plan* plan, const State& op) {
-  char bytes[sizeof(State) + kMostRecordBytes];
-  memcpy(bytes, &op, sizeof(op));
-  if (!plan->phases_at) return py.new_bytes(bytes, sizeof(op));
-  set_phases(plan, kReceive);
-  memcpy(bytes + sizeof(op), plan->record, plan->record_bytes);
-  return py.new_bytes(bytes, sizeof(op) + plan->record_bytes);
+// The driver's status. `wide`: address of the wide ids, or 0.
+int start(Plan* plan, const uint64_t* bases, uint64_t wide, void* stream, Kept* kept) {
+  const uint64_t from = at(bases, plan->copy_from), to = at(bases, plan->copy_to);
+  const auto count = static_cast<int32_t>(kept->op.tokens * plan->token_words);
+  if (wide) {
+    const int status = narrow(plan, wide, at(bases, plan->narrow_to), from, to, stream, count);
+    return status ? status : launch_first(plan, stream, kept);
+  }
+  const int status = launch_first(plan, stream, kept);
+  return status || !from || !count ? status : cd::copy(to, from, count * sizeof(float), stream);
 }
 
-// (slot, state of a former dispatch or None, tensors...) -> what `told` tells (an integer where there is nothing to
-// tell), the driver's status where it is not 0, or None.
+// (slot, state of a former dispatch or None, tensors...) -> what Python gets of `Kept` (0 where that is nothing), the
+// driver's status where it is not 0, or None.
 python::Object* call(python::Object* self, python::Object* const* given, python::Size count) {
   auto* plan = static_cast<Plan*>(py.as_pointer(self));
   python::Object* none = (py.keep(py.none), py.none);
   void* stream;
   if (count != plan->num_tensors + 2 || !is_undisturbed(plan, &stream)) return none;
-  State op = {0, 0, 0, 0, -1, plan->rows};
+  Kept kept;
+  State& op = kept.op = {0, 0, 0, 0, -1, plan->rows};
+  memcpy(kept.record, plan->record, plan->record_bytes);
   uint64_t bases[kTensors + kMostTensors] = {};
   if (plan->takes_state) {
     const char* former = py.bytes_of(given[1]);
@@ -220,20 +230,19 @@ python::Object* call(python::Object* self, python::Object* const* given, python:
   }
   if (wide) bases[wide_base] = at(bases, plan->narrow_to);
   if (op.tokens < 0 || op.tokens > plan->most_tokens) return none;
-  const int32_t numbers[2] = {static_cast<int32_t>(op.tokens), static_cast<int32_t>(py.as_integer(given[0]))};
-  memcpy(plan->record + plan->num_tokens_at, numbers, sizeof(numbers));
-  uint64_t addresses[kMostAddresses];
-  for (uint32_t i = 0; i < plan->num_addresses; ++i) addresses[i] = at(bases, plan->addresses[i]);
-  memcpy(plan->record + plan->addresses_at, addresses, plan->num_addresses * sizeof(uint64_t));
+  kept.set(plan->num_tokens_at, static_cast<int32_t>(op.tokens));
+  kept.set(plan->num_tokens_at + sizeof(int32_t), static_cast<int32_t>(py.as_integer(given[0])));
+  for (uint32_t i = 0; i < plan->num_addresses; ++i)
+    kept.set(plan->addresses_at + i * sizeof(uint64_t), at(bases, plan->addresses[i]));
   void* thread = py.leave();
-  const int status = start(plan, bases, wide, stream, &op);
+  const int status = start(plan, bases, wide, stream, &kept);
   py.enter(thread);
   py.drop(none);
   if (status || !(plan->makes_state || plan->phases_at)) return py.new_integer(status);
   uint64_t made[4];
   for (int i = 0; i < 4; ++i) made[i] = at(bases, plan->state[i]);
   memcpy(&op, made, sizeof(made));
-  return told(plan, op);
+  return py.new_bytes(reinterpret_cast<const char*>(&kept), sizeof(State) + (plan->phases_at ? plan->record_bytes : 0));
 }
 
 // (what `call` told) -> the state as bytes, the driver's status where it is not 0, or None: nothing was launched.
@@ -246,9 +255,9 @@ python::Object* receive(python::Object* self, python::Object* const* given, pyth
   if (!bytes) return py.clear_error(), none;
   State op;
   memcpy(&op, bytes, sizeof(op));
-  memcpy(plan->record, bytes + sizeof(op), plan->record_bytes);
+  const auto* record = reinterpret_cast<const unsigned char*>(bytes) + sizeof(op);  // the caller holds it
   void* thread = py.leave();
-  const int status = launch_last(plan, stream, &op);
+  const int status = launch_last(plan, stream, record, &op);
   py.enter(thread);
   py.drop(none);
   return status ? py.new_integer(status) : py.new_bytes(reinterpret_cast<const char*>(&op), sizeof(op));

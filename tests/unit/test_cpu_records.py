@@ -1,0 +1,70 @@
+"""Records and states of the `cpu` transport, which are written as words: each word is where its field is."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import fields
+
+import pytest
+import torch
+
+from ep_kernels import MoECommunicator
+from ep_kernels.transports.cpu import native
+from ep_kernels.transports.cpu.cpu_routing import FreshState, RoutingState, StatePlaces, fresh_state
+from ep_kernels.types import Layout
+from tests.cases import RoutingCase
+from tests.groups import LonelyGroup
+
+ROUTING = ("dest", "weights", "rows", "row_weights", "source_tokens", "origin", "tokens", "mode")
+
+
+def words(record: ctypes.Structure, names: tuple[str, ...]) -> list[int]:
+    return [getattr(record, name) for name in names]
+
+
+def test_a_dispatch_has_each_word_in_its_place() -> None:
+    op = native.dispatch_op(range(1, 7), (7, 1), range(9, 13), (1, 0), range(13, 20))
+    assert words(op.routing, ROUTING) == [1, 2, 3, 4, 5, 6, 7, 1]
+    assert words(op, ("x", "scales", "ids", "weights", "fresh", "exact_shapes")) == [9, 10, 11, 12, 1, 0]
+    outs = ("valid", "tokens", "out_scales", "out_ids", "out_weights", "counts", "offsets")
+    assert words(op, outs) == list(range(13, 20))
+    zeros = ("seq", "start_ns", "send_ns", "receive_ns", "num_rows", "num_dropped", "num_invalid", "packed_stride")
+    assert not any(words(op, zeros))
+    assert native.DispatchOp.packed_stride.offset + 4 == ctypes.sizeof(op) == native._OF_DISPATCH.size
+
+
+def test_a_combine_has_each_word_in_its_place() -> None:
+    op = native.combine_op(range(1, 7), (7, 1), (9, 10), (-1, 1), 13)
+    assert words(op.routing, ROUTING) == [1, 2, 3, 4, 5, 6, 7, 1]
+    assert words(op, ("y", "row_weights", "outputs_slot", "apply_weights", "z", "weights_home")) == [
+        9,
+        10,
+        -1,
+        1,
+        None,
+        13,
+    ]
+    assert ctypes.sizeof(op) == native._OF_COMBINE.size
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_a_state_in_one_allocation_is_as_one_in_eight(layout: Layout, tokens: int) -> None:
+    """The same shapes and dtypes, addresses of its tensors, and no word twice."""
+    case = RoutingCase(6, 3, 64, (5,), max_tokens=5)
+    with MoECommunicator(case.config(LonelyGroup(), transport="cpu", layout=layout)) as comm:
+        geometry = comm._transport.geometry  # type: ignore[attr-defined]
+        state, other = FreshState(StatePlaces(geometry), tokens), fresh_state(geometry, tokens)
+        names = [f.name for f in fields(RoutingState) if f.name not in ("totals", "origin")]
+        state.block.zero_()
+        for number, name in enumerate(names, 1):
+            mine, theirs = getattr(state, name), getattr(other, name)
+            assert (mine.shape, mine.dtype, mine.stride()) == (theirs.shape, theirs.dtype, theirs.stride()), name
+            mine.fill_(number)
+        for number, name in enumerate(names, 1):
+            mine = getattr(state, name)
+            assert bool((mine == torch.tensor(number, dtype=mine.dtype)).all()), name
+        order = ("dest", "weights", "rows", "row_weights", "source_tokens", "valid", "counts", "offsets")
+        filled = [(name, at) for name, at in zip(order, state.addresses(), strict=True) if getattr(state, name).numel()]
+        assert all(getattr(state, name).data_ptr() == at for name, at in filled)
+        assert (state.totals, state.origin) == (other.totals, other.origin)
