@@ -60,7 +60,7 @@ def test_slowest_peer() -> None:
 
 
 def step(experts: int = 2) -> StepRecord:
-    return StepRecord(1, torch.ones(experts, dtype=torch.int32), 0, 1, 1, 1)
+    return StepRecord(1, torch.ones(experts, dtype=torch.int32), lambda: 0, 1, 1, 1)
 
 
 def dropped(metrics: WorkerMetrics) -> float:
@@ -125,7 +125,7 @@ def test_samples_that_the_ring_has_lost_are_counted_by_their_numbers() -> None:
 def test_rows_are_counted_as_payload_and_as_they_travel() -> None:
     metrics = WorkerMetrics()
     telemetry = WorkerTelemetry(metrics, (8, 16), "cpu")
-    telemetry.step(StepRecord(1, torch.ones(2, dtype=torch.int32), 3, 1, 1, 1, wire_bytes=(10, 20)))
+    telemetry.step(StepRecord(1, torch.ones(2, dtype=torch.int32), lambda: 3, 1, 1, 1, wire_bytes=(10, 20)))
     telemetry.close()
     value = metrics.registry.get_sample_value
     moved = [
