@@ -109,7 +109,8 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     differ between ranks, its provider apart."""
     num_sms: int | None = None
     """GPUs: multiprocessors that one operation may fill, with one block on each. None: all for LL; for HT
-    as many as keep the links busy (in dispatch of per-expert layouts 64). Results do not depend on it."""
+    as many as keep the links busy (in dispatch of per-expert layouts 64). AG: 0 = rows go out by copy engines
+    alone. Results do not depend on it."""
     kernel_cache_dir: str | None = None
     """Folder for what is found out once on a machine, shared by processes; may differ between ranks: kernels that GPUs
     compile at first use, and `tuning.json`. None: `.cache/crossdock/kernels` in the home of this process's user."""
@@ -199,7 +200,7 @@ def _check_kinds(c: MoEConfig) -> None:
     _require(c.layout is None or isinstance(c.layout, Layout), "layout", "None or a Layout", c.layout)
     for name in ("quantize", "exact_combine", "exact_shapes", "validate"):
         _require(type(getattr(c, name)) is bool, name, "a bool", getattr(c, name))
-    for name, low in (("max_recv_rows", 1), ("ll_max_tokens", 0), ("num_sms", 1)):
+    for name, low in (("max_recv_rows", 1), ("ll_max_tokens", 0), ("num_sms", int(c.mode is not Mode.AG))):
         value = getattr(c, name)
         fits = value is None or (type(value) is int and low <= value < 1 << 31)
         _require(fits, name, f"None or an int in {low}..2^31-1", value)

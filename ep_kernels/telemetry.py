@@ -57,13 +57,16 @@ def _decode(records: memoryview) -> Iterator[LatencySample]:
 
 
 def lost(samples: Iterable[LatencySample], next_seq: dict[str, int]) -> dict[str, int]:
-    """How many samples of each operation are missing, by their numbers. `next_seq`: the number that each operation's
-    next sample should have, empty at first; brought up to date."""
+    """How many samples of each operation are missing, as they say, or else by their numbers. `next_seq`: the number
+    that each operation's next sample should have, empty at first; brought up to date."""
     missing: dict[str, int] = {}
     for sample in samples:
-        expected = next_seq.get(sample.op, 0)
-        if 0 < expected < sample.seq:
-            missing[sample.op] = missing.get(sample.op, 0) + sample.seq - expected
+        number = sample.missing
+        if number is None:
+            expected = next_seq.get(sample.op, 0)
+            number = sample.seq - expected if 0 < expected < sample.seq else 0
+        if number:
+            missing[sample.op] = missing.get(sample.op, 0) + number
         next_seq[sample.op] = sample.seq + 1
     return missing
 

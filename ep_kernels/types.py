@@ -163,6 +163,7 @@ class LatencySample:
         peer_wait_ns: per rank, nanoseconds from the start of the receive half until that peer's data was there
             (0 for itself and for inactive ranks). On GPUs as one of its blocks saw it.
         total_ns: nanoseconds spent inside the operation (send half + receive half, without the time between).
+        missing: samples that were lost right before this one; None: as many as `seq` leaves out of the numbers of `op`.
     """
 
     op: str
@@ -173,6 +174,7 @@ class LatencySample:
     send_ns: int
     peer_wait_ns: tuple[int, ...]
     total_ns: int
+    missing: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,52 +13,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.gpu import Unavailable
+from benchmarks.gpu.collective_cases import CollectiveCase
 from ep_kernels.collectives import CollectiveConfig, Collectives
 
 NCCL_POLICY_ZERO = 2
 """ncclConfig_t.CTAPolicy: NCCL_CTA_POLICY_ZERO."""
 POOL_SLACK = 64 << 20
-
-
-@dataclass(frozen=True)
-class CollectiveCase:
-    """One line of the table.
-
-    Attributes:
-        op: "all_gather", "reduce_scatter" or "all_reduce".
-        num_bytes: all-gather and reduce-scatter: of one shard; all-reduce: of the tensor.
-        dtype: of the elements.
-        num_sms: multiprocessors; 0: copy engines, None the backend's choice.
-        timing: "eager" or "graph".
-        algorithm: for backends with several; "" elsewhere.
-    """
-
-    op: str
-    num_bytes: int
-    dtype: torch.dtype = torch.bfloat16
-    num_sms: int | None = None
-    timing: str = "eager"
-    algorithm: str = ""
-
-    @property
-    def numel(self) -> int:
-        """Elements of `num_bytes`."""
-        return self.num_bytes // self.dtype.itemsize
-
-    def shape_in(self, ranks: int) -> int:
-        """Elements of x."""
-        return self.numel * ranks if self.op == "reduce_scatter" else self.numel
-
-    def shape_out(self, ranks: int) -> int:
-        """Elements of the result."""
-        return self.numel * ranks if self.op == "all_gather" else self.numel
 
 
 class Runner(Protocol):
@@ -85,8 +51,8 @@ class Ours:
     def __init__(self, case: CollectiveCase, group: Any, ranks: int) -> None:
         wanted = case.num_bytes * (ranks + 1) + POOL_SLACK
         self._coll = Collectives(CollectiveConfig(group=group, transport="nvlink", pool_bytes=wanted))
-        self.x = self._coll.empty((case.shape_in(ranks),), case.dtype)
-        self.out = self._coll.empty((case.shape_out(ranks),), case.dtype)
+        self.x = self._coll.empty(case.shape_in(ranks), case.dtype)
+        self.out = self._coll.empty(case.shape_out(ranks), case.dtype)
         if case.op == "all_gather":  # in place, as FSDP's copy-in gives it
             rank = self._coll.rank
             self.x = self.out[rank * case.numel : (rank + 1) * case.numel]

@@ -1,12 +1,13 @@
-"""All-gather, reduce-scatter and all-reduce of every backend, one process per GPU: one csv with ratios, run.json.
+"""Collectives of every backend, one process per GPU: `collectives.csv` with ratios, `targets.csv`, run.json.
 
-    NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 8 -m benchmarks.gpu.collective_tables
-    (make bench-gpu CASES=collectives)
+    torchrun --nproc-per-node 8 -m benchmarks.gpu.collective_tables     (make bench-gpu CASES=collectives)
+
+Multicast is off: NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
 
 Rules as in `measure.py`: payload random, other sets in turn, results poisoned before and compared after, ranks aligned
 on the GPU, L2 flushed before each eager operation, the slowest rank counts. A graph holds PER_GRAPH operations on one
-buffer, whose contents are renewed before each replay. `ratio` is the other backend's time over ours, `ratio_to` names
-ours: it stands in the lines of the others.
+buffer, whose contents are renewed before each replay. What is measured: collective_cases.py; what is wanted of it:
+collective_targets.py.
 """
 
 from __future__ import annotations
@@ -16,54 +17,43 @@ import datetime
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import bounds, facts
-from benchmarks.gpu import Unavailable
-from benchmarks.gpu.collective_backends import CollectiveCase, Runner, create
+from benchmarks import facts
+from benchmarks.gpu import Unavailable, measure
+from benchmarks.gpu import collective_targets as targets
+from benchmarks.gpu.collective_backends import Runner, create
+from benchmarks.gpu.collective_cases import (
+    BACKENDS,
+    MIB,
+    OPS,
+    PRODUCTS,
+    CollectiveCase,
+    bound_us,
+    cases,
+    moved_bytes,
+)
+from benchmarks.gpu.collective_dispatch import create_dispatch
+from benchmarks.gpu.collective_products import Beside, create_product, weights
+from benchmarks.gpu.collective_steps import Steps
+from benchmarks.gpu.collective_targets import Line
 from benchmarks.gpu.measure import Stopwatch
 from crossdock.tune.measure import captured
 from ep_kernels import StoreGroup
 from ep_kernels.telemetry import quantile
 
 MODULE = "benchmarks.gpu.collective_tables"
-MIB, KIB = 1 << 20, 1 << 10
 SETS, PER_GRAPH, WARMUP = 3, 10, 8
-BACKENDS = ("crossdock", "nccl", "nccl_symm", "nccl_ce", "torch")
-GATHER_MIB, GATHER_SMS = (16, 128, 512), (8, 16, 24, 32, 64, 132)
-REDUCE_SMS = (16, 32, 132)
-REDUCE_BYTES = (8 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB, 64 * MIB)
-SCATTER_MIB = (2, 16)
+SPIN_US = {"dispatch": 1000.0} | dict.fromkeys(PRODUCTS, 800.0)
+"""In which the host queues an operation, by op; else `measure.SPIN_US`."""
+GATHERS = ("all_gather", "matmul_beside_gather", "dispatch")
 DEADLINE_S = 120.0
-
-
-@dataclass
-class Line:
-    """One row of the csv: the columns are its fields."""
-
-    backend: str
-    op: str
-    algorithm: str
-    ranks: int
-    bytes_per_rank: int
-    dtype: str
-    sms: int | str
-    timing: str
-    p50_us: float
-    p99_us: float
-    bound_us: float
-    gbps: float
-    iterations: int
-    runs: int
-    spread_pct: float | str = ""
-    ratio: float | str = ""
-    ratio_to: str = ""
 
 
 @dataclass
@@ -74,40 +64,6 @@ class Taken:
     case: CollectiveCase
     runs: list[list[float]] = field(default_factory=list)
 
-    @property
-    def p50(self) -> float:
-        """Median of all runs."""
-        return quantile([us for run in self.runs for us in run], 0.5)
-
-
-def cases(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCase]]:
-    """(backend, case) in the order in which they are measured."""
-    for mib in GATHER_MIB[:1] if quick else GATHER_MIB:
-        gather = CollectiveCase("all_gather", mib * MIB)
-        for sms in (0, None, *(GATHER_SMS[:2] if quick else GATHER_SMS)):
-            yield "crossdock", replace(gather, num_sms=sms)
-        for name, sms in (("nccl", None), ("nccl", 8), ("nccl_symm", None), ("nccl_symm", 8), ("nccl_ce", 0)):
-            yield name, replace(gather, num_sms=sms)
-        yield "torch", replace(gather, algorithm="copies")
-    for num_bytes in REDUCE_BYTES[:2] if quick else REDUCE_BYTES:
-        timing = "graph" if num_bytes <= MIB else "eager"
-        reduce = CollectiveCase("all_reduce", num_bytes, timing=timing)
-        for sms in REDUCE_SMS if num_bytes >= MIB else ():
-            yield "crossdock", replace(reduce, num_sms=sms)
-        for name in ("crossdock", "nccl", "nccl_symm"):
-            yield name, reduce
-        for algorithm in ("one_shot", "two_shot"):
-            yield "torch", replace(reduce, algorithm=algorithm)
-    for mib in SCATTER_MIB[:1] if quick else SCATTER_MIB:
-        for name in ("crossdock", "nccl", "nccl_symm"):
-            yield name, CollectiveCase("reduce_scatter", mib * MIB)
-
-
-def bound_us(case: CollectiveCase, ranks: int) -> float:
-    """The bytes that must leave a GPU at the rate of the links: of a sum, those of a reduce-scatter and a gather."""
-    moved = case.num_bytes * (ranks - 1) * (2 / ranks if case.op == "all_reduce" else 1)
-    return moved / bounds.gbps(ranks) / 1e3
-
 
 def drawn(case: CollectiveCase, seed: int, rank: int, ranks: int) -> torch.Tensor:
     """x of a rank, random; the same on every rank that asks."""
@@ -116,22 +72,42 @@ def drawn(case: CollectiveCase, seed: int, rank: int, ranks: int) -> torch.Tenso
 
 
 def expected(case: CollectiveCase, seed: int, rank: int, ranks: int) -> torch.Tensor:
-    """What must come out here: bytes of a gather, and sums in fp32 in ascending rank, rounded once."""
-    if case.op == "all_gather":
+    """What must come out here: bytes of a gather, a product, and sums in fp32 in ascending rank, rounded once."""
+    if case.op in ("matmul", "all_gather_matmul"):
+        rows = [rank] if case.op == "matmul" else range(ranks)
+        return torch.cat([drawn(case, seed, other, ranks) for other in rows]) @ weights(case, rank)
+    if case.shape_out(ranks)[0] == case.numel * ranks:
         return torch.cat([drawn(case, seed, other, ranks) for other in range(ranks)])
-    total = drawn(case, seed, 0, ranks).float()
+    total = _term(case, seed, 0, ranks).float()
     for other in range(1, ranks):
-        total += drawn(case, seed, other, ranks).float()
-    whole = total.to(case.dtype)
-    return whole if case.op == "all_reduce" else whole[rank * case.numel : (rank + 1) * case.numel]
+        total += _term(case, seed, other, ranks).float()
+    whole, rows_out = total.to(case.dtype), case.shape_out(ranks)[0]
+    return whole if len(whole) == rows_out else whole[rank * rows_out : (rank + 1) * rows_out]
+
+
+def _term(case: CollectiveCase, seed: int, rank: int, ranks: int) -> torch.Tensor:
+    x = drawn(case, seed, rank, ranks)
+    return x @ weights(case, rank) if case.op in PRODUCTS else x
 
 
 def wrong(backend: str, case: CollectiveCase, out: torch.Tensor, want: torch.Tensor) -> str:
-    """What is wrong with `out`; "": nothing. Gathers and our sums are compared bit by bit."""
-    if case.op == "all_gather" or backend == "crossdock":
+    """What is wrong with `out`; "": nothing. Gathers and our sums are compared bit by bit, products by size. HT brings
+    some of the rows, which its own benchmark compares."""
+    if case.algorithm == "ht":
+        return ""
+    if case.op in GATHERS or (backend == "crossdock" and case.op not in PRODUCTS):
         return "" if torch.equal(out.view(torch.uint8), want.view(torch.uint8)) else "other bits than the definition"
     far = float((out.float() - want.float()).abs().max() / want.float().abs().max())
     return "" if far < 2e-2 else f"off by {far:.3g} of the largest value"
+
+
+def runner_of(name: str, case: CollectiveCase, group: Any, ranks: int) -> Runner:
+    """Backend `name` on a case; collective. Raises Unavailable with the reason."""
+    if case.op == "dispatch":
+        return create_dispatch(name, case, group, ranks)
+    if case.op == "matmul_beside_gather":
+        return Beside(case, create(name, case.gather(), group, ranks))
+    return (create_product if case.op in PRODUCTS else create)(name, case, group, ranks)
 
 
 class Session:
@@ -144,21 +120,61 @@ class Session:
         self.taken: dict[tuple[str, CollectiveCase], Taken] = {}
         self.failures: list[str] = []
         self.absent: dict[str, None] = {}
+        self.kernels: dict[str, int | str] = {}
+        self.steps = Steps(options.steps, self.failures, self.absent, self._say)
 
     def run(self) -> None:
         """All cases, as often as it says."""
-        names = self._options.backends.split(",") if self._options.backends else BACKENDS
-        for run in range(self._options.runs):
-            for name, case in cases(self._ranks, self._options.quick):
-                if name in names and (not self._options.ops or case.op in self._options.ops.split(",")):
+        options = self._options
+        names = options.backends.split(",") if options.backends else BACKENDS
+        ops = options.ops.split(",") if options.ops else OPS
+        for run in range(options.runs):
+            for name, case in cases(self._ranks, options.quick):
+                if name in names and case.op in ops and not self._is_late():
                     self._measure(name, case, run)
+            self._write()
+            if not run and "fsdp_step" in ops and not options.quick and not self._is_late():
+                self.steps.run([name for name in names if name != "nccl_ce"])
+                self._write()
+        if "fsdp_step" in ops and "nccl_ce" in names and not options.quick and not self._is_late():
+            self.steps.run(["nccl_ce"])
+        for name, case in cases(self._ranks, options.quick):  # last: a profiler may leave something behind
+            if name in names and case.op in ops and case.num_sms == 0 and not case.m and not self._is_late():
+                self._count(name, case)
+        self._write()
+
+    def _count(self, name: str, case: CollectiveCase) -> None:
+        self._number += 1
+        group = StoreGroup(self._store, self._rank, self._ranks, name=f"collectives-{self._number}")
+        try:
+            runner = runner_of(name, case, group, self._ranks)
+            runner.x.zero_()
+            runner.run()
+            self.kernels[f"{name} {words(case)}"] = kernels_of(runner.run)
+            runner.close()
+        except Unavailable:
+            return
+        except Exception as error:  # a backend that failed above fails again
+            self.kernels[f"{name} {words(case)}"] = f"unknown ({error})"
+
+    def _write(self) -> None:
+        if self._rank == 0:
+            write(self._options, self, self._ranks)  # a late failure costs no earlier figure
+
+    def _is_late(self) -> bool:
+        """Whether the time is over, by the clock of rank 0."""
+        late = [time.monotonic() - self._began > self._options.seconds]
+        dist.broadcast_object_list(late, src=0)
+        if late[0]:
+            self.absent["out of time: a part of the last run"] = None
+        return late[0]
 
     def _measure(self, name: str, case: CollectiveCase, run: int) -> None:
         self._number += 1
         fault, runner, us = "", None, list[float]()
         group = StoreGroup(self._store, self._rank, self._ranks, name=f"collectives-{self._number}")
         try:
-            runner = create(name, case, group, self._ranks)
+            runner = runner_of(name, case, group, self._ranks)
             fault, us = self._loop(name, case, runner, self._options.seed + 1000 * run)
         except Unavailable as error:
             self.absent[str(error)] = None
@@ -166,17 +182,34 @@ class Session:
             fault = f"{type(error).__name__}: {error}"
             if self._rank == 0:
                 traceback.print_exc()
-        finally:
-            if runner is not None:
-                runner.close()
+        closing = self._closed(runner)
         self._watch.forget()
+        fault = self._agreed(fault or closing)
         if fault:
-            self.failures.append(f"{name} {_words(case)}: {fault}")
+            self.failures.append(f"{name} {words(case)}: {fault}")
+            self.taken.pop((name, case), None)
         elif us:
             self.taken.setdefault((name, case), Taken(name, case)).runs.append(us)
-            self._say(f"{name:10} {_words(case)}: {quantile(us, 0.5):9.1f} us")
+            self._say(f"{name:10} {words(case)}: {quantile(us, 0.5):9.1f} us")
         elif self._rank == 0 and not run:
-            self._say(f"{name:10} {_words(case)}: not measured")
+            self._say(f"{name:10} {words(case)}: not measured")
+
+    def _agreed(self, fault: str) -> str:
+        """The first fault of any rank."""
+        faults: list[str] = [""] * self._ranks
+        dist.all_gather_object(faults, fault)
+        return next(filter(None, faults), "")
+
+    def _closed(self, runner: Runner | None) -> str:
+        """Close it; what it said against that."""
+        try:
+            if runner is not None:
+                runner.close()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            torch.cuda.empty_cache()
+        return ""
 
     def _loop(self, name: str, case: CollectiveCase, runner: Runner, seed: int) -> tuple[str, list[float]]:
         """(what was wrong, microseconds of the slowest rank)."""
@@ -186,7 +219,8 @@ class Session:
             runner.out.fill_(float("nan"))
             runner.x.copy_(sets[turn % SETS])
             if graph is None:
-                self._watch.time("op", runner.run, flush=True)
+                spin_us = SPIN_US.get(case.op, measure.SPIN_US)
+                self._watch.time("op", runner.run, flush=True, spin_us=spin_us)
             else:
                 self._watch.time("op", graph.replay, flush=False)
         times = self._watch.times()["op"].gpu_us
@@ -196,7 +230,8 @@ class Session:
             runner.x.copy_(x)
             runner.run()
             torch.cuda.synchronize()
-            fault = fault or wrong(name, case, runner.out, expected(case, seed + n, self._rank, self._ranks))
+            want = expected(case, seed + n, self._rank, self._ranks).reshape(-1)
+            fault = fault or wrong(name, case, runner.out.reshape(-1), want)
         return fault, [us / (PER_GRAPH if graph else 1) for us in times]
 
     def _graph(self, case: CollectiveCase, runner: Runner, x: torch.Tensor) -> torch.cuda.CUDAGraph:
@@ -208,20 +243,9 @@ class Session:
         return captured(many)
 
     def lines(self) -> list[Line]:
-        """Rows of the csv; those of others with the ratio of their time to our best of the same op, bytes, timing."""
-        best: dict[tuple[str, int, str], Taken] = {}
-        for (name, case), taken in self.taken.items():
-            key = (case.op, case.num_bytes, case.timing)
-            if name == "crossdock" and (key not in best or taken.p50 < best[key].p50):
-                best[key] = taken
-        made = []
-        for taken in self.taken.values():
-            line = _line(taken, self._ranks)
-            ours = best.get((taken.case.op, taken.case.num_bytes, taken.case.timing))
-            if ours is not None and taken.backend != "crossdock":
-                line.ratio, line.ratio_to = round(taken.p50 / ours.p50, 3), f"crossdock sms={_sms(ours.case)}"
-            made.append(line)
-        return made
+        """Rows of the csv, with ratios."""
+        made = [line_of(taken, self._ranks) for taken in self.taken.values()] + self.steps.lines(self._ranks)
+        return targets.with_ratios(made)
 
     def _say(self, text: str) -> None:
         if self._rank == 0:
@@ -232,19 +256,24 @@ def _sms(case: CollectiveCase) -> int | str:
     return "auto" if case.num_sms is None else case.num_sms
 
 
-def _words(case: CollectiveCase) -> str:
-    return f"{case.op:14} {case.num_bytes / MIB:8.3f} MiB sms {_sms(case):>4} {case.timing} {case.algorithm}".rstrip()
+def words(case: CollectiveCase) -> str:
+    """A case in a line."""
+    shape = f" {case.m} x {case.n} x {case.k}" if case.m else ""
+    size = f"{case.num_bytes / MIB:8.3f} MiB sms {_sms(case):>4}"
+    return f"{case.op:14} {size} {case.timing}{shape} {case.algorithm}".rstrip()
 
 
-def _line(taken: Taken, ranks: int) -> Line:
+def line_of(taken: Taken, ranks: int) -> Line:
+    """A row of the csv, without its ratio."""
     case, flat = taken.case, [us for run in taken.runs for us in run]
-    medians = [quantile(run, 0.5) for run in taken.runs]
-    bound = bound_us(case, ranks)
+    medians, p50 = [quantile(run, 0.5) for run in taken.runs], quantile(flat, 0.5)
     return Line(
-        taken.backend, case.op, case.algorithm, ranks, case.num_bytes, str(case.dtype).removeprefix("torch."),
-        _sms(case), case.timing, round(taken.p50, 2), round(quantile(flat, 0.99), 2), round(bound, 2),
-        round(bound * bounds.gbps(ranks) / taken.p50, 1), len(flat), len(medians),
-        round(100 * (max(medians) / min(medians) - 1), 1) if len(medians) > 1 else "",
+        t=case.t, backend=taken.backend, op=case.op, algorithm=case.algorithm, ranks=ranks,
+        bytes_per_rank=case.num_bytes, m=case.m, n=case.n, k=case.k, dtype=str(case.dtype).removeprefix("torch."),
+        sms=_sms(case), timing=case.timing, p50_us=round(p50, 2), p99_us=round(quantile(flat, 0.99), 2),
+        bound_us=round(bound_us(case, ranks), 2), gbps=round(moved_bytes(case, ranks) / p50 / 1e3, 1),
+        iterations=len(flat), runs=len(medians),
+        spread_pct=round(100 * (max(medians) / min(medians) - 1), 1) if len(medians) > 1 else "",
     )  # fmt: skip
 
 
@@ -261,22 +290,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     session = Session(options, store, rank, ranks)
     session.run()
     if rank == 0:
-        _write(options, session, ranks)
+        tell(options, session, ranks)
     dist.destroy_process_group()
     return 1 if session.failures else 0
 
 
-def _write(options: argparse.Namespace, session: Session, ranks: int) -> None:
+def kernels_of(run: Callable[[], None]) -> int | str:
+    """Kernels that it puts on the GPU, copies left out, as torch's profiler counts them."""
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            run()
+            torch.cuda.synchronize()
+        names = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
+    except Exception as error:  # whatever the profiler lacks here, the figures are still good
+        return f"unknown ({error})"
+
+
+def write(options: argparse.Namespace, session: Session, ranks: int) -> None:
+    """Both tables and run.json."""
     config: dict[str, object] = {
         "iterations": options.iterations, "runs": options.runs, "seed": options.seed, "note": options.note,
-        "failures": session.failures, "not_measured": list(session.absent),
+        "failures": session.failures, "not_measured": list(session.absent), "fsdp": session.steps.told,
+        "kernels": session.kernels,
     }  # fmt: skip
     said = facts.of_this_run(config, options.commit, MODULE) | facts.of_gpus(ranks)
-    facts.keep(options.out, "collectives", Line, session.lines(), said)
-    for line in session.lines():
-        if line.ratio != "":
-            print(f"{line.backend:10} {line.op:14} {line.bytes_per_rank:>10} {line.algorithm:9} sms {line.sms!s:>4}: "
-                  f"{line.p50_us:9.1f} us, ratio {line.ratio} to {line.ratio_to}")  # fmt: skip
+    lines = session.lines()
+    facts.keep(options.out, "collectives", Line, lines, said)
+    judged = targets.judged(lines, ranks)
+    facts.keep(options.out, "targets", targets.Target, judged, said)
+
+
+def tell(options: argparse.Namespace, session: Session, ranks: int) -> None:
+    """The figures that are judged, what failed, what was not there."""
+    for target in targets.judged(session.lines(), ranks):
+        print(f"T{target.t} {target.what}: {target.value} (target {target.sign} {target.target}: {target.met})")
     for text in (*session.failures, *session.absent):
         print(text)
     print(f"written to {options.out}")
@@ -290,7 +338,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--backends", default="", help=f"some of {','.join(BACKENDS)}")
-    parser.add_argument("--ops", default="", help="some of all_gather,reduce_scatter,all_reduce")
+    parser.add_argument("--ops", default="", help=f"some of {','.join(OPS)}")
+    parser.add_argument("--seconds", type=float, default=1500.0, help="no case is begun later")
+    parser.add_argument("--steps", type=int, default=100, help="of FSDP2, for each backend and batch")
     parser.add_argument("--quick", action="store_true", help="few cases: a check, not a result")
     parser.add_argument("--note", default="", help="kept in run.json")
     return parser.parse_args(arguments)

@@ -1,11 +1,12 @@
 """Steps of a model whose parameters FSDP2 shards, by who gathers them: NCCL, NCCL's copy engines, or ours.
 
-    CUBLAS_WORKSPACE_CONFIG=:4096:8 torchrun --nproc-per-node 8 -m benchmarks.gpu.fsdp --all-gather crossdock
+    torchrun --nproc-per-node 8 -m benchmarks.gpu.fsdp --all-gather crossdock
 
 Weights and tokens are random and the same for every choice and every run of a seed, and kernels are deterministic, so
 the printed losses must be equal bit by bit: a gather moves bytes. Forward and backward prefetch one block ahead. The
-first WARMUP steps are not timed. Prints one line of JSON, from rank 0: median and 99th percentile of a step (slowest
-rank, ms), peak memory (largest rank, GiB), first and last loss, and a hash over the bits of all losses.
+choice holds for the blocks; what is outside of them (embedding, head) is gathered once a step, by NCCL. The first
+WARMUP steps are not timed. Prints one line of JSON, from rank 0: median and 99th percentile of a step (slowest rank,
+ms), peak memory with what was registered (largest rank, GiB), first and last loss, and a hash over the bits of all.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
-from benchmarks.gpu.collective_backends import NCCL_POLICY_ZERO
+from benchmarks.gpu.collective_backends import NCCL_POLICY_ZERO, nccl_group
 from ep_kernels.collectives import CollectiveConfig, Collectives
 from ep_kernels.collectives.fsdp import AllGather
+from ep_kernels.errors import ArgumentError
 from ep_kernels.groups import TorchGroup
 from ep_kernels.telemetry import quantile
+from ep_kernels.transports.collective_base import bytes_before_pool
 
 GATHERS = ("nccl", "nccl_ce", "crossdock")
 WARMUP, VOCABULARY, LEARNING_RATE = 10, 32_000, 1e-4
 DEADLINE_S = 300.0
+POOL_MIB = 1024
+"""Eight buffers for blocks of `dense`. Three are too few: a gather into a plain buffer is staged."""
 
 
 @dataclass(frozen=True)
@@ -142,41 +147,92 @@ def sharded(size: Size, device: torch.device, seed: int) -> Model:
     return model
 
 
-def choose_gather(name: str, model: Model, pool_bytes: int) -> Collectives | None:
-    """Let that one gather the model's parameters; what must be closed in the end."""
-    units: list[Any] = [model, *model.blocks]
+class Windows:
+    """What `AllGather` needs of a `Collectives`, by NCCL's copy engines: memory of one window, the policy that leaves
+    multiprocessors alone, and FSDP's stream, which is not the default one."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._group = nccl_group(None, NCCL_POLICY_ZERO)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._backend: Any = self._group._get_backend(device)
+        dist.all_reduce(torch.ones(1, device=device), group=self._group)  # windows cannot be the first operation
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool):
+            self._slab = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._backend.register_mem_pool(self._pool, symm=True)
+        self._used = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """As `Collectives.empty`; never returned."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        first, self._used = self._used, self._used + -(-num_bytes // 512) * 512
+        if self._used > self._slab.numel():
+            self._used = first
+            raise ArgumentError("shape", f"room among {self._slab.numel()} bytes", list(shape))
+        return self._slab[first : first + num_bytes].view(dtype).view(*shape)
+
+    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> Any:
+        """As `Collectives.all_gather`."""
+        return dist.all_gather_into_tensor(out, x, group=self._group, async_op=True)
+
+    def close(self) -> None:
+        """Give the window back."""
+        torch.cuda.synchronize()
+        self._backend.deregister_mem_pool(self._pool)
+        del self._slab
+
+
+def choose_gather(name: str, model: Model, pool_bytes: int) -> Collectives | Windows | None:
+    """Let that one gather the parameters of the blocks; what must be closed in the end."""
     if name == "nccl":
         return None
     if name == "nccl_ce":
-        for unit in units:
-            if not hasattr(unit, "set_symm_mem_for_comm"):
-                raise SystemExit("--all-gather nccl_ce: needs torch 2.13 or later, whose FSDP2 has symmetric memory")
-            unit.set_symm_mem_for_comm("NCCL")
-        return None
-    transport = "nvlink" if torch.cuda.is_available() else "cpu"
-    coll = Collectives(CollectiveConfig(group=TorchGroup(), transport=transport, pool_bytes=pool_bytes))
-    for unit in units:
-        unit.set_custom_all_gather(AllGather(coll))
-    return coll
+        coll: Any = Windows(pool_bytes)
+    else:
+        transport = "nvlink" if torch.cuda.is_available() else "cpu"
+        coll = Collectives(CollectiveConfig(group=TorchGroup(), transport=transport, pool_bytes=pool_bytes))
+    blocks: Any = model.blocks
+    for block in blocks:
+        block.set_custom_all_gather(AllGather(coll))
+    return coll  # type: ignore[no-any-return]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, print."""
-    options = _parse(arguments)
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank()) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    torch.use_deterministic_algorithms(True)
-    _join(options.all_gather, device)
-    size = Size(**{**asdict(SIZES[options.model]), **({"batch": options.batch} if options.batch else {})})
-    model = sharded(size, device, options.seed)
-    coll = choose_gather(options.all_gather, model, options.pool_mib << 20)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    tokens = torch.Generator().manual_seed(options.seed * 64 + dist.get_rank())
+@dataclass(frozen=True)
+class Trained:
+    """What steps took and gave.
+
+    Attributes:
+        ms: of each timed step, on the slowest rank.
+        peak_gib: of the largest rank, with what was registered outside of torch's memory.
+        losses: summed over ranks.
+    """
+
+    ms: list[float]
+    peak_gib: float
+    losses: list[float]
+
+    @property
+    def losses_sha256(self) -> str:
+        """Equal where all losses are, bit by bit."""
+        return hashlib.sha256(struct.pack(f"<{len(self.losses)}d", *self.losses)).hexdigest()
+
+
+def trained(gather: str, size: Size, steps: int, seed: int, pool_bytes: int, device: torch.device) -> Trained:
+    """Train a new model; collective over the world, whose process group is torch's default one."""
+    on_gpu = device.type == "cuda"
+    torch.use_deterministic_algorithms(True, warn_only=True)  # cuBLAS is, on one stream, whatever its workspace
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time, not bits
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients differ from run to run
+    model = sharded(size, device, seed)
+    coll = choose_gather(gather, model, pool_bytes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=on_gpu)
+    tokens = torch.Generator().manual_seed(seed * 64 + dist.get_rank())
     losses: list[torch.Tensor] = []
     marks: list[Any] = []
-    for _ in range(options.steps):
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps):
         batch = torch.randint(VOCABULARY, (size.batch, size.sequence + 1), generator=tokens).to(device)
         if on_gpu:
             marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
@@ -188,53 +244,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
         losses.append(loss.detach())
     if on_gpu:
         torch.cuda.synchronize()
-    _tell(options, losses, marks, size, device)
+    torch.use_deterministic_algorithms(False)
+    apart = bytes_before_pool(coll.config) + pool_bytes if isinstance(coll, Collectives) else 0
+    found = _gathered(losses, marks, apart, device)
     if coll is not None:
         coll.close()
+    return found
+
+
+def _gathered(losses: list[torch.Tensor], marks: list[Any], registered: int, device: torch.device) -> Trained:
+    everyone = torch.stack(losses).double()
+    dist.all_reduce(everyone)
+    took = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)][WARMUP:]
+    slowest = torch.tensor(took or [0.0], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    peak = torch.cuda.max_memory_allocated() + registered if marks else 0
+    memory = torch.tensor([peak / 2**30], dtype=torch.float64, device=device)
+    dist.all_reduce(memory, dist.ReduceOp.MAX)
+    return Trained(slowest.tolist(), float(memory), everyone.tolist())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, print."""
+    options = _parse(arguments)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank()) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    timeout = datetime.timedelta(seconds=DEADLINE_S)
+    if on_gpu:
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    size = Size(**{**asdict(SIZES[options.model]), **({"batch": options.batch} if options.batch else {})})
+    found = trained(options.all_gather, size, options.steps, options.seed, options.pool_mib << 20, device)
+    if dist.get_rank() == 0:
+        print(json.dumps(line_of(options.all_gather, options.model, size, found)), flush=True)
     dist.destroy_process_group()
     return 0
+
+
+def line_of(gather: str, model: str, size: Size, found: Trained) -> dict[str, object]:
+    """What is kept of a run."""
+    return {
+        "all_gather": gather, "model": model, "ranks": dist.get_world_size(), "steps": len(found.losses),
+        **asdict(size), "p50_ms": round(quantile(found.ms, 0.5), 3), "p99_ms": round(quantile(found.ms, 0.99), 3),
+        "peak_gib": round(found.peak_gib, 3), "first_loss": found.losses[0], "last_loss": found.losses[-1],
+        "losses_sha256": found.losses_sha256, "torch": torch.__version__,
+    }  # fmt: skip
 
 
 def local_rank() -> int:
     """This process's rank on its host."""
     return dist.get_node_local_rank(fallback_rank=0)
-
-
-def _join(gather: str, device: torch.device) -> None:
-    options: Any = None
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        if gather == "nccl_ce" and hasattr(options.config, "cta_policy"):
-            options.config.cta_policy = NCCL_POLICY_ZERO
-    timeout = datetime.timedelta(seconds=DEADLINE_S)
-    if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout, device_id=device, pg_options=options)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
-
-
-def _tell(
-    options: argparse.Namespace, losses: list[torch.Tensor], marks: list[Any], size: Size, device: torch.device
-) -> None:
-    everyone = torch.stack(losses).double()
-    dist.all_reduce(everyone)
-    values = everyone.tolist()
-    took = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)][WARMUP:]
-    slowest = torch.tensor(took or [0.0], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    peak = torch.cuda.max_memory_allocated() if marks else 0
-    memory = torch.tensor([peak / 2**30], dtype=torch.float64, device=device)
-    dist.all_reduce(memory, dist.ReduceOp.MAX)
-    if dist.get_rank() == 0:
-        bits = struct.pack(f"<{len(values)}d", *values)
-        found = {
-            "all_gather": options.all_gather, "model": options.model, "ranks": dist.get_world_size(),
-            "steps": len(values), **asdict(size), "p50_ms": round(quantile(slowest.tolist(), 0.5), 3),
-            "p99_ms": round(quantile(slowest.tolist(), 0.99), 3), "peak_gib": round(float(memory), 3),
-            "first_loss": values[0], "last_loss": values[-1],
-            "losses_sha256": hashlib.sha256(bits).hexdigest(), "torch": torch.__version__,
-        }  # fmt: skip
-        print(json.dumps(found), flush=True)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -243,7 +305,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--all-gather", choices=GATHERS, default="nccl")
     parser.add_argument("--model", choices=sorted(SIZES), default="dense")
     parser.add_argument("--batch", type=int, help="sequences per rank")
-    parser.add_argument("--pool-mib", type=int, default=2048, help="registered memory of `crossdock`")
+    parser.add_argument("--pool-mib", type=int, default=POOL_MIB, help="registered memory of all but `nccl`")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(arguments)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,6 +55,22 @@ def gathered(index: str, x: object, out: object, own: OwnRank) -> tuple[torch.Te
     whole = _like(f"out{index}", out, shape, shard, own)
     _apart(f"out{index}", shard, whole, own.rank * num_bytes(shard))
     return shard, whole
+
+
+def disjoint(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Of several gathers at once, no out lies in another's memory: neither in its out nor in its x."""
+    spans = sorted((*_span(out), i) for i, (_, out) in enumerate(pairs) if out.numel())
+    for (_, end, i), (begin, _, j) in itertools.pairwise(spans):
+        if begin < end:
+            raise ArgumentError(f"outs[{j}]", f"memory apart from outs[{i}]", f"{end - begin} bytes in common")
+    starts = [begin for begin, _, _ in spans]
+    for i, (x, _) in enumerate(pairs):
+        begin, end = _span(x)
+        for first, last, j in spans[max(0, bisect.bisect_right(starts, begin) - 1) :] if x.numel() else ():
+            if first >= end:
+                break
+            if begin < last and j != i:
+                raise ArgumentError(f"outs[{j}]", f"memory apart from xs[{i}]", "bytes in common")
 
 
 def scattered(x: object, out: object, own: OwnRank) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,6 +144,11 @@ def _like(name: str, out: object, shape: tuple[int, ...], x: torch.Tensor, own: 
     if given.device != x.device:
         raise ArgumentError(name, f"a tensor on {x.device} as x", given.device)
     return given
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses [begin, end) of its bytes; one device's."""
+    return tensor.data_ptr(), tensor.data_ptr() + num_bytes(tensor)
 
 
 def _apart(name: str, part: torch.Tensor, whole: torch.Tensor, offset: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_compiling
 
 from ep_kernels.collectives import collective_checks as checks
 from ep_kernels.collectives import collective_ops as ops
@@ -102,7 +103,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         Returns a Work whose `wait()` gives out. Raises ArgumentError (nothing was sent), PeerTimeout, AbortedError,
         ClosedError, TransportError.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return ops.done(ops.all_gather(self, [x], None if out is None else [out], num_sms)[0])
         again = self._again("all_gather", x, out, num_sms)
         if again is not None:
@@ -118,8 +119,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         num_sms: int | None = None,
     ) -> Work[list[torch.Tensor]]:
         """`all_gather` of several tensors with one handshake. Their shapes and dtypes may differ from each other, not
-        between ranks; any of them may be empty."""
-        if torch.compiler.is_compiling():
+        between ranks; any of them may be empty. No out may lie in another's memory, nor in the x of another."""
+        if is_compiling():
             return ops.done(ops.all_gather(self, xs, outs, num_sms))
         gathered, pending = self._gather(xs, outs, num_sms)
         return Work(gathered, pending, self._finish)
@@ -138,7 +139,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
         Returns and raises as `all_gather`; `num_sms` is at least 1.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return ops.done(ops.reduce_scatter(self, x, out, op, num_sms))
         again = self._again("reduce_scatter", x, out, num_sms) if op == "sum" else None
         if again is not None:
@@ -157,7 +158,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             x: [...], contiguous, of the same shape and dtype on all ranks.
             out: [...] to write into, or None. May be x itself.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return ops.done(ops.all_reduce(self, x, out, op, num_sms))
         again = self._again("all_reduce", x, out, num_sms) if op == "sum" else None
         if again is not None:
@@ -186,7 +187,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         Returns ([R * n, N_i] each, x_all [R * n, K]); rows of inactive ranks are those of what out holds there.
         Raises as `all_gather`.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return ops.all_gather_matmul(self, x, weights, out, num_sms)
         matmul.check_weights(x, checks.sequence("weights", weights, None))
         gathered, pending = self._gather([x], None if out is None else [out], num_sms)
@@ -205,7 +206,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
         Returns [n, N]: the product in the dtype of x, summed as `reduce_scatter` says. Raises as `all_gather`.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return ops.matmul_reduce_scatter(self, x, w, chunks, num_sms)
         matmul.check_weights(x, [w])
         given = checks.contiguous("x", x, self.capabilities.device_type)
@@ -213,8 +214,10 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             raise ArgumentError("x", f"a first dimension that {self.size} ranks divide", list(given.shape))
         self._ready("matmul_reduce_scatter")
 
+        sms = self._sms_beside(num_sms)
+
         def scatter(rows: torch.Tensor, out: torch.Tensor) -> Work[torch.Tensor]:
-            return self.reduce_scatter(rows, out=out, num_sms=num_sms)
+            return self.reduce_scatter(rows, out=out, num_sms=sms)
 
         return matmul.scattered(scatter, given, w, self.size, matmul.check_chunks(chunks))
 
@@ -229,14 +232,16 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
         Returns [T, N]: the product in the dtype of x, summed as `all_reduce` says. Raises as `all_gather`.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return ops.matmul_all_reduce(self, x, w, chunks, num_sms)
         matmul.check_weights(x, [w])
         given = checks.contiguous("x", x, self.capabilities.device_type)
         self._ready("matmul_all_reduce")
 
+        sms = self._sms_beside(num_sms)
+
         def reduce(rows: torch.Tensor) -> Work[torch.Tensor]:
-            return self.all_reduce(rows, out=rows, num_sms=num_sms)
+            return self.all_reduce(rows, out=rows, num_sms=sms)
 
         return matmul.reduced(reduce, given, w, matmul.check_chunks(chunks))
 
@@ -252,14 +257,16 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         found = self._repeats.find(op, x, out, num_sms)
         if found is None or self._closed or self._fault is not None:
             return None
-        plan, shape = found
-        made = x.new_empty(shape) if out is None else out
+        plan, shape, at, there = found
+        if out is None:
+            out = x.new_empty(shape)
+            there = out.data_ptr()
         try:
-            pending = plan.begin(x, made)
+            pending = plan.begin(x, out, at, there)
         except TransportError as error:
             self._broken(error)
             raise
-        return None if pending is None else Work(made, pending, self._finish_again)
+        return None if pending is None else Work(out, pending, self._finish_again)
 
     def _finish_again(self, pending: PendingCollective) -> None:
         """`_finish` of an operation whose plan has looked at what `_ready` would."""
@@ -279,6 +286,10 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if plan is not None:
             self._repeats.keep(plan, out)
 
+    def _sms_beside(self, asked: int | None) -> int | None:
+        """Multiprocessors of a sum beside a product: as the caller or the config says, else few."""
+        return matmul.BESIDE_SMS if asked is None and self._config.num_sms is None else asked
+
     def _own_rank(self) -> checks.OwnRank:
         return checks.OwnRank(self.rank, self.size, self.capabilities.device_type, not all(self._active))
 
@@ -294,6 +305,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             checks.gathered("" if alone else f"s[{i}]", x, out, own)
             for i, (x, out) in enumerate(zip(shards, places, strict=True))
         ]
+        if not alone and outs is not None:
+            checks.disjoint(pairs)
         given, made = [x for x, _ in pairs], [out for _, out in pairs]
         parts = tuple(GatherPart(_bytes(x), _bytes(out), x.dtype) for x, out in pairs)
         sms = checks.num_sms(num_sms, self._config.num_sms, 0)

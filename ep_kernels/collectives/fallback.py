@@ -28,6 +28,30 @@ _REDUCTIONS = {
 }
 
 
+_FLOATING = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_WHOLE = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool})
+_REDUCED = {
+    "gloo": _FLOATING | _COMPLEX | _WHOLE,
+    "nccl": _FLOATING | _COMPLEX | _WHOLE | {torch.float8_e4m3fn, torch.float8_e5m2},
+}
+"""dtypes that a backend reduces. With others, gloo fails in `wait`, when ranks are no longer in step."""
+
+
+def why_not_reduced(backend: str, reduction: str, dtype: torch.dtype) -> str:
+    """What torch.distributed's backend cannot do of a reduction; "" where it can, or is not known."""
+    known = _REDUCED.get(backend)
+    if known is None:
+        return ""
+    if dtype not in known:
+        return f"{backend} reduces {', '.join(sorted(map(str, known)))}"
+    if dtype in _COMPLEX and reduction not in ("sum", "avg"):
+        return f"complex numbers have no {reduction!r}"
+    if backend == "gloo" and reduction == "avg" and dtype in _WHOLE:
+        return f"gloo averages {', '.join(sorted(map(str, _FLOATING | _COMPLEX)))}"
+    return ""
+
+
 class TorchPending:
     """See `collective_base.PendingGather`.
 
@@ -97,7 +121,7 @@ class TorchCollectives:
         """See `MemberTransport.close`. The process group is the caller's."""
         self._closed = True
 
-    forsake = close
+    close_in_child = close
 
     def abort(self, reason: str) -> None:
         """See `MemberTransport.abort`; a wait that is under way ends by the process group's timeout."""
@@ -191,6 +215,7 @@ class TorchCollectives:
     def reduce_scatter(self, args: ReduceArgs, reduction: str = "sum") -> TorchPending:
         """See `CollectiveTransport.reduce_scatter`."""
         self._usable("reduce_scatter")
+        self._check_dtype(args.x, reduction)
         op = _REDUCTIONS[reduction]
         if not args.x.numel():
             return TorchPending([], self._size, self._rank)
@@ -200,6 +225,7 @@ class TorchCollectives:
     def all_reduce(self, args: ReduceArgs, reduction: str = "sum") -> TorchPending:
         """See `CollectiveTransport.all_reduce`."""
         self._usable("all_reduce")
+        self._check_dtype(args.x, reduction)
         if not args.x.numel():
             return TorchPending([], self._size, self._rank)
         if args.out.data_ptr() != args.x.data_ptr():
@@ -209,6 +235,13 @@ class TorchCollectives:
 
     def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> None:
         """See `CollectiveTransport.plan_for`: there is none."""
+
+    def _check_dtype(self, x: torch.Tensor, reduction: str) -> None:
+        """Raise ArgumentError for what the backend would refuse once it has begun."""
+        backend = _mapped(self._group._get_backend, x.device).name()
+        why = why_not_reduced(backend, reduction, x.dtype)
+        if why:
+            raise ArgumentError("x", f"a dtype of which torch.distributed has {reduction!r} ({why})", x.dtype)
 
     def _usable(self, op: str) -> None:
         if self._closed:

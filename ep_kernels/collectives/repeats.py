@@ -9,6 +9,9 @@ import torch
 from ep_kernels.transports.collective_base import CollectivePlan
 
 Key = tuple[Any, ...]
+Found = tuple[CollectivePlan, torch.Size, int, int]
+"""A plan, the shape of out, the addresses of x and out; 0 where there is no out."""
+_NONE: Key = ()
 MAX_PLANS = 512
 """A model repeats far fewer; a program that does not would fill memory with them."""
 
@@ -26,33 +29,35 @@ class Repeats:
         self._plans: dict[Key, tuple[CollectivePlan, torch.Size]] = {}
         self._missed: Key | None = None
 
-    def find(self, op: str, x: Any, out: Any, num_sms: int | None) -> tuple[CollectivePlan, torch.Size] | None:
-        """(plan, shape of out). None: there is none, or the arguments need another look; the next `keep` is of them."""
+    def find(self, op: str, x: Any, out: Any, num_sms: int | None) -> Found | None:
+        """None: there is no plan, or the arguments need another look; the next `keep` is of them."""
         self._missed = None
         if type(x) is not torch.Tensor or (num_sms is not None and type(num_sms) is not int):
             return None
         if x.layout is not torch.strided or x.requires_grad or not x.is_contiguous():
             return None
         at = x.data_ptr()
-        told: Any = out is x
         place = at - self._first if self._first <= at < self._last else None
-        if out is not None and out is not x:
-            told = self._told(x, out, at)
-            if told is None:
+        if out is x:
+            there, told = at, None
+        elif out is None:
+            there, told = 0, _NONE
+        else:
+            if type(out) is not torch.Tensor or out.layout is not torch.strided or out.requires_grad:
                 return None
+            if not out.is_contiguous():
+                return None
+            there = out.data_ptr()
+            told = self._told(x, out, at, there)
         key = op, num_sms, x.shape, x.dtype, x.device, place, told
         found = self._plans.get(key)
         if found is None:
             self._missed = key
-        return found
+            return None
+        return *found, at, there
 
-    def _told(self, x: torch.Tensor, out: Any, at: int) -> Key | None:
-        """What decides whether an out is good for an x at that address; None: it needs another look."""
-        if type(out) is not torch.Tensor or out.layout is not torch.strided or out.requires_grad:
-            return None
-        if not out.is_contiguous():
-            return None
-        there = out.data_ptr()
+    def _told(self, x: torch.Tensor, out: torch.Tensor, at: int, there: int) -> Key:
+        """What decides whether an out at `there` is good for an x at `at`."""
         place = there - self._first if self._first <= there < self._last else None
         near = self._size * x.nbytes
         distance = there - at if -near < there - at < near else None

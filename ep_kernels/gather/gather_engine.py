@@ -172,5 +172,5 @@ class GatherEngine:
         """Begin the sum of rows [R, S, ...] of every rank into out [S, ...]."""
         chosen = self._algorithm(CollectiveOp.REDUCE_SCATTER, rows.nbytes)
         with operation_errors():
-            args = ReduceArgs(rows.reshape(-1), out.reshape(-1), chosen, self.config.num_sms, tag)
+            args = ReduceArgs(rows.reshape(-1), out.reshape(-1), chosen, self.config.num_sms or None, tag)
             return self._coll.reduce_scatter(args)

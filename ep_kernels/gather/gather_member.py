@@ -9,12 +9,15 @@ from dataclasses import replace
 
 import torch
 
+from ep_kernels.collectives.collective_types import Algorithm
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import AbortedError, HandleError, PeerTimeout, TransportError
 from ep_kernels.transports.collective_base import CollectiveTransport
 from ep_kernels.types import LatencySample, Mode, PeerTraffic
 
 _NAMES = {"all_gather": "dispatch", "reduce_scatter": "combine"}
+_RINGS = {Algorithm.COPY_PUSH.value: "copies", Algorithm.COPY_PULL.value: "copies"}
+"""Of the records of an algorithm, where not those of kernels or CPUs. The numbers of a ring leave none out."""
 
 
 def renamed(error: TransportError | HandleError) -> TransportError | HandleError:
@@ -54,6 +57,7 @@ class GatherMember:
         self._config, self._coll = config, coll
         self._active = (True,) * config.group.size
         self._epoch: int = config.group.epoch
+        self._next_seq: dict[str, int] = {}
 
     @property
     def domains(self) -> tuple[int, ...]:
@@ -87,6 +91,7 @@ class GatherMember:
         """See `MemberTransport.set_active`."""
         self._coll.set_active(mask, epoch)
         self._active, self._epoch = tuple(mask), epoch
+        self._next_seq.clear()
 
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
         """See `MemberTransport.exchange`."""
@@ -101,17 +106,26 @@ class GatherMember:
         self._coll.wake()
 
     def samples(self) -> list[LatencySample]:
-        """See `MemberTransport.samples`. `tokens` is that of the step, S: S rows move for every rank."""
+        """See `MemberTransport.samples`. `tokens` is that of the step, S: S rows move for every rank. All collectives
+        count on from each other, so a gap in the numbers of one operation says nothing: `missing` does."""
         size, config = self._config.group.size, self._config
         row = size * config.hidden_size * config.resolved_output_dtype.itemsize
-        found = []
+        found, missing = [], 0
         for sample in self._coll.samples():
             if sample.op not in _NAMES:
                 continue
+            missing += self._missing_before(sample)
             tokens = self._step_tokens(sample.tokens) if sample.op == "all_gather" else sample.tokens // row
             if sample.op == "all_gather" or sample.tokens % row == 0:  # the rest carries gradients of weights
-                found.append(replace(sample, op=_NAMES[sample.op], mode=Mode.AG.value, tokens=tokens))
+                op, mode = _NAMES[sample.op], Mode.AG.value
+                found.append(replace(sample, op=op, mode=mode, tokens=tokens, missing=missing))
+                missing = 0
         return found
+
+    def _missing_before(self, sample: LatencySample) -> int:
+        ring = _RINGS.get(sample.mode, "")
+        expected, self._next_seq[ring] = self._next_seq.get(ring, 0), sample.seq + 1
+        return sample.seq - expected if 0 < expected < sample.seq else 0
 
     def _step_tokens(self, num_bytes: int) -> int:
         """S of a dispatch that moved `num_bytes` of each rank."""
@@ -141,9 +155,9 @@ class GatherMember:
         """See `MemberTransport.drain`."""
         self._coll.drain()
 
-    def forsake(self) -> None:
-        """See `MemberTransport.forsake`."""
-        self._coll.forsake()
+    def close_in_child(self) -> None:
+        """See `MemberTransport.close_in_child`."""
+        self._coll.close_in_child()
 
     def close(self) -> None:
         """See `MemberTransport.close`."""

@@ -120,12 +120,13 @@ class PendingGather(PendingCollective, Protocol):
 class CollectivePlan(Protocol):
     """An operation that has run once, checked and planned, to be begun again with like arguments."""
 
-    def begin(self, x: torch.Tensor, out: torch.Tensor) -> PendingCollective | None:
+    def begin(self, x: torch.Tensor, out: torch.Tensor, x_at: int, out_at: int) -> PendingCollective | None:
         """As `all_gather` and the others. None: nothing was begun, call those. Raises TransportError.
 
         Args:
             x, out: of the shapes, dtypes, devices and registered offsets of the arguments of the plan, and as far from
                 each other, where they overlap.
+            x_at, out_at: their addresses.
         """
 
 

@@ -145,6 +145,11 @@ def single_operations(rank: int, size: int, store: Store, transport: str) -> lis
                 check_all(coll, seed, seed)
             with pytest.raises(ArgumentError, match="op: expected one of"):
                 coll.all_reduce(ints[rank], op="xor")
+            short = ints[rank].to(torch.int16)
+            for call in (coll.all_reduce, coll.reduce_scatter):  # gloo would say so in `wait`
+                with pytest.raises(ArgumentError, match="x: expected a dtype of which torch"):
+                    call(short)
+            check_all(coll, 5, 5)
             assert coll.capabilities.reason == ""
             coll.barrier()
     return [str(w.message) for w in caught if "by torch.distributed" in str(w.message)]

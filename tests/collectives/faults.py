@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,8 @@ from tests.transports.lives import holdings
 PATIENCE_S = 3.0
 """Deadline of waits in these tests; a rank that lives is never late by so much."""
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_gather registered", "all_reduce registered", "barrier")
+AHEAD = 8
+"""Processes that start while others are killed: one that uses a GPU takes seconds to start."""
 ELEMENTS = 300_000
 """Of one rank's x: several rounds through the staging of `Seat.config`."""
 
@@ -224,16 +227,18 @@ def crashes(rank: int, size: int, store: Store, transport: str, folder: str, tim
     """Children come as the second rank and are killed in the first operation, which a GPU may still complete; what this
     process holds afterwards, more than after the first few. Forked, where nothing of CUDA is in this process."""
     before: dict[str, int] = {}
-    begin_victim = _started if needs_gpu(transport) else _forked
+    begin_victim, ahead = (_started, AHEAD) if needs_gpu(transport) else (_forked, 1)
+    victims = deque[Callable[[], object]]()
     for turn in range(times):
-        path = f"{folder}/store-{turn}"
-        victim = begin_victim(path, transport, turn)
-        coll = Seat(0, 2, dist.FileStore(path, 2), transport).collectives(f"crash-{turn}", timeout_s=60.0)
+        for coming in range(turn + len(victims), min(turn + ahead, times)):
+            victims.append(begin_victim(f"{folder}/store-{coming}", transport, coming))
+        victim, store = victims.popleft(), dist.FileStore(f"{folder}/store-{turn}", 2)
+        coll = Seat(0, 2, store, transport).collectives(f"crash-{turn}", timeout_s=60.0)
         seen = lose(lambda coll=coll, op=OPS[turn % 5]: [begun(coll, op)() for _ in range(2)])  # type: ignore[misc]
         assert (seen.peer, seen.gone) == (1, True)
         coll.close()
         victim()
-        del coll
+        del coll, store
         if turn == 9:
             before = holdings()
     return [f"{name}: {before[name]} -> {n}" for name, n in holdings().items() if n > before[name]]

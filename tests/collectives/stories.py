@@ -187,6 +187,8 @@ def refused(rank: int, size: int, store: Store, transport: str) -> None:
     with Seat(rank, size, store, transport).collectives(max_in_flight=1) as coll:
         x = on_device(coll, torch.zeros(4 * size, 6, dtype=torch.bfloat16))
         other = torch.device("meta")
+        wide, far = torch.cat([x] * size), torch.cat([x] * size)
+        mine, together = wide[4 * size * rank :][: 4 * size], coll.all_gather_coalesced
         cases: list[tuple[str, Any]] = [
             ("x: expected a torch.Tensor, got list", lambda: coll.all_gather([1.0])),  # type: ignore[arg-type]
             ("x: expected a contiguous tensor", lambda: coll.all_gather(x.t())),
@@ -201,6 +203,8 @@ def refused(rank: int, size: int, store: Store, transport: str) -> None:
             ("num_sms: expected None or an int in 1", lambda: coll.all_reduce(x, num_sms=0)),
             ("xs: expected a list or tuple of tensors", lambda: coll.all_gather_coalesced([])),
             ("outs: expected a list or tuple of 1 tensors", lambda: coll.all_gather_coalesced([x], outs=[])),
+            (r"outs\[1\]: expected memory apart from outs", lambda: together([x, x], outs=[wide, wide])),
+            (r"outs\[0\]: expected memory apart from xs", lambda: together([x, mine], outs=[wide, far])),
             ("shape: expected ints", lambda: coll.empty((-1,), torch.int8)),
             ("dtype: expected a torch.dtype", lambda: coll.empty((1,), "int8")),  # type: ignore[arg-type]
             ("shape: expected room in the pool", lambda: coll.empty((1 << 40,), torch.uint8)),

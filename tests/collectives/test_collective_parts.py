@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from ep_kernels.collectives import Algorithm, CollectiveCapabilities, CollectiveConfig, Collectives
+from ep_kernels.collectives import collective_checks as checks
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives.choose import BufferPlace, CollectiveShape, choose
 from ep_kernels.collectives.collective_types import CollectiveOp
+from ep_kernels.collectives.fallback import why_not_reduced
 from ep_kernels.collectives.pool import ALIGN_BYTES, MAX_BLOCKS, SymmetricPool
 from ep_kernels.errors import ArgumentError, ConfigError, TransportError
 from ep_kernels.transports import collective_base
@@ -241,3 +243,41 @@ def test_an_out_of_compiled_code_is_checked(out: torch.Tensor) -> None:
         assert not out.any()
         assert torch.equal(run(x, good), x)
         assert torch.equal(good, x)
+
+
+@pytest.mark.parametrize(
+    ("backend", "reduction", "dtype", "why"),
+    [
+        ("gloo", "sum", torch.bfloat16, ""),
+        ("gloo", "sum", torch.int16, "gloo reduces torch.bfloat16, torch.bool"),
+        ("gloo", "avg", torch.int32, "gloo averages"),
+        ("gloo", "avg", torch.complex64, ""),
+        ("gloo", "max", torch.complex64, "no 'max'"),
+        ("nccl", "avg", torch.int32, ""),
+        ("nccl", "sum", torch.float8_e4m3fn, ""),
+        ("nccl", "sum", torch.uint16, "nccl reduces"),
+        ("its own", "sum", torch.uint16, ""),
+    ],
+)
+def test_what_torch_does_not_reduce(backend: str, reduction: str, dtype: torch.dtype, why: str) -> None:
+    found = why_not_reduced(backend, reduction, dtype)
+    assert why in found
+    assert bool(why) == bool(found)
+
+
+def test_gathers_at_once_lie_apart() -> None:
+    """In place is no overlap; empty parts lie nowhere; any other byte in common is named."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+
+    def pair(first: int, length: int, x: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return memory[first if x is None else x :][: length // 2], memory[first : first + length]
+
+    checks.disjoint([pair(0, 8), pair(16, 8), pair(8, 8), pair(3, 0), (torch.ones(4), memory[40:48])])
+    for bad, said in (
+        ([pair(0, 9), pair(16, 8), pair(8, 8)], r"outs\[2\]: expected memory apart from outs\[0\], got 1 bytes"),
+        ([pair(0, 8), pair(8, 8, x=7)], r"outs\[0\]: expected memory apart from xs\[1\]"),
+        ([pair(32, 8, x=0), pair(0, 2), pair(2, 8)], r"outs\[1\]: expected memory apart from xs\[0\]"),
+        ([pair(32, 8, x=0), pair(48, 2), pair(2, 8)], r"outs\[2\]: expected memory apart from xs\[0\]"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            checks.disjoint(bad)

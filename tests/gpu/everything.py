@@ -1,6 +1,6 @@
 """Every test that needs a GPU, in a few minutes: `make test-gpu`.
 
-    python -m tests.gpu.everything [--out FOLDER] [--stages NAME,...] [--within SECONDS] [-- more for pytest]
+    python -m tests.gpu.everything [--out FOLDER] [--stages NAME,...] [--within SECONDS] [-k NAMES] [-- more for pytest]
 
 Kernels are compiled first, side by side. Then stages of pytest run, those of one wave at once. Left behind are a
 summary and the log, by default under docs/results/<date>-<gpu>x<n>/. Exit status 0: everything ran and passed.
@@ -50,6 +50,7 @@ class Stage:
         devices: which GPUs it sees.
         deadline_s: when it is ended, seconds.
         shards: into how many processes it is divided.
+        keyword: pytest's -k; "": all tests.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Stage:
     devices: str
     deadline_s: float
     shards: int = 1
+    keyword: str = ""
 
 
 CONTRACT = ("tests/transports/test_contract.py", "tests/transports/test_contract_faults.py", "tests/transports")
@@ -77,20 +79,20 @@ COLLECTIVES = (
     "tests/collectives/test_collective_training.py",
 )
 GPUS = ("tests/gpu/test_losses.py", "tests/gpu/test_lives.py", "tests/gpu/test_torchrun.py", "tests/gpu")
-SHORT, LONG = ("-k", "not ten_thousand"), ("-k", "ten_thousand")
+SHORT, LONG = "not ten_thousand", "ten_thousand"
 """Ten thousand steps side by side with other groups of ranks take turns on the devices with each of their steps."""
 ENDURANCE = ("tests/gpu/test_several_gpus.py", "tests/transports/test_contract_calls.py")
 ELSEWHERE = tuple(f"--ignore-glob=*/test_{name}.py" for name in ("loopback*", "compile", "sanitize", "memory"))
 STAGES = (
-    Stage("contract", (*CONTRACT, *SHORT), 1, ALL, 300, 4),
+    Stage("contract", CONTRACT, 1, ALL, 300, 4, SHORT),
     # Beside other processes' kernels that wait for their peers a test of half a second took over a minute.
     Stage("loopback", LOOPBACK, 2, ALL, 300, 4),
-    Stage("gpus", (*GPUS, *ELSEWHERE, *SHORT), 3, ALL, 240, 4),
-    Stage("collectives", (*COLLECTIVES, *SHORT), 4, ALL, 240, 2),
+    Stage("gpus", (*GPUS, *ELSEWHERE), 3, ALL, 240, 4, SHORT),
+    Stage("collectives", COLLECTIVES, 4, ALL, 240, 2, SHORT),
     Stage("sanitizer", ("tests/gpu/test_sanitize.py",), 3, LAST, 240),
     Stage("compile", ("tests/gpu/test_compile.py",), 4, SECOND_HALF, 240),
     Stage("services", ("tests/services?",), 4, FIRST_HALF, 240),
-    Stage("endurance", (*ENDURANCE, *LONG), 5, ALL, 300),
+    Stage("endurance", ENDURANCE, 5, ALL, 300, 1, LONG),
     Stage("memory", ("tests/gpu/test_memory.py",), 6, ALL, 120),  # alone: it asks how much of a device is free
 )
 
@@ -155,7 +157,13 @@ def command_of(stage: Stage, shard: int, deadline_s: float, folder: Path, more: 
     command = [sys.executable, "-m", "pytest", "-q", "-ra", "-m", "gpu", *expanded(stage.arguments)]
     command += ["-p", "tests.gpu.shard", f"--shard={shard}/{stage.shards}", f"--now={folder / stage.name}-{shard}.now"]
     command += [f"--session-timeout={max(1.0, deadline_s - GRACE_S):.0f}", *more]
+    command += ["-k", stage.keyword] * bool(stage.keyword)
     return [*command, f"--junitxml={folder / stage.name}-{shard}.xml", "-o", "junit_family=xunit2"]
+
+
+def narrowed(stage: Stage, keyword: str) -> Stage:
+    """Of its tests, those with these names."""
+    return replace(stage, keyword=" and ".join(f"({words})" for words in (stage.keyword, keyword) if words))
 
 
 def run_wave(
@@ -204,6 +212,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--stages", help="only these, by name, with commas")
     parser.add_argument("--within", type=float, default=900.0, help="seconds in all; what is not done by then is left")
     parser.add_argument("--commit", help="where the tree has no history of its own")
+    parser.add_argument("-k", dest="keyword", default="", help="only tests with these names, as pytest understands it")
     parser.add_argument("more", nargs="*", help="after --: more arguments for pytest")
     return parser.parse_args(words)
 
@@ -216,8 +225,8 @@ def main(words: Sequence[str]) -> int:
         print(NEEDS, file=sys.stderr)
         return 2
     names = options.stages.split(",") if options.stages else [stage.name for stage in STAGES]
-    chosen = [stage for stage in STAGES if stage.name in names]
-    absent = [stage.name for stage in STAGES if stage not in chosen]
+    chosen = [narrowed(stage, options.keyword) for stage in STAGES if stage.name in names]
+    absent = [stage.name for stage in STAGES if stage.name not in names]
     facts = summary.environment(len(gpus), options.commit)
     begin = time.monotonic()
     print(compiled := compile_all(facts.arch), flush=True)

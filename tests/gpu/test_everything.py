@@ -127,3 +127,13 @@ def test_folders_stand_for_their_gpu_tests() -> None:
     assert found[-1] == "tests/transports"
     assert "tests/services/test_gpu.py" in found
     assert "tests/services/test_rpc.py" not in found
+
+
+def test_names_narrow_what_a_stage_chooses(tmp_path: Path) -> None:
+    """`make test-gpu ARGS="-k collectives"`; the stage's own choice holds, too."""
+    assert everything.parse(["-k", "collectives"]).keyword == "collectives"
+    chosen = {stage.name: everything.narrowed(stage, "a or b") for stage in everything.STAGES}
+    assert chosen["collectives"].keyword == "(not ten_thousand) and (a or b)"
+    command = everything.command_of(chosen["memory"], 1, 9.0, tmp_path, [])
+    assert command[command.index("-k") + 1] == "(a or b)"
+    assert all("-k" not in everything.command_of(s, 1, 9.0, tmp_path, []) for s in everything.STAGES if not s.keyword)

@@ -13,6 +13,7 @@ import torch
 
 from ep_kernels import MoECommunicator
 from ep_kernels.errors import AbortedError, ArgumentError, CapacityError, ClosedError, HandleError
+from ep_kernels.telemetry import lost
 from tests.cases import RoutingCase
 from tests.compare import expert, poison, same_bits, same_dispatch
 from tests.transports.steps import (
@@ -420,6 +421,7 @@ def sampled(comm: MoECommunicator, case: RoutingCase) -> None:
     samples = comm.samples()
     assert [s.op for s in samples] == ["dispatch", "combine"] * 3
     assert [s.seq for s in samples] == sorted(s.seq for s in samples)
+    assert lost(samples, {}) == {}
     for s in samples:
         assert s.tokens == (case.max_tokens if s.mode == "ag" else case.tokens[comm.rank])
         assert s.mode == comm.config.mode.value

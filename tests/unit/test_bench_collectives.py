@@ -2,44 +2,117 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import csv
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu.collective_backends import CollectiveCase
-from benchmarks.gpu.collective_tables import BACKENDS, Session, Taken, bound_us, cases, wrong
+from benchmarks.gpu.collective_cases import BACKENDS, OPS, PRODUCTS, CollectiveCase, bound_us, cases
+from benchmarks.gpu.collective_tables import Taken, line_of, wrong
+from benchmarks.gpu.collective_targets import Line, Target, judged, with_ratios
 
 GATHER = CollectiveCase("all_gather", 16 << 20)
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+STANDING = RESULTS / "2026-11-25-h100x2-collectives"
 
 
-def test_every_operation_has_three_backends_at_every_size() -> None:
-    backends: dict[tuple[str, int], set[str]] = {}
-    for name, case in cases(8, quick=False):
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_operation_has_three_backends_at_every_size(ranks: int) -> None:
+    backends: dict[tuple[object, ...], set[str]] = {}
+    for name, case in cases(ranks, quick=False):
         assert name in BACKENDS
-        backends.setdefault((case.op, case.num_bytes), set()).add(name)
-    assert all(len(found) >= 3 and "crossdock" in found for found in backends.values())
-    assert {op for op, _ in backends} == {"all_gather", "reduce_scatter", "all_reduce"}
+        alike = case.t, case.op, case.num_bytes, case.m, case.n, case.k
+        backends.setdefault(alike, set()).add(name)
+    for (t, op, *_), found in backends.items():
+        if op != "matmul" and not (op == "all_gather" and t in "348"):  # yardsticks of the rows
+            assert len(found) >= 3, (t, op)
+            assert "crossdock" in found
+    assert {op for _, op, *_ in backends} == {op for op in OPS if op != "fsdp_step"}
+    assert {t for t, *_ in backends} == {"1, 2", "3", "4", "5", "6", "8"}
+
+
+def taken(backend: str, runs: list[list[float]], case: CollectiveCase = GATHER, **fields: object) -> Line:
+    return line_of(Taken(backend, replace(case, **fields), runs), 4)  # type: ignore[arg-type]
 
 
 def test_a_ratio_is_to_our_best_of_the_same_operation() -> None:
-    taken = [
-        Taken("crossdock", CollectiveCase("all_gather", 16 << 20, num_sms=8), [[80.0], [82.0]]),
-        Taken("crossdock", CollectiveCase("all_gather", 16 << 20, num_sms=32), [[60.0], [60.0]]),
-        Taken("nccl", GATHER, [[90.0], [90.0]]),
-        Taken("nccl", CollectiveCase("all_gather", 1 << 20), [[9.0]]),
-    ]
-    session = SimpleNamespace(taken={(one.backend, one.case): one for one in taken}, _ranks=4)
-    lines = Session.lines(session)  # type: ignore[arg-type]
-    assert [(line.ratio, line.ratio_to) for line in lines] == [("", ""), ("", ""), (1.5, "crossdock sms=32"), ("", "")]
+    lines = with_ratios([
+        taken("crossdock", [[80.0], [82.0]], num_sms=8),
+        taken("crossdock", [[60.0], [60.0]], num_sms=32),
+        taken("nccl", [[90.0], [90.0]]),
+        taken("nccl", [[9.0]], num_bytes=1 << 20),
+    ])  # fmt: skip
+    ours = "crossdock all_gather sms=32"
+    assert [(line.ratio, line.ratio_to) for line in lines] == [("", ""), ("", ""), (1.5, ours), ("", "")]
     assert [line.spread_pct for line in lines] == [2.5, 0.0, 0.0, ""]
     assert lines[1].gbps == pytest.approx(3 * (16 << 20) / 60e3, rel=1e-2)
 
 
-def test_the_bound_counts_bytes_that_leave_a_gpu() -> None:
+def test_our_own_are_measured_by_the_longer_of_their_parts() -> None:
+    shape = {"m": 4096, "n": 1792, "k": 4096, "t": "4"}
+    lines = [
+        taken("cublas", [[90.0]], op="matmul", num_bytes=0, **shape),
+        taken("crossdock", [[60.0]], t="4"),
+        taken("nccl", [[100.0]], t="4"),
+        taken("crossdock", [[120.0]], op="all_gather_matmul", **shape),
+        taken("nccl", [[180.0]], op="all_gather_matmul", **shape),
+    ]
+    made = with_ratios(lines)
+    assert (made[3].ratio, made[3].ratio_to) == (0.75, "cublas matmul sms=auto")
+    assert (made[4].ratio, made[4].ratio_to) == (1.5, "crossdock all_gather_matmul sms=auto")
+    what = "all-gather and matmul 4096 x 1792 x 4096"
+    assert judged(lines, 4) == [
+        Target("4", f"{what}, efficiency", 0.75, ">=", 0.6, "yes"),
+        Target("4", f"{what}, to cublas and nccl", 1.5, ">=", round(0.9 * 1.9, 3), "no"),
+    ]
+    assert judged(lines, 8)[1].target == 1.05
+
+
+def read(folder: Path, name: str, kind: type) -> list[dict[str, str]]:
+    with (folder / f"{name}.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == [field.name for field in fields(kind)]
+    return rows
+
+
+def number(text: str) -> float | int | str:
+    for kind in (int, float):
+        try:
+            return kind(text)  # type: ignore[no-any-return]
+        except ValueError:
+            continue
+    return text
+
+
+def test_published_ratios_and_judgements_follow_from_the_published_times() -> None:
+    """Of the folder that docs/collectives.md names."""
+    rows = read(STANDING, "collectives", Line)
+    lines = [Line(**{name: text if name == "t" else number(text) for name, text in row.items()}) for row in rows]  # type: ignore[arg-type]
+    assert with_ratios([replace(line, ratio="", ratio_to="") for line in lines]) == lines
+    for op in {line.op for line in lines} - {"matmul"}:
+        assert len({line.backend for line in lines if line.op == op}) >= 3, op
+    assert {line.t for line in lines} == {"1, 2", "3", "4", "5", "6", "8"}  # of T7, see there
+    told = [{name: str(value) for name, value in vars(target).items()} for target in judged(lines, lines[0].ranks)]
+    assert told == read(STANDING, "targets", Target)
+
+
+def test_the_bound_is_of_bytes_that_leave_a_gpu_or_of_products() -> None:
     assert bound_us(GATHER, 8) == pytest.approx(7 * (16 << 20) / 343e3)
     assert bound_us(CollectiveCase("all_reduce", 8 << 20), 4) == pytest.approx(2 * 3 / 4 * (8 << 20) / 350e3)
     assert bound_us(CollectiveCase("reduce_scatter", 1 << 20), 2) == pytest.approx((1 << 20) / 350e3)
+    square = CollectiveCase("matmul_all_reduce", 1 << 20, m=8192, n=8192, k=8192)
+    assert bound_us(square, 2) == pytest.approx(2 * 8192**3 / 989e6)
+
+
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_shapes_of_products(op: str) -> None:
+    """Rows of all ranks are m; a gather has some of them before, a scatter behind."""
+    case = CollectiveCase(op, 4096, m=64, n=6, k=10)
+    before = {"all_gather_matmul": (16, 10), "matmul_beside_gather": (2048,)}.get(op, (64, 10))
+    after = {"matmul_reduce_scatter": (16, 6), "matmul_beside_gather": (8192,)}.get(op, (64, 6))
+    assert (case.shape_in(4), case.shape_out(4)) == (before, after)
 
 
 def test_what_is_wrong() -> None:
@@ -48,5 +121,6 @@ def test_what_is_wrong() -> None:
     assert wrong("nccl", reduce, near, want) == ""
     assert wrong("crossdock", reduce, near, want) == "other bits than the definition"
     assert wrong("nccl", GATHER, near, want) == "other bits than the definition"
+    assert wrong("crossdock", replace(reduce, op="matmul_all_reduce"), near, want) == ""
     assert wrong("nccl", reduce, want * float("nan"), want).startswith("off by nan")
     assert wrong("crossdock", reduce, want.clone(), want) == ""

@@ -4,22 +4,26 @@ called. Bits: tests/transports, beside LL and HT."""
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from ep_kernels import quant, reference
+from ep_kernels.collectives.collective_types import Algorithm
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import AbortedError, ConfigError, HandleError, PeerTimeout, TransportError
 from ep_kernels.gather import gather_memory as memory
-from ep_kernels.gather.gather_member import renamed
+from ep_kernels.gather.gather_engine import GatherEngine
+from ep_kernels.gather.gather_member import GatherMember, renamed
 from ep_kernels.gather.gather_routing import GatherTables
 from ep_kernels.network import NetworkConfig
 from ep_kernels.routing import route
+from ep_kernels.telemetry import lost
 from ep_kernels.transports.base import region_map
 from ep_kernels.transports.nvlink.signature import signature, tags
-from ep_kernels.types import Layout, Mode, ScaleFormat
+from ep_kernels.types import LatencySample, Layout, Mode, ScaleFormat
 from tests.cases import KINDS, RoutingCase, draw_seed, replicated
 from tests.gpu.loopback_group import LoopGroup
 
@@ -133,3 +137,48 @@ def test_tags_are_found_again_in_signatures() -> None:
 
     assert tags(word(32, 7), word(32, 2050)) == (7, 2)
     assert tags(word(32, 7), word(48, 7)) is None
+
+
+def test_samples_that_a_ring_has_lost_are_counted_once() -> None:
+    """Collectives count on from each other, those by copy engines by themselves; the rest of a combine is no sample."""
+    row = 3 * config().hidden_size * 2
+
+    def sample(op: str, mode: str, seq: int, num_bytes: int) -> LatencySample:
+        return LatencySample(op, mode, seq, num_bytes, seq, 1, (0, 1, 1), 3)
+
+    def gathered(seq: int, mode: str = "pull") -> LatencySample:
+        return sample("all_gather", mode, seq, 4096)
+
+    def reduced(seq: int, num_bytes: int = 5 * row) -> LatencySample:
+        return sample("reduce_scatter", "pull", seq, num_bytes)
+
+    member = GatherMember(config(), cast(Any, None))
+    member._step_tokens = lambda num_bytes: 5  # type: ignore[method-assign]
+    next_seq: dict[str, int] = {}
+
+    def told(*samples: LatencySample) -> dict[str, int]:
+        member._coll = cast(Any, SimpleNamespace(samples=lambda: list(samples), set_active=lambda *_: None))
+        return lost(member.samples(), next_seq)
+
+    exchanged = sample("exchange", "host", 900, 0)
+    assert told(gathered(1), reduced(2), gathered(3), exchanged, reduced(4), reduced(5, row + 1), gathered(6)) == {}
+    assert told(reduced(7), gathered(1, "copy_pull"), reduced(8), gathered(2, "copy_pull"), reduced(9)) == {}
+    assert told(gathered(12), reduced(13)) == {"dispatch": 2}
+    assert told(reduced(15, row + 1), gathered(4, "copy_pull"), reduced(16)) == {"dispatch": 2}
+    member.set_active((True, True, True), 1)
+    assert told(gathered(40), reduced(41)) == {}, "another epoch begins anew"
+
+
+def test_copy_engines_alone_are_for_this_mode() -> None:
+    """`num_sms=0`: of dispatch; a reduce-scatter takes as many multiprocessors as it likes."""
+    assert config(num_sms=0).num_sms == 0
+    with pytest.raises(ConfigError, match="num_sms: expected None or an int in 1"):
+        CASE.config(LoopGroup(0, CASE.num_ranks), mode=Mode.LL, num_sms=0)
+    asked: list[int | None] = []
+    engine = SimpleNamespace(
+        config=config(num_sms=0),
+        _algorithm=lambda *_: Algorithm.KERNEL_PULL,
+        _coll=SimpleNamespace(reduce_scatter=lambda args: asked.append(args.num_sms)),
+    )
+    GatherEngine.reduce(cast(Any, engine), torch.ones(3, 2), torch.ones(1, 2), 1)
+    assert asked == [None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 
@@ -16,9 +17,11 @@ from ep_kernels.collectives import matmul
     [
         (8, 0, [1] * 8),
         (8, 1792, [1] * 8),
-        (8, 3584, [1, 1, 2, 4]),
-        (8, 6656, [1, 3, 4]),
-        (8, 1 << 20, [1, 7]),
+        (8, 2560, [1, 1, 1, 1, 1, 1, 2]),
+        (8, 3584, [1, 1, 1, 1, 4]),
+        (8, 6656, [1, 1, 1, 1, 4]),
+        (8, 1 << 20, [1, 1, 1, 1, 4]),
+        (3, 6656, [1, 1, 1]),
         (2, 6656, [1, 1]),
         (1, 6656, [1]),
     ],
@@ -76,3 +79,50 @@ def test_every_row_is_multiplied_once(monkeypatch: pytest.MonkeyPatch, order: li
     assert sum(rows) == 2 * len(x)
     for y, each in zip(ys, w, strict=True):
         torch.testing.assert_close(y, x @ each)
+
+
+class Stream:
+    """Writes down what it waits for."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said = name, said
+
+    def record_event(self) -> str:
+        return f"begin of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.said.append(f"{self.name} waits for {event}")
+
+    def wait_stream(self, other: Stream) -> None:
+        self.said.append(f"{self.name} waits for {other.name}")
+
+
+def test_turns_run_beside_each_other_and_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a turn fails."""
+    said: list[str] = []
+    own, other = Stream("own", said), Stream("other", said)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: own)
+    monkeypatch.setattr(matmul, "_streams_beside", lambda _, count: [other][:count])
+    current: list[str] = []
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream.name)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    seen = []
+
+    def turns(fails: bool) -> None:
+        with contextlib.closing(matmul._lanes(torch.device("cuda", 0), 2)) as lanes:
+            for _, number in zip(lanes, range(3), strict=False):
+                seen.append(current[-1])
+                assert not (fails and number == 1)
+
+    turns(fails=False)
+    assert seen == ["own", "other", "own"]
+    assert said == ["other waits for begin of own", "own waits for other"]
+    with pytest.raises(AssertionError):
+        turns(fails=True)
+    assert said[2:] == said[:2]

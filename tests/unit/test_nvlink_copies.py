@@ -225,7 +225,7 @@ def test_the_order_of_a_push() -> None:
     """Rank 1 of 4 ranks, of which rank 3 is inactive; two parts, one of them empty."""
     parts = [CopyPart(50, 300, 0, 32, 32), CopyPart(60, 600, 0, 0, 0)]
     copy, wait, write, mark = COPY, WAIT, WRITE, MARK
-    marks, there = CopyMarks(11, 12, {0: 13, 2: 14}), places(1, (True, True, True, False))
+    marks, there = CopyMarks(12, 11, {0: 13, 2: 14}), places(1, (True, True, True, False))
     word, begun = [(write, 5, 0, 9), (write, 13, 0, 77)], (write, 6, 0, 9)
     ready = [(copy, 3000 + 100 + 16, 5, 16), (copy, 1000 + 100 + 16, 5, 16)]
     waits = [(wait, 2000 + 100 + 32, 0, 9), (wait, 2000 + 100 + 0, 0, 9)]
@@ -249,7 +249,7 @@ def test_the_order_of_a_push() -> None:
 
 def test_the_order_of_a_pull() -> None:
     copy, wait, write, mark = COPY, WAIT, WRITE, MARK
-    marks = CopyMarks(1, 2, {0: 3, 2: 4})
+    marks = CopyMarks(2, 1, {0: 3, 2: 4})
     assert copy_schedule.pull(places(1, (True,) * 3), 9, 77, [CopyPart(0, 70, 400, 16, 40)], marks) == [
         (write, 5, 0, 9), (write, 13, 0, 77),
         (copy, 3000 + 200 + 16, 5, 16), (copy, 1000 + 200 + 16, 5, 16), (mark, 1, 0, 0), (write, 6, 0, 9),

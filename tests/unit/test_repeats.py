@@ -32,7 +32,8 @@ class Plan:
         self._begin, self._args = transport.all_reduce, args
         self.num_begun, self.is_quiet = 0, True
 
-    def begin(self, x: torch.Tensor, out: torch.Tensor) -> Any:
+    def begin(self, x: torch.Tensor, out: torch.Tensor, x_at: int, out_at: int) -> Any:
+        assert (x_at, out_at) == (x.data_ptr(), out.data_ptr())
         if not self.is_quiet:
             return None
         self.num_begun += 1
@@ -173,7 +174,7 @@ def test_a_planned_kernel_sums_what_it_is_given(monkeypatch: pytest.MonkeyPatch,
         xs = list(rows(3, n, torch.float32, generator))
         outs = [torch.full((n,), float("nan")) for _ in xs]
         for (plan, kernel, _), x, out, (call,) in zip(plans, xs, outs, calls, strict=True):
-            assert plan.begin(x, out) is not None
+            assert plan.begin(x, out, x.data_ptr(), out.data_ptr()) is not None
             assert kernel.library.started.pop() == (ctypes.addressof(kernel.prepared()), 7, ctypes.addressof(call.args))
         loop.run(calls)
         loop.check()
@@ -182,12 +183,12 @@ def test_a_planned_kernel_sums_what_it_is_given(monkeypatch: pytest.MonkeyPatch,
     plan, kernel, owner = plans[0]
     library = kernel.library
     library.answer = -1
-    assert plan.begin(xs[0], outs[0]) is not None
+    assert plan.begin(xs[0], outs[0], 1, 2) is not None
     assert owner.num_captured == 1
     library.started.clear()
     library.answer = DISTURBED
-    assert plan.begin(xs[0], outs[0]) is None
+    assert plan.begin(xs[0], outs[0], 1, 2) is None
     owner.is_quiet = False
     library.answer = 0
-    assert plan.begin(xs[0], outs[0]) is None
+    assert plan.begin(xs[0], outs[0], 1, 2) is None
     assert library.started == []

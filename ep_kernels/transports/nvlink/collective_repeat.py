@@ -59,12 +59,12 @@ class KernelPlan:
         self._address, self._repeat = ctypes.addressof(self._record), self._library.cd_repeat_kernel
         self._keep = call.args, kernel, quiet
 
-    def begin(self, x: torch.Tensor, out: torch.Tensor) -> KernelWork | None:
+    def begin(self, x: torch.Tensor, out: torch.Tensor, x_at: int, out_at: int) -> KernelWork | None:
         """See `collective_base.CollectivePlan`."""
         stream = self._owner.undisturbed()
         if stream is None:
             return None
-        status = self._repeat(self._address, stream.cuda_stream, x.data_ptr(), out.data_ptr())
+        status = self._repeat(self._address, stream.cuda_stream, x_at, out_at)
         if status:
             if status == DISTURBED:
                 return None
@@ -91,7 +91,7 @@ class CopyPlan:
         self._template: PushTemplate | None = None
         self._arrivals, self._epoch = engines.arrivals(), owner.epoch
 
-    def begin(self, x: torch.Tensor, out: torch.Tensor) -> CopyWork | None:
+    def begin(self, x: torch.Tensor, out: torch.Tensor, x_at: int, out_at: int) -> CopyWork | None:
         """See `collective_base.CollectivePlan`."""
         current = self._owner.undisturbed()
         if current is None or torch._C._cuda_isCurrentStreamCapturing():

@@ -115,7 +115,8 @@ class CopyWork:
         if self._epoch != self._owner.epoch:
             require_epoch(self._epoch, self._owner.epoch)
         self._waited = True
-        self._await_own()
+        if self._placed is not None:
+            self._await_own()
         self._owner.await_end(self._seq)
         self._owner.raise_fault()
 

@@ -39,8 +39,8 @@ FLAG_BYTES, WORD_BYTES = 16, 8
 SEEN_SLOTS = 64
 """Operations whose flags the host can still look at when they have ended."""
 SMALL_BYTES = 1 << 20
-"""Most bytes of a shard whose arrivals are not marked and waited for one by one, which would cost the host more than is
-gained: seven such shards take the links 20 us."""
+"""Most bytes of a shard whose sending is not marked, and whose arrivals are not marked and waited for one by one, which
+would cost the host more than is gained: seven such shards take the links 20 us."""
 
 
 COPY, WAIT, WRITE, MARK, GRAPH = range(5)
@@ -114,23 +114,24 @@ class CopyMarks:
     """Events that the stream passes; 0: none.
 
     Attributes:
-        sent: behind this rank's last copy to a peer.
         end: when all is there.
+        sent: behind this rank's last copy to a peer.
         arrived: by peer, behind the wait for its shard.
     """
 
-    sent: int = 0
     end: int = 0
+    sent: int = 0
     arrived: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(events: Sequence[int], arrivals: Sequence[int]) -> CopyMarks:
-        """Those events: sent, end, one for each peer of `arrivals`."""
-        return CopyMarks(events[0], events[1], dict(zip(arrivals, events[2:], strict=False)))
+        """Those events: end, and where peers are told apart sent and one for each of `arrivals`."""
+        sent = events[1] if arrivals else 0
+        return CopyMarks(events[0], sent, dict(zip(arrivals, events[2:], strict=False)))
 
     def listed(self) -> list[int]:
         """The events, as `of` takes them."""
-        return [self.sent, self.end, *self.arrived.values()]
+        return [event for event in (self.end, self.sent, *self.arrived.values()) if event]
 
 
 NO_MARKS = CopyMarks()

@@ -13,7 +13,7 @@ from ep_kernels.transports.nvlink.copy_schedule import CopyMarks
 from ep_kernels.types import LatencySample
 
 RING = 64
-_BEHIND, _SENT, _END, _ARRIVED = range(4)
+_BEHIND, _END, _SENT, _ARRIVED = range(4)
 _MOST = (1 << 31) - 1
 
 
@@ -77,7 +77,7 @@ class CopyTimes:
 
     def marks(self, seq: int, arrivals: Sequence[int]) -> CopyMarks:
         """The events that an operation passes."""
-        return CopyMarks.of(self._ring[seq % RING][_SENT:], arrivals)
+        return CopyMarks.of(self._ring[seq % RING][_END:], arrivals)
 
     def behind(self, seq: int) -> int:
         """The event at which an operation begins."""
@@ -99,7 +99,8 @@ class CopyTimes:
         return found
 
     def _sample(self, seq: int, kind: TimedKind, now_ns: int) -> LatencySample | None:
-        behind, sent, end, *arrived = self._ring[seq % RING]
+        behind, end, sent, *arrived = self._ring[seq % RING]
+        sent = sent if kind.arrivals else end
         ago, send, total = (
             self._events.between_ns(*pair) for pair in ((behind, self._now), (behind, sent), (behind, end))
         )
