@@ -111,7 +111,7 @@ class NcclProduct(Product):
         for number, (x, out) in enumerate(zip(self.x.chunk(CHUNKS), self.out.chunk(CHUNKS), strict=True)):
             with torch.cuda.stream(self._streams[number % 2]):
                 torch.mm(x, self.w, out=out)
-                dist.all_reduce(out, async_op=True).wait()  # type: ignore[union-attr]
+                dist.all_reduce(out, async_op=True).wait()
         for stream in self._streams:
             current.wait_stream(stream)
 
