@@ -7,9 +7,9 @@ bytes on the same kind of socket by one thread; rank and peer share a proxy, so 
 one. The first after a pause: between two proxies, both asleep. Dispatch: rows that leave a rank, over the time of the
 slowest rank, beside the provider's own stream of messages of the same sizes (less, too, the time of a dispatch on one
 host, whose copies take the same processors) and beside gloo's all_to_all of the same job. The stream sends the same
-memory again and again and lands it at the same place, so caches hold much of both; before a dispatch other programs
-have run, as experts do. Caches cold: the stream with other memory written before each round. Wire: what a dispatch
-sends, beside what it must.
+memory again and again and lands it at the same place, so caches hold both; before a dispatch other programs have run,
+as experts do, and then its rows were written. Caches alike: the stream, before each round of which other memory and
+then what it sends are written. Wire: what a dispatch sends, beside what it must.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RING_US, MESSAGE_US, SHARE, RECORDS_PCT, GLOO = 0.5, 2.0, 0.9, 2.0, 2.0
 """Targets: a push; ring and proxy above the socket; of the provider's stream; beside the rows; gloo's time by ours."""
 SEED, WAIT_S, BLOCKS, PAUSE_S = 20, 30.0, 20, 0.002
 OTHER_BYTES = 64 << 20
-"""Written by each rank to make its caches cold."""
+"""Written by each rank, as experts do between two dispatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,10 @@ class End:
     def __exit__(self, *_: object) -> None:
         self.channel.close()
         self.channel.free()
+
+    def write(self, number: int) -> None:
+        """Other bytes into what it sends."""
+        ctypes.memset(self._own, number % 256, len(self._own))
 
     def stream(self, to: int, sizes: Sequence[int], expected: int) -> int:
         """Send messages of those sizes while as many as expected come; ns."""
@@ -210,7 +214,7 @@ def dispatches(case: Case, rounds: int) -> list[Row]:
     result = measure(case, ("over_hosts", "crossdock", "gloo"), rounds, SEED)
     step = make_steps(case, 1, SEED)[0]
     num_bytes = statistics.mean(sum(runs(case, step, rank)) for rank in range(case.ranks))
-    streamed, cold = (
+    streamed, alike = (
         [num_bytes / ns for ns in max_of(_in_processes(case, partial(_stream, other_bytes=other), rounds))]
         for other in (0, OTHER_BYTES)
     )
@@ -218,6 +222,7 @@ def dispatches(case: Case, rounds: int) -> list[Row]:
     whole, here = (result.p50(name, "dispatch") for name in ("over_hosts", "crossdock"))
     stream = statistics.median(streamed)
     share, apart = statistics.median(ours) / stream, num_bytes / (whole - here) / 1e3 / stream
+    like = statistics.median(ours) / statistics.median(alike)
     gloo = result.p50("gloo", "dispatch") / result.p50("over_hosts", "dispatch")
     back = result.p50("gloo", "combine") / result.p50("over_hosts", "combine")
     return [
@@ -225,8 +230,8 @@ def dispatches(case: Case, rounds: int) -> list[Row]:
         row("stream: messages of the same sizes", of, streamed, "GB/s"),
         row("dispatch: of the stream", of, [share], "", least=SHARE),
         row("dispatch: of the stream, placing apart", of, [apart], "", least=SHARE),
-        row("stream: the same, caches cold", of, cold, "GB/s"),
-        row("dispatch: of the stream, caches cold", of, [statistics.median(ours) / statistics.median(cold)], ""),
+        row("stream: the same, caches alike", of, alike, "GB/s"),
+        row("dispatch: of the stream, caches alike", of, [like], "", least=SHARE),
         row("dispatch: ours", of, [us / 1e3 for us in result.slowest_us["over_hosts", "dispatch"]], "ms"),
         row("dispatch: ours on one host", of, [us / 1e3 for us in result.slowest_us["crossdock", "dispatch"]], "ms"),
         row("dispatch: gloo", of, [us / 1e3 for us in result.slowest_us["gloo", "dispatch"]], "ms"),
@@ -292,8 +297,8 @@ def _run(case: Case, job: Job, rank: int, store: str, rounds: int, pipe: Connect
 
 
 def _stream(case: Case, rank: int, store: Any, rounds: int, other_bytes: int) -> list[float]:
-    """Each rank to one on the other host, both ways at once, after writing so many bytes of other memory; ns of each
-    round."""
+    """Each rank to one on the other host, both ways at once, after writing `other_bytes` of other memory, if any, and
+    then what it sends; ns of each round."""
     peer, step = (rank + case.ranks // 2) % case.ranks, make_steps(case, 1, SEED)[0]
     here, there = runs(case, step, rank), runs(case, step, peer)
     network = Network(network_of(rank, case.ranks))
@@ -304,8 +309,10 @@ def _stream(case: Case, rank: int, store: Any, rounds: int, other_bytes: int) ->
         their = type(ticket)(ticket.provider, "127.0.0.1", int(port), int(token), secret)
         end.channel.connect({peer: their}, WAIT_S)
         took, other = [], torch.zeros(other_bytes, dtype=torch.uint8)
-        for _ in range(rounds + 2):
-            other.add_(1)
+        for number in range(rounds + 2):
+            if other_bytes:
+                other.add_(1)
+                end.write(number)
             end.stream(peer, [0], 1)  # both are here
             took.append(float(end.stream(peer, here, len(there))))
         _meet(store, rank, case.ranks, "end")

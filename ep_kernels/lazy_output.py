@@ -20,6 +20,10 @@ class LazyOutput(DispatchOutput):
         """With fields, as `dataclasses.replace` calls it: one that has them."""
         return DispatchOutput(*args, **fields)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has its fields."""
+        return DispatchOutput, tuple(getattr(self, name) for name in DispatchOutput.__dataclass_fields__)
+
 
 def _property(name: str) -> property:
     def read(self: Any) -> Any:

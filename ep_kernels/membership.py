@@ -213,13 +213,13 @@ class GroupMember(Generic[C, M]):
                 self._fault = None  # its traceback holds this object, and so the regions
                 self._transport.close()
 
-    def _forsake(self) -> None:
+    def _close_in_child(self) -> None:
         """This process is a forked child, which has copies of what the parent's rank is made of, and none of the
         threads that may hold its locks: close the copies, and touch nothing that the two share."""
         self._lock, self._sampling = threading.RLock(), threading.RLock()
         if not self._closed:
             self._closed, self._fault = True, None
-            self._transport.forsake()
+            self._transport.close_in_child()
 
     def __enter__(self) -> Self:
         return self
@@ -270,9 +270,9 @@ class GroupMember(Generic[C, M]):
                 self._fault = error
 
 
-def _forsake_all() -> None:
+def _close_all_in_child() -> None:
     for member in list(_members):
-        member._forsake()
+        member._close_in_child()
 
 
-os.register_at_fork(after_in_child=_forsake_all)
+os.register_at_fork(after_in_child=_close_all_in_child)

@@ -94,11 +94,6 @@ class Table:
             found += self.find(t=line.t, op=op, **shape)[:1]
         return max(found, key=lambda part: part.p50_us, default=None)
 
-    def parts_of(self, ours: Sequence[Line]) -> list[Line]:
-        """The yardstick of the fastest of our lines, if there is one."""
-        part = self.alone(ours[0]) if ours else None
-        return [] if part is None else [part]
-
 
 def named(line: Line) -> str:
     """A line among those of its row and size."""
@@ -132,6 +127,11 @@ def judged(lines: Sequence[Line], ranks: int) -> list[Target]:
                 met = value >= target if sign == ">=" else value <= target
                 made.append(Target(t, what, round(value, 3), sign, round(target, 3), "yes" if met else "no"))
     return made
+
+
+def _to_part(mine: Sequence[Line], part: Line | None) -> float | None:
+    """Time of ours over that of the longer part alone; None where one is missing."""
+    return mine[0].p50_us / part.p50_us if mine and part else None
 
 
 def _over(others: Sequence[Line], ours: Sequence[Line]) -> float | None:
@@ -169,8 +169,8 @@ def _copies(table: Table, eight: bool) -> Iterator[Judged]:
 def _beside(table: Table, eight: bool) -> Iterator[Judged]:
     kind = {"t": "3", "op": "matmul_beside_gather"}
     mine = table.find(**kind, backend="crossdock", algorithm="overlap")
-    part = table.parts_of(mine)
-    yield "3", "matmul beside a gather, over the longer alone", _over(mine, part), "<=", 1.08
+    part = table.alone(mine[0]) if mine else None
+    yield "3", "matmul beside a gather, over the longer alone", _to_part(mine, part), "<=", 1.08
     after = table.find(**kind, backend="crossdock", algorithm="sequential")
     yield "3", "one after the other, to ours", _over(after, mine), ">=", 1.70
     theirs = table.find(**kind, backend="nccl", algorithm="overlap")
@@ -185,8 +185,9 @@ def _gather_matmuls(table: Table, eight: bool) -> Iterator[Judged]:
         for m in ROWS:
             kind = {"t": "4", "op": "all_gather_matmul", "m": m, "n": n, "k": k}
             mine, what = table.find(**kind, backend="crossdock"), f"all-gather and matmul {m} x {n} x {k}"
-            part = table.parts_of(mine)
-            yield "4", f"{what}, efficiency", _over(part, mine), ">=", EFFICIENCY[n, k][m]
+            part = table.alone(mine[0]) if mine else None
+            longer = _to_part(mine, part)
+            yield "4", f"{what}, efficiency", longer and 1 / longer, ">=", EFFICIENCY[n, k][m]
             least = to_nccl[m][column]
             if not eight and mine:
                 gather = table.find(t="4", op="all_gather", bytes_per_rank=mine[0].bytes_per_rank, backend="nccl")
@@ -223,8 +224,8 @@ def _reductions(table: Table, eight: bool) -> Iterator[Judged]:
 def _all_reduces(table: Table, eight: bool) -> Iterator[Judged]:
     kind = {"t": "6", "op": "matmul_all_reduce"}
     mine = table.find(**kind, backend="crossdock")
-    part = table.parts_of(mine)
-    yield "6", "matmul and all-reduce, over the matmul alone", _over(mine, part), "<=", 1.06
+    part = table.alone(mine[0]) if mine else None
+    yield "6", "matmul and all-reduce, over the matmul alone", _to_part(mine, part), "<=", 1.06
     theirs = table.find(**kind, backend="nccl", algorithm="two_streams")
     yield "6", "nccl in 4 chunks on 2 streams, to ours", _over(theirs, mine), ">=", 1.03
 
@@ -243,8 +244,8 @@ def _steps(table: Table, eight: bool) -> Iterator[Judged]:
 
 def _dispatches(table: Table, eight: bool) -> Iterator[Judged]:
     mine = table.find(t="8", op="dispatch", backend="crossdock", algorithm="ag")
-    part = table.parts_of(mine)
-    yield "8", "dispatch of Mode.AG, over the gather alone", _over(mine, part), "<=", 1.06
+    part = table.alone(mine[0]) if mine else None
+    yield "8", "dispatch of Mode.AG, over the gather alone", _to_part(mine, part), "<=", 1.06
 
 
 ROWS_OF_TABLE: tuple[Callable[[Table, bool], Iterator[Judged]], ...] = (

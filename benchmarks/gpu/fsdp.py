@@ -174,7 +174,7 @@ class Windows:
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> Any:
         """As `Collectives.all_gather`."""
-        assert out is not None
+        assert out is not None, "FSDP2 gathers into memory of its own"
         return dist.all_gather_into_tensor(out, x, group=self._group, async_op=True)
 
     def close(self) -> None:

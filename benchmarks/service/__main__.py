@@ -6,18 +6,18 @@ Two workers of this host on the `cpu` transport serve a generated model; process
 and open loop (`load.py`). Beside them, in the same run: the same experts in one process, a bare gRPC echo of the same
 bytes, and tokens per second of a `transformers` model with its own experts and through `attach`. Two shapes: `model`
 has experts that cost something, `path` wide rows and experts that cost nearly nothing, so that the way to them is what
-is measured. Where the time goes is from the workers' own metrics: means of a request.
+is measured. Where the time goes is from the workers' own metrics: means of a request. With `far` among `--paths`, the
+group and an echo are also put into another network namespace, behind a pair of virtual devices, and reached by gRPC.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import re
 import statistics
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -27,10 +27,14 @@ import torch
 
 from benchmarks import facts
 from benchmarks.service.beside import EchoProcess, InProcess, tokens_per_s
+from benchmarks.service.control import ControlProcess
+from benchmarks.service.counters import PHASES, Counters
 from benchmarks.service.load import Job, LoadProcesses, Measured, Sizes
+from benchmarks.service.model import write_experts
 from benchmarks.service.rolling import load_checkpoint
-from crossdock.common.config import ControlConfig, WorkerConfig
-from crossdock.demo.models import write_checkpoint
+from crossdock.common.config import WorkerConfig
+from crossdock.common.cpus import usable_cpus
+from crossdock.demo.hosts import HostPlace, become, namespaces
 from crossdock.host.supervisor import Supervisor
 
 WORKERS, LAYER, PROCESSES = 2, 0, 2
@@ -40,10 +44,9 @@ TOKENS, CLIENTS = (1, 8, 128, 1024), (1, 8, 64)
 OPEN_SHARE = 0.6
 """Rate of the open loop, of what the closed loop has reached."""
 FORM_S = 120.0
+Places = tuple[HostPlace, HostPlace]
+INSIDE = "--inside"
 ROLLING_CLIENTS, ROLLING_TOKENS, ROLLING_S = 4, 8, 5.0
-PHASES = ("queue", "dispatch", "experts", "combine")
-_HISTOGRAMS = {"queue_duration_seconds": "queue", "request_duration_seconds": "request"}
-_SAMPLE = r"^crossdock_(\w+?)_(sum|count)(\{.*?\})? (\S+)$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Row:
 
     Attributes:
         shape: "model" or "path".
-        path: "grpc", "shared", "echo", "in-process 1 thread", ..., "attached".
+        path: "grpc", "shared", "echo", "far grpc", "far echo", "in-process, threads=1", "attached by grpc", ...
         loop: "closed", "open", or "".
         clients, tokens: of the case.
         p50_ms, p99_ms: of a call.
@@ -78,48 +81,26 @@ class Row:
     outside_ms: float | None = None
 
 
-class Counters:
-    """Sums and counts of the workers' histograms."""
-
-    def __init__(self, pages: Sequence[str]) -> None:
-        self.sums = dict.fromkeys((*PHASES, "request"), 0.0)
-        self.counts = dict(self.sums)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        for page in pages:
-            with opener.open(f"http://{page}/metrics", timeout=10) as answer:
-                self._add(answer.read().decode())
-
-    def _add(self, text: str) -> None:
-        for name, kind, labels, value in re.findall(_SAMPLE, text, re.MULTILINE):
-            key = _HISTOGRAMS.get(name)
-            if name == "step_phase_duration_seconds":
-                key = next(phase for phase in PHASES[1:] if f'"{phase}"' in labels)
-            if key is not None:
-                (self.sums if kind == "sum" else self.counts)[key] += float(value)
-
-    def means_since(self, before: Counters) -> dict[str, float]:
-        """ms of a request, by part."""
-        found = {}
-        for key, total in self.sums.items():
-            number = self.counts[key] - before.counts[key]
-            found[key] = 1e3 * (total - before.sums[key]) / number if number else 0.0
-        return found
-
-
 class Bench:
     """All cases of one shape."""
 
     def __init__(
-        self, shape: str, folder: Path, load: LoadProcesses, echo_at: str, arguments: argparse.Namespace
+        self, shape: str, folder: Path, load: LoadProcesses, places: Places | None, arguments: argparse.Namespace
     ) -> None:
         self.shape, self._folder, self._load, self._arguments = shape, folder / shape, load, arguments
-        self._echo_at = echo_at
+        self._places = places
         self.sizes = SHAPES[shape][0]
         self._folder.mkdir()
         self.model = self._write("model", seed=0)
 
     def _write(self, name: str, seed: int) -> Path:
+        """A whole model where one is to be attached; else its experts alone, which needs no transformers."""
         sizes, inner = SHAPES[self.shape]
+        if not (self.shape == "model" and self._arguments.attach):
+            hidden, experts, topk = sizes.hidden, sizes.experts, sizes.topk
+            return write_experts(self._folder / name, hidden, inner, experts, topk, layers=2, seed=seed)
+        from crossdock.demo.models import write_checkpoint
+
         return write_checkpoint(
             "qwen3_moe", self._folder / name, dtype=torch.bfloat16, num_layers=2, hidden_size=sizes.hidden,
             intermediate_size=inner, num_experts=sizes.experts, topk=sizes.topk, seed=seed,
@@ -131,33 +112,49 @@ class Bench:
         if "in-process" in self._arguments.paths:
             yield from self._in_process(seconds)
         if "echo" in self._arguments.paths:
-            yield from self._echo(seconds)
-        anywhere = "127.0.0.1:0"
-        control = ControlConfig(listen=anywhere, http_listen=anywhere, world_size=WORKERS)
-        workers = [WorkerConfig(model=str(self.model), local_rank=i, uid=f"w{i}") for i in range(WORKERS)]
-        with Supervisor(control, workers, self._folder / "logs") as supervisor:
-            view = supervisor.wait_serving(FORM_S)
-            self._pages = [member.http_address for member in view.members]
-            for path in ("shared", "grpc"):
-                if path in self._arguments.paths:
-                    yield from self._service(path, supervisor.control_address, seconds)
-            if "rolling" in self._arguments.paths:
-                yield from self._rolling(supervisor.control_address)
+            yield from self._echo("echo", EchoProcess(), seconds)
+        paths = [path for path in ("shared", "grpc", "rolling") if path in self._arguments.paths.split(",")]
+        if paths:
+            with self._group("127.0.0.1", HostPlace("127.0.0.1")) as target:
+                for path in paths:
+                    yield from self._rolling(target) if path == "rolling" else self._service(path, target, seconds)
+        if self._places is not None:
+            here, there = self._places
+            yield from self._echo("far echo", EchoProcess(there.address, there.namespace), seconds)
+            with self._group(here.address, there) as target:
+                yield from self._service("far grpc", target, seconds)
+
+    @contextlib.contextmanager
+    def _group(self, here: str, there: HostPlace) -> Iterator[str]:
+        """A control plane at an address of this host, and workers at a place; its address."""
+        anywhere = f"{there.address}:0"
+        with ControlProcess(WORKERS, here) as control:
+            workers = [
+                WorkerConfig(
+                    model=str(self.model), control=control.address, local_rank=i, uid=f"w{i}", listen=anywhere,
+                    http_listen=anywhere,
+                )
+                for i in range(WORKERS)
+            ]  # fmt: skip
+            with Supervisor(None, workers, self._folder / f"logs-{there.address}", enter=there.enter) as supervisor:
+                self._pages = [member.http_address for member in supervisor.wait_serving(FORM_S).members]
+                yield control.address
 
     def _in_process(self, seconds: float) -> Iterator[Row]:
         experts = InProcess(self.model)
-        for threads in (1, os.cpu_count() or 1):
+        for threads in (1, usable_cpus()):
             torch.set_num_threads(threads)
             for tokens in self._arguments.tokens:
                 took = experts.measure(self.sizes, LAYER, tokens, seconds / 2)
                 case = Job("", self.sizes, tokens, LAYER, 1, 0)
                 yield self._row(f"in-process, threads={threads}", "", case, Measured(took, sum(took)))
 
-    def _echo(self, seconds: float) -> Iterator[Row]:
-        for tokens in self._arguments.tokens:
-            for clients in self._arguments.clients:
-                job = Job(self._echo_at, self.sizes, tokens, LAYER, clients, seconds / 2, echo=True)
-                yield self._row("echo", "closed", job, self._load.run(job))
+    def _echo(self, path: str, process: EchoProcess, seconds: float) -> Iterator[Row]:
+        with process as echo:
+            for tokens in self._arguments.tokens:
+                for clients in self._arguments.clients:
+                    job = Job(echo.address, self.sizes, tokens, LAYER, clients, seconds / 2, echo=True)
+                    yield self._row(path, "closed", job, self._load.run(job))
 
     def _service(self, path: str, target: str, seconds: float) -> Iterator[Row]:
         for tokens in self._arguments.tokens:
@@ -215,29 +212,53 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def main() -> None:
-    """Measure; print each row as it is done."""
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description="Measure the expert service beside its experts.")
     parser.add_argument("--out", type=Path, help="folder for service.csv and run.json; none: print only")
+    parser.add_argument("--commit", help="where the tree has no history of its own")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each case")
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--paths", default="in-process,echo,shared,grpc,rolling")
+    parser.add_argument("--paths", default="in-process,echo,shared,grpc,rolling,far")
     parser.add_argument("--tokens", type=numbers, default=TOKENS)
     parser.add_argument("--clients", type=numbers, default=CLIENTS)
     parser.add_argument("--open", type=int, default=1, help="0: no open loop")
     parser.add_argument("--attach", type=int, default=1, help="0: no tokens/s through attach")
-    arguments = parser.parse_args()
+    parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+@contextlib.contextmanager
+def two_hosts(arguments: argparse.Namespace) -> Iterator[Places | None]:
+    """This host and one beyond a network; None: not asked for, or there can be none, and why is printed."""
+    if "far" not in arguments.paths:
+        yield None
+    elif arguments.inside:
+        with namespaces() as places:
+            yield places
+    else:
+        print(f"no other host: {become([*sys.argv[1:], INSIDE], 'benchmarks.service')}")
+        yield None
+
+
+def main() -> None:
+    """Measure; print each row as it is done."""
+    arguments = parsed(sys.argv[1:])
     load_before, rows = os.getloadavg()[0], list[Row]()
     names = [field.name for field in fields(Row)]
-    print("  ".join(names))
-    with tempfile.TemporaryDirectory() as name, LoadProcesses(PROCESSES) as load, EchoProcess() as echo:
+    with (
+        two_hosts(arguments) as places,
+        tempfile.TemporaryDirectory() as folder,
+        LoadProcesses(PROCESSES) as load,
+    ):
+        print("  ".join(names))
         for shape in arguments.shapes.split(","):
-            for row in Bench(shape, Path(name), load, echo.address, arguments).rows():
+            for row in Bench(shape, Path(folder), load, places, arguments).rows():
                 rows.append(row)
                 print("  ".join("" if (cell := getattr(row, one)) is None else str(cell) for one in names), flush=True)
     if arguments.out:
         config: dict[str, object] = {"seconds": arguments.seconds, "load_before": round(load_before, 2)}
-        found = facts.of_control(sys.argv[1:], config, "benchmarks.service")
+        found = facts.of_this_run(config, arguments.commit, "benchmarks.service")
         facts.keep(arguments.out, "service", Row, rows, found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing as mp
 import time
 from collections.abc import AsyncIterator
@@ -12,23 +13,28 @@ from typing import Any, Self
 
 import grpc
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.service.load import Sizes
 from crossdock.client import Client, attach
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.expert_mlps import ExpertMLPs
 
+_CLONE_NEWNET = 0x40000000
 PROMPT, NEW_TOKENS, BATCH = 16, 24, 4
 
 
 class EchoProcess:
-    """A gRPC server that answers each message of a stream with as many bytes as its first eight say."""
+    """A gRPC server that answers each message of a stream with as many bytes as its first eight say.
 
-    def __init__(self) -> None:
+    Args:
+        address: to listen at.
+        namespace: file of the network namespace that has it; empty: this one.
+    """
+
+    def __init__(self, address: str = "127.0.0.1", namespace: str = "") -> None:
         context = mp.get_context("spawn")
         here, there = context.Pipe()
-        self._process = context.Process(target=_serve_echo, args=(there,), daemon=True)
+        self._process = context.Process(target=_serve_echo, args=(there, address, namespace), daemon=True)
         self._process.start()
         self.address: str = here.recv()
 
@@ -40,11 +46,15 @@ class EchoProcess:
         self._process.join()
 
 
-def _serve_echo(pipe: Connection) -> None:
-    asyncio.run(_echo(pipe))
+def _serve_echo(pipe: Connection, address: str, namespace: str) -> None:
+    if namespace:
+        with Path(namespace).open("rb") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"setns {namespace}")
+    asyncio.run(_echo(pipe, address))
 
 
-async def _echo(pipe: Connection) -> None:
+async def _echo(pipe: Connection, address: str) -> None:
     async def echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         answer = b""
         async for request in requests:
@@ -55,7 +65,7 @@ async def _echo(pipe: Connection) -> None:
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
     handler = grpc.stream_stream_rpc_method_handler(echo)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Bench", {"Echo": handler}),))
-    pipe.send(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    pipe.send(f"{address}:{server.add_insecure_port(f'{address}:0')}")
     await server.start()
     await server.wait_for_termination()
 
@@ -96,6 +106,8 @@ class InProcess:
 
 def tokens_per_s(model: Path, target: str, shared: bool) -> tuple[float, float]:
     """Of a `transformers` model that generates: with its own experts, and attached to the service."""
+    from transformers import AutoModelForCausalLM
+
     made: Any = AutoModelForCausalLM.from_pretrained(model)
     made.eval()
     ids = torch.randint(0, 256, (BATCH, PROMPT))

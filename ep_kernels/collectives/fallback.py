@@ -121,7 +121,7 @@ class TorchCollectives:
         """See `MemberTransport.close`. The process group is the caller's."""
         self._closed = True
 
-    forsake = close
+    close_in_child = close
 
     def abort(self, reason: str) -> None:
         """See `MemberTransport.abort`; a wait that is under way ends by the process group's timeout."""

@@ -155,9 +155,9 @@ class GatherMember:
         """See `MemberTransport.drain`."""
         self._coll.drain()
 
-    def forsake(self) -> None:
-        """See `MemberTransport.forsake`."""
-        self._coll.forsake()
+    def close_in_child(self) -> None:
+        """See `MemberTransport.close_in_child`."""
+        self._coll.close_in_child()
 
     def close(self) -> None:
         """See `MemberTransport.close`."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+
+from ep_kernels.network import proxy
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +49,17 @@ class ChannelMemory:
     box: int = 0
     dma_bufs: int = 0
     device: int = 0
+
+    def native(self, ranks: int, lanes: int) -> proxy.NetMemory:
+        """For the library."""
+        return proxy.NetMemory(
+            own=self.own,
+            own_bytes=self.own_bytes,
+            landing=self.landing,
+            stride=self.stride,
+            box=self.box,
+            dma_bufs=ctypes.cast(self.dma_bufs, ctypes.POINTER(ctypes.c_int32)),
+            ranks=ranks,
+            lanes=lanes,
+            device=self.device,
+        )

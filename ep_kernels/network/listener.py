@@ -1,7 +1,7 @@
 """The data port: one listening socket and one thread of a process. It lets members of a group in, and nobody else.
 
 A connection that has not proved membership within 5 s is closed; so is the oldest of more than 256 that have not.
-Whatever a stranger sends, at most HELLO_BYTES + PROOF_BYTES of it are read.
+Whatever it sends, at most HELLO_BYTES + PROOF_BYTES of it are read before that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ep_kernels.network.network_config import split
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
-MOST_STRANGERS = 256
+MAX_PENDING = 256
 _BACKLOG = 256
 
 Admit = Callable[[Greeting, socket.socket], None]
@@ -32,7 +32,7 @@ Admit = Callable[[Greeting, socket.socket], None]
 
 
 @dataclass(slots=True)
-class _Stranger:
+class _Pending:
     """A connection before its proof."""
 
     connection: socket.socket
@@ -49,8 +49,8 @@ class _Stranger:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """What a hello may name: secret, and who takes the connection."""
+class Registration:
+    """Of a token that a hello may name: its secret, and who takes the connection."""
 
     secret: bytes
     admit: Admit
@@ -77,9 +77,9 @@ class Listener:
         self._socket.setblocking(False)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.refused: dict[str, int] = {}
-        self._doors: dict[int, Door] = {}
+        self._registered: dict[int, Registration] = {}
         self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._pending: dict[socket.socket, _Pending] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._waker, self._woken = socket.socketpair()
@@ -88,44 +88,47 @@ class Listener:
         try:
             self._thread.start()
         except RuntimeError as error:
-            self.forsake()
+            self._close_sockets()
             raise TransportError(f"network: the thread of the data port cannot be started: {error}") from error
 
-    def open(self, token: int, door: Door) -> None:
+    def open(self, token: int, registration: Registration) -> None:
         """From now on hellos may name `token`."""
         with self._lock:
-            self._doors[token] = door
+            self._registered[token] = registration
 
     def shut(self, token: int) -> None:
         """Nobody is admitted by `token` any more. Idempotent."""
         with self._lock:
-            self._doors.pop(token, None)
+            self._registered.pop(token, None)
 
     def close(self) -> None:
         """End the thread, close every socket."""
         self._waker.close()
         self._thread.join()
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child, which has no such thread: close its copies."""
-        for connection in (self._socket, self._waker, self._woken, *self._strangers):
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for connection in (self._socket, self._waker, self._woken, *self._pending):
             connection.close()
         self._selector.close()
 
     def _run(self) -> None:
         while True:
-            until = min((stranger.until for stranger in self._strangers.values()), default=None)
+            until = min((one.until for one in self._pending.values()), default=None)
             ready = self._selector.select(None if until is None else max(0.0, until - time.monotonic()))
             for key, _ in ready:
                 if key.fileobj is self._woken:
-                    self.forsake()
+                    self._close_sockets()
                     return
                 if key.fileobj is self._socket:
                     self._accept()
-                elif stranger := self._strangers.get(key.fileobj):  # type: ignore[call-overload]
-                    self._hear(stranger)  # unless one that was accepted in this turn has displaced it
-            for stranger in [one for one in self._strangers.values() if one.until <= time.monotonic()]:
-                self._refuse(stranger, "silent")
+                elif pending := self._pending.get(key.fileobj):  # type: ignore[call-overload]
+                    self._hear(pending)  # unless one that was accepted in this turn has displaced it
+            for pending in [one for one in self._pending.values() if one.until <= time.monotonic()]:
+                self._refuse(pending, "silent")
 
     def _accept(self) -> None:
         try:
@@ -134,74 +137,74 @@ class Listener:
             time.sleep(0.01)
             return
         connection.setblocking(False)
-        if len(self._strangers) >= MOST_STRANGERS:
-            self._refuse(min(self._strangers.values(), key=lambda one: one.until), "too many at once")
-        stranger = _Stranger(connection, time.monotonic() + HANDSHAKE_S)
-        self._strangers[connection] = stranger
+        if len(self._pending) >= MAX_PENDING:
+            self._refuse(min(self._pending.values(), key=lambda one: one.until), "too many at once")
+        pending = _Pending(connection, time.monotonic() + HANDSHAKE_S)
+        self._pending[connection] = pending
         try:
             self._selector.register(connection, selectors.EVENT_READ)
         except OSError:  # the host's limit of watched descriptors; this thread must go on
-            self._refuse(stranger, "no room")
+            self._refuse(pending, "no room")
 
-    def _hear(self, stranger: _Stranger) -> None:
+    def _hear(self, pending: _Pending) -> None:
         try:
-            chunk = stranger.connection.recv(stranger.wanted)
+            chunk = pending.connection.recv(pending.wanted)
         except BlockingIOError:
             return
         except OSError:
             chunk = b""
         if not chunk:
-            self._refuse(stranger, "closed")
+            self._refuse(pending, "closed")
             return
-        stranger.received += chunk
-        if stranger.wanted:
+        pending.received += chunk
+        if pending.wanted:
             return
-        if stranger.hello is None:
-            self._challenge(stranger)
+        if pending.hello is None:
+            self._challenge(pending)
         else:
-            self._judge(stranger, stranger.hello)
+            self._judge(pending, pending.hello)
 
-    def _challenge(self, stranger: _Stranger) -> None:
+    def _challenge(self, pending: _Pending) -> None:
         try:
-            stranger.hello = handshake.decode(bytes(stranger.received))
+            pending.hello = handshake.decode(bytes(pending.received))
         except ValueError:
-            self._refuse(stranger, "no hello")
+            self._refuse(pending, "no hello")
             return
-        stranger.challenge = secrets.token_bytes(handshake.CHALLENGE_BYTES)
-        self._say(stranger, stranger.challenge)
+        pending.challenge = secrets.token_bytes(handshake.CHALLENGE_BYTES)
+        self._say(pending, pending.challenge)
 
-    def _judge(self, stranger: _Stranger, hello: Greeting) -> None:
+    def _judge(self, pending: _Pending, hello: Greeting) -> None:
         with self._lock:
-            door = self._doors.get(hello.token)
-        raw = bytes(stranger.received[: handshake.HELLO_BYTES])
-        given = bytes(stranger.received[handshake.HELLO_BYTES :])
+            found = self._registered.get(hello.token)
+        raw = bytes(pending.received[: handshake.HELLO_BYTES])
+        given = bytes(pending.received[handshake.HELLO_BYTES :])
         # An unknown token takes as long as a wrong proof.
-        secret = b"" if door is None else door.secret
-        right = handshake.is_proof(given, handshake.proof(secret, raw, stranger.challenge))
-        if door is None or not right:
-            self._refuse(stranger, "unknown group" if door is None else "wrong secret")
+        secret = b"" if found is None else found.secret
+        right = handshake.is_proof(given, handshake.proof(secret, raw, pending.challenge))
+        if found is None or not right:
+            self._refuse(pending, "unknown group" if found is None else "wrong secret")
             return
-        if not self._say(stranger, handshake.answer(secret, raw, stranger.challenge)):
+        if not self._say(pending, handshake.answer(secret, raw, pending.challenge)):
             return
-        self._forget(stranger)
+        self._forget(pending)
         try:
-            door.admit(hello, stranger.connection)
+            found.admit(hello, pending.connection)
         except Exception as error:  # a member's words that make no sense end its connection, not this thread
-            stranger.connection.close()
+            pending.connection.close()
             self._count("not admitted", f": {error}")
 
-    def _say(self, stranger: _Stranger, words: bytes) -> bool:
+    def _say(self, pending: _Pending, words: bytes) -> bool:
         """A few bytes into an empty socket buffer."""
         try:
-            stranger.connection.sendall(words)
+            pending.connection.sendall(words)
         except OSError:
-            self._refuse(stranger, "closed")
+            self._refuse(pending, "closed")
             return False
         return True
 
-    def _refuse(self, stranger: _Stranger, why: str) -> None:
-        self._forget(stranger)
-        stranger.connection.close()
+    def _refuse(self, pending: _Pending, why: str) -> None:
+        self._forget(pending)
+        pending.connection.close()
         self._count(why)
 
     def _count(self, why: str, more: str = "") -> None:
@@ -209,7 +212,7 @@ class Listener:
         if str(number).strip("0") == "1":  # 1, 10, 100, ...: a scanner must not fill the log
             log.warning("data port %s:%d: refused %d connections: %s%s", *self.address, number, why, more)
 
-    def _forget(self, stranger: _Stranger) -> None:
+    def _forget(self, pending: _Pending) -> None:
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(stranger.connection)
-        self._strangers.pop(stranger.connection, None)
+            self._selector.unregister(pending.connection)
+        self._pending.pop(pending.connection, None)

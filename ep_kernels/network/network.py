@@ -15,27 +15,23 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from ctypes import POINTER
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
-from ep_kernels.errors import ClosedError, PeerTimeout, TransportError
+from ep_kernels.errors import AbortedError, ClosedError, PeerTimeout, TransportError
 from ep_kernels.network import handshake, proxy
-from ep_kernels.network.address import advertised, source_of
+from ep_kernels.network.address import advertised
 from ep_kernels.network.channel_memory import ChannelMemory, DeviceRing
-from ep_kernels.network.greeting import NetworkTicket, greet, prepare
+from ep_kernels.network.dialer import Dialer, unreached
+from ep_kernels.network.greeting import NetworkTicket, prepare
 from ep_kernels.network.handshake import CONTROL_ROLE, Greeting
-from ep_kernels.network.listener import Door, Listener
+from ep_kernels.network.listener import Listener, Registration
 from ep_kernels.network.network_config import MAX_LANES, NetworkConfig
 
 log = logging.getLogger(__name__)
 
-_DIALS = 16
-"""Peers dialled at the same time."""
-_RETRY_S, _LOOK_S = 0.05, 0.001
-_GREETINGS = 5
-"""A data port that strangers flood may close a member's connection before its proof; the next one may get in."""
+_LOOK_S = 0.001
+"""Between two looks whether connections stand."""
 
 
 class Network:
@@ -91,20 +87,20 @@ class Network:
             self.lib.cn_shut(proxy)
 
     @classmethod
-    def forsake_all(cls) -> None:
+    def close_all_in_child(cls) -> None:
         """In a forked child: close its copies of descriptors, so that peers see the end of the parent's process."""
         cls._lock = threading.Lock()
         for one in cls._shared.values():
             proxy, one.proxy = one.proxy, None
-            one.listener.forsake()
+            one.listener.close_in_child()
             for channel in list(one.channels):
-                channel.forsake()
+                channel.close_in_child()
             if proxy:
-                one.lib.cn_forsake(proxy)
+                one.lib.cn_close_in_child(proxy)
         cls._shared.clear()
 
 
-os.register_at_fork(after_in_child=Network.forsake_all)
+os.register_at_fork(after_in_child=Network.close_all_in_child)
 
 
 class Channel:
@@ -127,20 +123,13 @@ class Channel:
         self._named = None if not memory.box else set[int]()
         self._waiting: dict[int, dict[int, socket.socket]] = {}
         self._freed: int | None = None
+        self._aborted: str | None = None
+        self._given_up: frozenset[int] = frozenset()
+        self._dialer = Dialer(network.config, rank, self._ended)
         text = proxy.Text()
         self.pointer: int | None = self._lib.cn_channel(
             network.proxy,
-            proxy.NetMemory(
-                memory.own,
-                memory.own_bytes,
-                memory.landing,
-                memory.stride,
-                memory.box,
-                ctypes.cast(memory.dma_bufs, POINTER(ctypes.c_int32)),
-                ranks,
-                network.config.lanes,
-                memory.device,
-            ),
+            memory.native(ranks, network.config.lanes),
             _settings(network, rank),
             memory.handler,
             memory.context,
@@ -153,7 +142,7 @@ class Channel:
         if self.about:
             log.info("network of rank %d: %s", rank, self.about)
         network.channels.add(self)
-        network.listener.open(self._token, Door(self._secret, self._admit))
+        network.listener.open(self._token, Registration(self._secret, self._admit))
 
     @property
     def outbox(self) -> int:
@@ -178,9 +167,9 @@ class Channel:
         They stand, at both ends, when it returns.
 
         Raises:
-            PeerTimeout: a rank that was not reached, did not come, or gave it up, and what to check.
+            PeerTimeout: a rank that was not reached, did not come, or gave it up, and what to check; or was given up.
             TransportError: another provider there.
-            ClosedError: `close` was called meanwhile.
+            ClosedError, AbortedError: `close` or `abort` was called, meanwhile or before.
         """
         until, up = time.monotonic() + timeout_s, self.up()
         peers = {rank: ticket for rank, ticket in peers.items() if not up >> rank & 1}
@@ -193,35 +182,46 @@ class Channel:
                 self._named |= peers.keys()
             for rank in peers.keys() & self._waiting.keys():
                 self._join(rank, self._waiting.pop(rank))
-        dialled = [(rank, ticket) for rank, ticket in peers.items() if rank > self._rank]
+        dialled = {rank: ticket for rank, ticket in peers.items() if rank > self._rank}
         if dialled:
-            with ThreadPoolExecutor(min(_DIALS, len(dialled)), thread_name_prefix="crossdock-network-dial") as pool:
-                for made in [pool.submit(self._dial, rank, ticket, until) for rank, ticket in dialled]:
-                    made.result()
-        self._await(peers, [rank for rank, _ in dialled], until, timeout_s)
+            self._dialer.dial(dialled, until, self._join_dialled)
+        self._await(peers, dialled, until, timeout_s)
 
     def _await(
-        self, peers: Mapping[int, NetworkTicket], dialled: Sequence[int], until: float, timeout_s: float
+        self, peers: Mapping[int, NetworkTicket], dialled: Collection[int], until: float, timeout_s: float
     ) -> None:
         """Until connections with those ranks stand. Raises as `connect`."""
         with self._lock:
-            while (missing := self._missing(peers)) and self.pointer is not None and time.monotonic() < until:
+            while (missing := self._missing(peers)) and time.monotonic() < until:
+                self._go_on(missing)
                 joined = self._call(0, self._lib.cn_joined)
                 if lost := [rank for rank in missing if rank in dialled and not joined >> rank & 1]:
                     why = self.why(lost[0]) or "the log of that rank says why"
-                    raise _unreached(lost[0], timeout_s, f"it ended the connection before it had joined: {why}")
+                    raise unreached(lost[0], timeout_s, f"it ended the connection before it had joined: {why}")
                 self._lock.wait(_LOOK_S)
-            self._require_open()
+            self._go_on(missing or peers)
         if missing and missing[0] in dialled:
-            raise _unreached(missing[0], timeout_s, "it took the connection and has not joined yet")
+            raise unreached(missing[0], timeout_s, "it took the connection and has not joined yet")
         if missing:
             where = f"{self._network.address}:{self._network.listener.address[1]}"
-            raise _unreached(
+            raise unreached(
                 missing[0],
                 timeout_s,
                 f"ranks {missing} did not connect to the data port of rank {self._rank}, {where}; open it between the "
                 "hosts, or set network.advertise to an address they reach",
             )
+
+    def abort(self, reason: str) -> None:
+        """`connect` ends in AbortedError, now and later. Any thread."""
+        with self._lock:
+            self._aborted = self._aborted or reason
+            self._lock.notify_all()
+
+    def give_up(self, ranks: Collection[int]) -> None:
+        """`connect` with one of these ends in PeerTimeout, now and later. Any thread."""
+        with self._lock:
+            self._given_up |= frozenset(ranks)
+            self._lock.notify_all()
 
     def leave(self, rank: int, epoch_tag: int) -> None:
         """Part from a rank that is left out of the group: say so to it, and close its connections."""
@@ -277,9 +277,13 @@ class Channel:
         if freed is not None:
             self._lib.cn_free(freed)
 
-    def forsake(self) -> None:
-        """In a forked child: nothing of this is used any more."""
+    def close_in_child(self) -> None:
+        """In a forked child: nothing of this is used any more; close its copies of what is not joined."""
         self.pointer = None
+        self._dialer.close_in_child()
+        for roles in (*self._arrived.values(), *self._waiting.values()):
+            for connection in roles.values():
+                connection.close()
 
     def _call(self, otherwise: Any, call: Any, *args: Any) -> Any:
         """A call of the library; `otherwise` once closed. `close` and `free` of another thread wait for it."""
@@ -291,6 +295,24 @@ class Channel:
     def _require_open(self) -> None:
         if self.pointer is None:
             raise ClosedError("network: closed while it connected")
+
+    def _ended(self, rank: int) -> Exception | None:
+        """What ends a connect with that rank, if anything does."""
+        if self.pointer is None:
+            return ClosedError("network: closed while it connected")
+        if self._aborted is not None:
+            return AbortedError(self._aborted)
+        if rank in self._given_up:
+            return PeerTimeout(
+                peer=rank, op="connect", phase="connection", expected=1, seen=0, waited_s=0.0, given_up=True
+            )
+        return None
+
+    def _go_on(self, ranks: Iterable[int]) -> None:
+        """Raise what ends a connect with these ranks."""
+        self._require_open()
+        if error := next(filter(None, map(self._ended, ranks)), None):
+            raise error
 
     def _missing(self, peers: Mapping[int, NetworkTicket]) -> list[int]:
         up = self.up()
@@ -334,49 +356,14 @@ class Channel:
             connection.detach()
         self._lock.notify_all()
 
-    def _dial(self, rank: int, ticket: NetworkTicket, until: float) -> None:
-        lanes = self._network.config.lanes
-        roles: dict[int, socket.socket] = {}
+    def _join_dialled(self, rank: int, roles: Mapping[int, socket.socket]) -> None:
         try:
-            for role in (*range(lanes), CONTROL_ROLE):
-                roles[role] = self._dial_one(rank, ticket, role, until)
             with self._lock:
                 self._join(rank, roles)
         except BaseException:
             for connection in roles.values():
                 connection.close()
             raise
-
-    def _dial_one(self, rank: int, ticket: NetworkTicket, role: int, until: float) -> socket.socket:
-        place, refused = (ticket.address, ticket.port), 0
-        config, own = self._network.config, source_of(self._network.config)
-        source, lanes, began = (own, 0) if own else None, config.lanes, time.monotonic()
-        while True:
-            left = until - time.monotonic()
-            self._require_open()
-            try:
-                connection = socket.create_connection(place, max(0.001, left), source)
-            except (OSError, UnicodeError, OverflowError) as error:  # of a name or a port that cannot be
-                if left <= _RETRY_S or not isinstance(error, OSError):
-                    why = getattr(error, "strerror", None) or str(error)
-                    text = (
-                        f"{ticket.address}:{ticket.port} is not reached ({why}); open the data port between the hosts, "
-                        "or set network.advertise on that rank to an address of it"
-                    )
-                    raise _unreached(rank, time.monotonic() - began, text) from error
-                time.sleep(_RETRY_S)
-                continue
-            try:
-                greet(connection, handshake.hello(ticket.token, self._rank, rank, role, lanes), ticket)
-                connection.setblocking(False)
-                return connection
-            except (OSError, ValueError) as error:
-                connection.close()
-                refused += 1
-                if refused == _GREETINGS or time.monotonic() + _RETRY_S > until:
-                    text = f"{ticket.address}:{ticket.port} is not its data port: {error}"
-                    raise _unreached(rank, time.monotonic() - began, text) from error
-                time.sleep(_RETRY_S)
 
 
 def _settings(network: Network, rank: int) -> proxy.NetSettings:
@@ -394,7 +381,3 @@ def _settings(network: Network, rank: int) -> proxy.NetSettings:
         seed=config.seed + rank,
         drop_after=config.drop_after,
     )
-
-
-def _unreached(rank: int, waited_s: float, why: str) -> PeerTimeout:
-    return PeerTimeout(peer=rank, op="connect", phase="connection", expected=1, seen=0, waited_s=waited_s, end=why)

@@ -56,7 +56,7 @@ class Text(ctypes.Structure):
 _SIGNATURES: dict[str, Signature] = {
     "cn_open": (c_void_p, (c_int64, POINTER(c_int32), c_int)),
     "cn_shut": (None, (c_void_p,)),
-    "cn_forsake": (None, (c_void_p,)),
+    "cn_close_in_child": (None, (c_void_p,)),
     "cn_channel": (
         c_void_p,
         (c_void_p, POINTER(NetMemory), POINTER(NetSettings), c_void_p, c_void_p, POINTER(Text)),

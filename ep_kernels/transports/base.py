@@ -220,7 +220,7 @@ class MemberTransport(Protocol):
         """Wait until the operations that this rank has begun have done their part: peers may need rows of them. Bounded
         by their deadlines; ended by `abort`, from any thread. Does nothing where operations end before they return."""
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """This process is a forked child, and nothing will be called here any more: close its copies of descriptors,
         let go of mappings where that calls no driver, and touch nothing that is shared with the parent."""
 

@@ -64,14 +64,14 @@ class FileBoxes:
 
     def close(self) -> None:
         """See `Boxes`."""
-        self.forsake()
+        self.close_in_child()
         while self._taken:
             self._nic.no_device(self._taken.pop())
         if self._reserved[1]:
             _libc.munmap(*self._reserved)
         self._reserved = (0, 0)
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """See `Boxes`."""
         while self._descriptors:
             os.close(self._descriptors.pop())

@@ -78,7 +78,7 @@ RESERVED: dict[str, set[str]] = {
         "benchmarks.vllm",
     },
     "numpy": {"crossdock.worker", "crossdock.client", "crossdock.demo", "benchmarks"},
-    "safetensors": {"crossdock.worker", "crossdock.demo"},
+    "safetensors": {"crossdock.worker", "crossdock.demo", "benchmarks"},
     "triton": {"crossdock.worker"},
     "transformers": {"crossdock.client", "crossdock.demo", "benchmarks"},
     "vllm": {"crossdock.vllm_plugin", "benchmarks.vllm"},

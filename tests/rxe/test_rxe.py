@@ -20,6 +20,7 @@ BYTES = ["verbs", "libfabric(verbs;ofi_rxm)", "libfabric(tcp;ofi_rxm)", "shuffle
 OF_SOCKETS = (
     "test_a_frame_outside_of_the_mirror_ends_the_connection",
     "test_a_connection_that_an_end_gives_up_never_stood",
+    "test_one_that_stood_has_ended_though_the_one_in_its_place_never_stood",
     "test_half_a_message_is_no_message",
 )
 """Tests of frames, which `tcp` alone has."""

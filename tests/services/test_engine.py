@@ -130,11 +130,11 @@ class Asked:
         assert self.answers.empty(), "answered twice"
         return answer
 
-    def check(self) -> None:
+    def check(self, equal_nan: bool = False) -> None:
         answer = self.answer()
         assert isinstance(answer, Done), answer
         factors = (self.work.topk_weights * (self.work.topk_ids + 1)).sum(1, keepdim=True)
-        torch.testing.assert_close(answer.y, self.work.x * factors)
+        torch.testing.assert_close(answer.y, self.work.x * factors, equal_nan=equal_nan)
 
     def failure(self) -> Failure:
         answer = self.answer()
@@ -224,6 +224,34 @@ def test_failing_experts_fail_the_step_on_all_ranks_and_nobody_hangs(ranks: list
     ranks[1].experts.error = ""
     for rank in ranks:
         submit(rank, Asked(3, layer=2)).check()
+
+
+def test_a_request_that_owes_nothing_to_a_rank_that_fails_is_answered(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.experts.gate.clear()
+    first = submit(ranks[0], Asked(M).to_all())
+    until(lambda: bool(ranks[0].experts.layers or ranks[1].experts.layers))
+    ranks[1].experts.error = "on fire"
+    own = Asked(M, layer=1)
+    own.work.topk_ids[:] = torch.tensor([0, E // R - 1], dtype=torch.int32)
+    submit(ranks[0], own)
+    of_both = submit(ranks[1], Asked(M, layer=1).to_all())
+    for rank in ranks:
+        rank.experts.gate.set()
+    first.answer()
+    own.check()
+    assert of_both.failure().code is grpc.StatusCode.INTERNAL
+
+
+def test_what_an_expert_computes_may_be_nan(ranks: list[Rank]) -> None:
+    """NaN is how a rank that fails is noticed; nobody has failed here."""
+    asked = Asked(4).to_all()
+    asked.work.x[2] = torch.nan
+    ranks[0].engine.submit(asked.work)
+    asked.check(equal_nan=True)
+    again = Asked(4).to_all()
+    ranks[1].engine.submit(again.work)
+    again.check()
 
 
 def test_a_withdrawn_request_is_answered_at_once_and_not_twice(ranks: list[Rank]) -> None:

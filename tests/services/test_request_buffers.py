@@ -213,7 +213,7 @@ async def test_threads_share_one_client(tmp_path: Path) -> None:
     async with world(tmp_path) as made:
         client = await asyncio.to_thread(Client, made.address)
         await asyncio.gather(*(asyncio.to_thread(ask, client) for _ in range(4)))
-        assert 1 <= len(made.buffers) <= 4
+        await until(lambda: 1 <= len(made.buffers) <= 4)  # one that was too small may just be closing
         assert any(isinstance(work.stream, buffer_server._Buffer) for work in made.engine.seen)
         await asyncio.to_thread(client.close)
 
@@ -446,3 +446,18 @@ async def test_deadlines_and_wrong_requests(tmp_path: Path) -> None:
 
 def test_who_may_not_call_forward_may_not_get_a_buffer() -> None:
     assert METHODS["/crossdock.v1.ExpertService/OpenBuffer"] == METHODS["/crossdock.v1.ExpertService/Forward"]
+
+
+def test_rows_of_one_shape_are_made_once() -> None:
+    memory, fd = SharedMemory.make(64 * KIB)
+    os.close(fd)
+    first = memory.rows(5, H, K, torch.float32)
+    assert memory.rows(5, H, K, torch.float32) is first
+    other = memory.rows(9, H, K, torch.bfloat16)
+    assert (other.x.shape, other.ids.shape, other.weights.shape, other.y.shape) == ((9, H), (9, K), (9, K), (9, H))
+    places = Places.of(9, H, K, 2)
+    assert [rows.data_ptr() - other.x.data_ptr() for rows in (other.ids, other.weights, other.y)] == [
+        places.ids - places.x, places.weights - places.x, places.y - places.x,
+    ]  # fmt: skip
+    first.y.fill_(3.0)
+    assert torch.equal(memory.rows(5, H, K, torch.float32).y, torch.full((5, H), 3.0))

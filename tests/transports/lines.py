@@ -244,7 +244,7 @@ def comes_back_elsewhere(place: Where, case: RoutingCase) -> None:
 
 
 def garbage_during_traffic(place: Where, case: RoutingCase) -> int:
-    """A stranger sends to every data port while the ranks work."""
+    """Somebody who is no member sends to every data port while the ranks work."""
     with place.communicator(case, timeout_s=LONG_S) as comm:
         listener = comm._transport.comm.channel._network.listener  # type: ignore[attr-defined]
         place.store.set(f"port/{place.rank}", str(listener.address[1]))

@@ -8,7 +8,7 @@ import pytest
 
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase, draw_seed
-from tests.hosts import lacks
+from tests.hosts import is_over_hosts, lacks
 from tests.transports import faults, sleepers
 from tests.transports.faults import PATIENCE_S, SLACK_S
 from tests.worlds import RankDied, World
@@ -115,7 +115,9 @@ def test_sleeper_that_wakes_after_a_regroup_harms_nobody(
 ) -> None:
     case = faults.silent_case(3, draw_seed())
     said = world(3).run(sleepers.one_sleeps_through_a_regroup, transport, case, overrides, lost_by)[0]
-    assert said.startswith(("dispatch: rank ", "check: rank ")), said
+    # Over hosts what the others had sent of that dispatch may still complete it, with the reference's bits.
+    late = ("combine: rank ",) if is_over_hosts(transport) else ()
+    assert said.startswith(("dispatch: rank ", "check: rank ", *late)), said
     assert said.endswith("has gone on in epoch 1 without this rank")
 
 

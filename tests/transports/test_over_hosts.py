@@ -6,6 +6,8 @@ Most of it over two hosts with a network that delays and reorders, the rest over
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from ep_kernels.errors import AbortedError, PeerTimeout
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.cpu import transport as cpu_transport
 from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
@@ -225,6 +228,30 @@ def test_given_up_and_planned_leave(world: Worlds) -> None:
     for loss in faults.losses(world(3).run(faults.one_is_given_up, SHUFFLE, silent_case(3, draw_seed()), 1, "combine")):
         assert (loss.peer, loss.gone) == (1, False)
     world(3).run(faults.planned_leave, TCP, silent_case(3, draw_seed()))
+
+
+@pytest.mark.parametrize("how", ["abort", "give_up"])
+@pytest.mark.parametrize("victim", [0, 1], ids=["who dials", "who is dialled"])
+def test_a_set_active_that_connects_is_ended(victim: int, how: str) -> None:
+    results = World(2).run(set_active_with_the_dead, silent_case(2, draw_seed()), victim, how, may_die=(victim,))
+    assert results[1 - victim] < SLACK_S
+
+
+def set_active_with_the_dead(rank: int, size: int, store: Any, case: RoutingCase, victim: int, how: str) -> float:
+    """A host dies, and the other one would go on with it: seconds until that ends."""
+    with Place(rank, size, store, TCP).communicator(case, timeout_s=60.0) as comm:
+        check_step(comm, case)
+        comm.barrier()
+        if rank == victim:
+            faults.kill_self(TCP)
+        faults.lose(comm.barrier)
+        gives_up = how == "give_up"
+        threading.Timer(0.3, comm.give_up if gives_up else comm.abort, ([victim] if gives_up else "enough",)).start()
+        begun = time.monotonic()
+        with pytest.raises(PeerTimeout if gives_up else AbortedError) as raised:
+            comm.set_active([True] * size, 1)
+        assert not gives_up or raised.value.given_up
+        return time.monotonic() - begun
 
 
 def test_sleeper(world: Worlds) -> None:

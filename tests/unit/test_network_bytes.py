@@ -198,6 +198,18 @@ def test_a_connection_that_an_end_gives_up_never_stood() -> None:
             assert end.kinds(0) == [UP]
 
 
+def test_one_that_stood_has_ended_though_the_one_in_its_place_never_stood() -> None:
+    with End(1) as end:
+        first = as_member(end.ticket(), 0, 1)
+        end.until(lambda events: events == [(0, UP, 0)])
+        second = as_member(end.ticket(), 0, 1, joins=False)
+        End.poll(lambda: end.channel.up() == 0, WAIT_S)
+        assert end.events == [(0, UP, 0)], "who dials anew may join yet"
+        for connection in (*second, *first):
+            connection.close()
+        end.until(lambda _: end.kinds(0) == [UP, DOWN])
+
+
 def test_half_a_message_is_no_message() -> None:
     with End(1) as end:
         lane, control = as_member(end.ticket(), 0, 1)

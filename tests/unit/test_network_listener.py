@@ -1,9 +1,10 @@
-"""The data port among strangers: whatever they send or do not send, it stays, and members get in."""
+"""The data port and those who are no members: whatever they send or do not send, it stays, and members get in."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import threading
 import time
@@ -12,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from ep_kernels.errors import ClosedError, TransportError
+from ep_kernels.errors import AbortedError, ClosedError, PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig, handshake, listener
 from ep_kernels.network.greeting import NetworkTicket, greet
 from ep_kernels.network.handshake import Greeting
-from ep_kernels.network.listener import Door, Listener
+from ep_kernels.network.listener import Listener, Registration
 from ep_kernels.network.network import Network
 from tests.unit.network_ends import WAIT_S, End, as_member, join
 
@@ -25,13 +26,13 @@ SHORT_S = 0.3
 
 
 class Port:
-    """A listener with one door, and who came through it."""
+    """A listener with one registration, and who was admitted by it."""
 
     def __init__(self) -> None:
         self.listener = Listener("127.0.0.1:0")
         self.admitted: list[Greeting] = []
         self._changed = threading.Condition()
-        self.listener.open(TOKEN, Door(SECRET, self._admit))
+        self.listener.open(TOKEN, Registration(SECRET, self._admit))
 
     def _admit(self, hello: Greeting, connection: socket.socket) -> None:
         connection.close()
@@ -168,11 +169,11 @@ def test_no_answer_without_a_proof(port: Port) -> None:
 
 def test_who_listens_there_must_know_the_secret() -> None:
     """A dialer gives its bytes to the process of the ticket only."""
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        stranger.settimeout(WAIT_S)
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        one.settimeout(WAIT_S)
 
         def serve() -> None:
-            connection, _ = stranger.accept()
+            connection, _ = one.accept()
             with connection:
                 connection.recv(handshake.HELLO_BYTES)
                 connection.sendall(b"c" * handshake.CHALLENGE_BYTES)
@@ -181,39 +182,39 @@ def test_who_listens_there_must_know_the_secret() -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        ticket = NetworkTicket("tcp", *stranger.getsockname(), TOKEN, SECRET.hex())
+        ticket = NetworkTicket("tcp", *one.getsockname(), TOKEN, SECRET.hex())
         with (
-            socket.create_connection(stranger.getsockname(), WAIT_S) as connection,
+            socket.create_connection(one.getsockname(), WAIT_S) as connection,
             pytest.raises(ValueError, match="does not know the secret"),
         ):
             greet(connection, handshake.hello(TOKEN, 0, 1, 0, 1), ticket)
         thread.join()
 
 
-def test_a_thousand_strangers_at_once() -> None:
+def test_a_thousand_pending_connections_at_once() -> None:
     """They displace each other; ranks that join meanwhile do, sooner or later."""
     with End(0) as one, End(1) as two:
-        strangers = [socket.socket() for _ in range(1000)]
+        pending = [socket.socket() for _ in range(1000)]
         address = two.network.listener.address
-        for stranger in strangers[:500]:
-            stranger.setblocking(False)
-            stranger.connect_ex(address)
+        for other in pending[:500]:
+            other.setblocking(False)
+            other.connect_ex(address)
 
         def more() -> None:
-            for number, stranger in enumerate(strangers[500:]):
-                stranger.setblocking(False)
-                stranger.connect_ex(address)
+            for number, other in enumerate(pending[500:]):
+                other.setblocking(False)
+                other.connect_ex(address)
                 if number % 2:
                     with contextlib.suppress(OSError):
-                        stranger.send(b"GET / HTTP/1.1\r\n" * 8)
+                        other.send(b"GET / HTTP/1.1\r\n" * 8)
 
         thread = threading.Thread(target=more)
         thread.start()
         join(one, two)
         thread.join()
         assert one.kinds(1) == two.kinds(0) == [3]
-        for stranger in strangers:
-            stranger.close()
+        for other in pending:
+            other.close()
         assert two.network.listener._thread.is_alive()
         assert sum(two.network.listener.refused.values()) > 0
 
@@ -290,6 +291,86 @@ def test_closing_ends_a_connect() -> None:
             end.channel.connect({0: end.ticket()}, WAIT_S)
         assert time.monotonic() - begun < WAIT_S / 2
         closing.join()
+
+
+ENDS: dict[str, tuple[Callable[[End, int], None], type[TransportError]]] = {
+    "close": (lambda end, _: end.channel.close(), ClosedError),
+    "abort": (lambda end, _: end.channel.abort("enough"), AbortedError),
+    "give_up": (lambda end, rank: end.channel.give_up([rank]), PeerTimeout),
+}
+"""What ends a connect with a rank, and in which error."""
+
+
+def ends_soon(end: End, tickets: dict[int, NetworkTicket], how: str, rank: int) -> None:
+    """A connect that would wait for long."""
+    act, error = ENDS[how]
+    acting = threading.Timer(0.2, act, (end, rank))
+    acting.start()
+    begun = time.monotonic()
+    with pytest.raises(error) as raised:
+        end.channel.connect(tickets, 10 * WAIT_S)
+    assert time.monotonic() - begun < WAIT_S / 2
+    acting.join()
+    if isinstance(raised.value, PeerTimeout):
+        assert (raised.value.peer, raised.value.given_up) == (rank, True)
+    begun = time.monotonic()
+    with pytest.raises(error):
+        end.channel.connect(tickets, 10 * WAIT_S)
+    assert time.monotonic() - begun < WAIT_S / 2, "and any later one"
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_waiting_for_a_rank_is_ended(how: str) -> None:
+    with End(1) as end:
+        ends_soon(end, {0: end.ticket()}, how, 0)
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("backlog", [0, 8], ids=["syn", "hello"])
+def test_dialling_a_host_that_does_not_answer_is_ended(backlog: int, how: str) -> None:
+    """Neither to a SYN, since the queue of its port is full, nor to a hello; and another one that answers nothing."""
+    with End(0, 3) as end, contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=backlog)) for _ in range(2)]
+        for port in ports:
+            for _ in range(2 if backlog == 0 else 0):
+                filling = stack.enter_context(socket.socket())
+                filling.setblocking(False)
+                filling.connect_ex(port.getsockname())
+        tickets = {1 + n: NetworkTicket("tcp", *port.getsockname(), 5, SECRET.hex()) for n, port in enumerate(ports)}
+        ends_soon(end, tickets, how, 2)
+
+
+def test_a_forked_child_holds_no_connection_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that greets nor one that has come and waits for the rank's others; peers see the parent's end."""
+    monkeypatch.setattr(Network, "_shared", {})
+    with (
+        End(1, 3, shared=True) as end,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        contextlib.ExitStack() as stack,
+    ):
+        ticket = end.ticket()
+        half = stack.enter_context(socket.create_connection((ticket.address, ticket.port), WAIT_S))
+        greet(half, handshake.hello(ticket.token, 0, 1, 0, 1), ticket)
+        End.poll(lambda: bool(end.channel._arrived), WAIT_S)
+        there = NetworkTicket("tcp", *silent.getsockname(), 5, SECRET.hex())
+        dialling = threading.Thread(target=ends_soon, args=(end, {2: there}, "abort", 2))
+        dialling.start()
+        stack.enter_context(silent.accept()[0])
+        child = os.fork()
+        if child == 0:
+            ports = {silent.getsockname()[1], half.getsockname()[1]}
+            os._exit(len([peer for peer in peers_of_this_process() if peer[1] in ports]))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        dialling.join()
+
+
+def peers_of_this_process() -> list[tuple[str, int]]:
+    """Other ends of its connections."""
+    found = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            found.append(copy.getpeername())
+    return [peer for peer in found if isinstance(peer, tuple)]
 
 
 class Library:

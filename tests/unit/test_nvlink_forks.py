@@ -90,10 +90,10 @@ def test_a_watch_ends_while_a_child_has_its_pipe() -> None:
         assert time.monotonic() - begun < SOON_S
 
 
-def test_a_child_that_forsakes_a_watch_does_not_end_it() -> None:
+def test_a_child_that_closes_a_watch_does_not_end_it() -> None:
     told, peer = list[int](), sleeper()
     watch = PeerWatch({1: peer.pid}, told.append)
-    with child(watch.forsake):
+    with child(watch.close_in_child):
         peer.kill()
         peer.wait()
         assert await_true(lambda: told == [1])
@@ -106,13 +106,13 @@ def test_a_child_keeps_nothing_of_the_pages_and_its_parent_all(monkeypatch: pyte
     for one in (box, other):
         one.attach([box.fd, other.fd])
 
-    def forsake() -> None:
-        box.forsake()
-        other.forsake()
+    def close_in_child() -> None:
+        box.close_in_child()
+        other.close_in_child()
         links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
         assert not [link for link in links if "crossdock-mailbox" in link]
 
-    with child(forsake):
+    with child(close_in_child):
         thread = threading.Thread(target=other.exchange, args=([7] * EXCHANGE_WORDS, SOON_S))
         thread.start()
         assert box.exchange([5] * EXCHANGE_WORDS, SOON_S)[1] == (7,) * EXCHANGE_WORDS
@@ -121,10 +121,10 @@ def test_a_child_keeps_nothing_of_the_pages_and_its_parent_all(monkeypatch: pyte
     other.close()
 
 
-def test_a_desk_serves_on_when_a_child_forsakes_it() -> None:
+def test_a_desk_serves_on_when_a_child_closes_it() -> None:
     read, write = os.pipe()
     desk = sharing.Desk([read, write])
-    with child(desk.forsake):
+    with child(desk.close_in_child):
         fds, _ = sharing.fetch(1, desk.address, 2, 5)
         begun = time.monotonic()
         desk.close()
@@ -224,10 +224,10 @@ def test_a_lease_is_given_back_when_the_mapping_is_gone() -> None:
     desk.close()
     mapping = [memory.Mapping(1, 2, 0, lambda: freed.append(f"lent: {desk.is_lent()}"), lease)]
 
-    def forsake() -> None:
-        mapping[0].forsake()
+    def close_in_child() -> None:
+        mapping[0].close_in_child()
 
-    with child(forsake):
+    with child(close_in_child):
         assert desk.is_lent()
         mapping.clear()
         gc.collect()

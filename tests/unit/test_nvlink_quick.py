@@ -3,6 +3,7 @@ take the long way. Launches go to a driver that keeps records (tests/emulator/si
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 import gc
@@ -351,6 +352,21 @@ def test_what_plain_calls_gave_goes_into_compiled_functions(driver: SilentDriver
         for function, arguments in functions.items():
             compiled = torch.compile(function, fullgraph=True, backend="eager")
             assert compiled(*arguments).shape == function(*arguments).shape
+
+
+def test_copies_of_outputs_and_handles_have_their_fields(driver: SilentDriver) -> None:
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False) as (comm, _):
+        out, handle = comm.dispatch(*given(comm.config))
+        for made in (copy.copy(out), dataclasses.replace(out)):
+            assert (type(made), told(made)) == (DispatchOutput, told(out))
+        for same in (copy.copy(handle), dataclasses.replace(handle)):
+            assert (type(same), told(same), same.seq) == (DispatchHandle, told(handle), handle.seq)
+            y = torch.zeros_like(out.tokens)
+            assert comm.combine(y, same).shape == comm.combine(y, handle).shape
+        with pytest.raises(AttributeError):
+            out.tokens = torch.zeros(1)  # type: ignore[misc]
+        with pytest.raises(AttributeError):
+            handle.seq = 1  # type: ignore[misc]
 
 
 def test_a_trimmed_handle_takes_so_many_rows(driver: SilentDriver) -> None:

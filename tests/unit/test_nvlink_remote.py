@@ -56,7 +56,7 @@ def fake_memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     def redeem(kind: Kind, num_bytes: int, device: int, fd: int, token: bytes, lease: Any = None) -> Any:
         redeemed.append((kind, num_bytes, fd, token, lease))
-        return SimpleNamespace(address=1, close=lambda: None, forsake=lambda: None)
+        return SimpleNamespace(address=1, close=lambda: None, close_in_child=lambda: None)
 
     fake = SimpleNamespace(HandleKind=Kind, redeem=redeem, free_returned=lambda: None, keep=lambda *_: None)
     monkeypatch.setitem(sys.modules, "ep_kernels.transports.nvlink.memory", fake)

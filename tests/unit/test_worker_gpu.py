@@ -167,7 +167,7 @@ def test_steps_come_home_and_a_failed_one_is_zeros(comm: MoECommunicator, dtype:
         kept.append((batch.z, expected))
         assert batch.error == ""
         assert batch.record.rows_per_expert.tolist() == work.topk_ids.flatten().bincount(minlength=4).tolist()
-        assert batch.record.remote_rows == 0
+        assert batch.record.remote_rows() == 0
         assert min(batch.record.dispatch_ns, batch.record.experts_ns, batch.record.combine_ns) > 0
     for z, expected in kept:  # pinned memory that is still held is not used again
         assert z.device.type == "cpu"

@@ -60,7 +60,7 @@ def test_slowest_peer() -> None:
 
 
 def step(experts: int = 2) -> StepRecord:
-    return StepRecord(1, torch.ones(experts, dtype=torch.int32), 0, 1, 1, 1)
+    return StepRecord(1, torch.ones(experts, dtype=torch.int32), lambda: 0, 1, 1, 1)
 
 
 def dropped(metrics: WorkerMetrics) -> float:
@@ -125,7 +125,7 @@ def test_samples_that_the_ring_has_lost_are_counted_by_their_numbers() -> None:
 def test_rows_are_counted_as_payload_and_as_they_travel() -> None:
     metrics = WorkerMetrics()
     telemetry = WorkerTelemetry(metrics, (8, 16), "cpu")
-    telemetry.step(StepRecord(1, torch.ones(2, dtype=torch.int32), 3, 1, 1, 1, wire_bytes=(10, 20)))
+    telemetry.step(StepRecord(1, torch.ones(2, dtype=torch.int32), lambda: 3, 1, 1, 1, wire_bytes=(10, 20)))
     telemetry.close()
     value = metrics.registry.get_sample_value
     moved = [
@@ -193,6 +193,24 @@ def test_traffic_goes_on_over_communicators_and_links_are_those_of_active_ranks(
     sent = [value(f"sent_{unit}_total", 2) for unit in ("messages", "bytes")]
     assert [*sent, value("received_messages_total", 2)] == [11, 1500, 13]
     assert (value("link_up", 2), value("link_up", 3), value("sent_bytes_total", 3)) == (0, None, 0)
+
+
+def test_the_end_of_an_epoch_is_counted_by_a_thread_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry_module, "_MAX_RECORDS", 4)
+    metrics, comm, hold = WorkerMetrics(), TalkingComm(), threading.Event()
+    telemetry = WorkerTelemetry(metrics, (8, 8))
+    monkeypatch.setattr(telemetry, "_count_step", lambda record: hold.wait())
+    telemetry.step(step())
+    collected(telemetry, comm)
+    for _ in range(10):
+        telemetry.step(step())
+    before = dropped(metrics)
+    assert before > 0, "the queue is full"
+    telemetry.parted(comm)
+    hold.set()
+    telemetry.close()
+    assert metrics.registry.get_sample_value("crossdock_network_link_up", {"peer": "2"}) is None
+    assert metrics.registry.get_sample_value("crossdock_network_sent_bytes_total", {"peer": "2"}) == 0, "it was up"
 
 
 def test_rows_dropped_by_one_communicator_after_the_other() -> None:

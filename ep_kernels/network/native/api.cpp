@@ -63,7 +63,7 @@ CN_API void cn_shut(cd::Proxy* proxy) {
   proxy->stop();
   free(proxy);
 }
-CN_API void cn_forsake(cd::Proxy* proxy) { proxy->forsake(); }
+CN_API void cn_close_in_child(cd::Proxy* proxy) { proxy->close_in_child(); }
 
 // Null, and errno; `text` says more if the provider cannot be used, else what was chosen.
 CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, const cd::NetMemory* memory, const cd::NetSettings* settings,

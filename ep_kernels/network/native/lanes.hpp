@@ -131,7 +131,7 @@ class Lanes : public Provider {
     free(this);
   }
   // The lanes' descriptors are what peers watch.
-  void forsake() override {
+  void close_in_child() override {
     for (auto& lanes : lanes_) {
       for (Lane* l : lanes) {
         if (l && l->exchange.fd >= 0) ::close(l->exchange.fd);

@@ -93,7 +93,7 @@ class Provider {
   // Lets go of a peer in order: its descriptors, which the caller closes when the peer has; returns how many.
   virtual int release(int, int*) { return 0; }
   virtual void close() {}                                          // closes all; frees itself
-  virtual void forsake() { close(); }                              // in a forked child: closes its copies only
+  virtual void close_in_child() { close(); }                              // in a forked child: closes its copies only
   virtual uint64_t most_bytes() const { return 1 << 30; }          // of one write
   virtual const char* about() const { return ""; }                 // what was chosen and why, or what went wrong
 

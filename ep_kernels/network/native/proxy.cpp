@@ -86,12 +86,12 @@ void Proxy::stop() {
   close(event_fd_);
 }
 
-void Proxy::forsake() {
+void Proxy::close_in_child() {
   for_each([](NetChannel& c) {
     for (NetPeer& p : c.peers) {
       if (p.control_fd >= 0) close(p.control_fd);
     }
-    c.provider->forsake();
+    c.provider->close_in_child();
   });
   for (int i = 0; i < lingering_count_; ++i) close(lingering_[i].fd);
   close(epoll_fd_);

@@ -89,7 +89,7 @@ struct Proxy {
   uint64_t up(NetChannel* channel, bool stands);  // bit per rank: this end has joined; `stands`: the other has, too
   void why(NetChannel* channel, int rank, Text* out);    // why its connection ended, "" if nothing is known
   void traffic(NetChannel* channel, Traffic* out);
-  void forsake();  // in a forked child: closes its copies of descriptors
+  void close_in_child();  // in a forked child: closes its copies of descriptors
 
  private:
   struct Lingering {

@@ -74,8 +74,8 @@ class Shuffle final : public Provider {
     inner_->close();
     free(this);
   }
-  void forsake() override {
-    inner_->forsake();
+  void close_in_child() override {
+    inner_->close_in_child();
     free(this);
   }
   bool rest() override { return inner_->rest(); }

@@ -57,13 +57,13 @@ void Verbs::end() {
   events_ = 0;
 }
 
-void Verbs::forsake() {
+void Verbs::close_in_child() {
   if (channel_) ::close(channel_->fd);
   if (port_.context) {
     ::close(port_.context->async_fd);
     ::close(port_.context->cmd_fd);
   }
-  Lanes::forsake();
+  Lanes::close_in_child();
 }
 
 bool Verbs::post_recv(int peer, int lane, Lane& l) {

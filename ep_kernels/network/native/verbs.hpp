@@ -38,7 +38,7 @@ class Verbs final : public Lanes<Verbs, Lane, Region> {
   bool poll(int peer, int lane, uint32_t events) override;
   int64_t advance(int64_t now) override;
   bool rest() override;
-  void forsake() override;
+  void close_in_child() override;
   uint64_t most_bytes() const override { return std::min<uint64_t>(port_.attr.max_message_bytes, 1 << 30); }
 
  private:

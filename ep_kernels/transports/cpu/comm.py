@@ -103,10 +103,10 @@ class NativeComm:
         self.buffers = [SlotBuffers(config, geometry) for _ in range(config.max_in_flight)]
         self.places = StatePlaces(geometry)
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child, where no operation returns: free it now, but own memory that a tensor is made of."""
         if self.channel is not None:
-            self.channel.forsake()
+            self.channel.close_in_child()
         self.__del__()
         for buffers in self.buffers:
             buffers.expert_outputs = buffers.input = torch.empty(0, dtype=torch.uint8)

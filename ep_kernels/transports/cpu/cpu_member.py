@@ -30,7 +30,7 @@ class NativeOwner(Protocol):
     def close(self) -> None:
         """Peers cannot find this rank any more. What operations work on stays."""
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child, where no operation returns: free it now, but own memory that a tensor is made of."""
 
 
@@ -66,11 +66,11 @@ class CpuMember(Generic[N]):
         comm.close()
         self.clear()  # an operation of another thread may be going through the old ones
 
-    def forsake(self) -> None:
-        """See `MemberTransport.forsake`."""
+    def close_in_child(self) -> None:
+        """See `MemberTransport.close_in_child`."""
         comm, self.comm = self.comm, None
         if comm is not None:
-            comm.forsake()
+            comm.close_in_child()
         self.clear()
 
     def clear(self) -> None:

@@ -201,6 +201,7 @@ MEMBER_SIGNATURES: dict[str, Signature] = {
     "cd_exchange": (c_int, (c_void_p, c_void_p, c_void_p)),
     "cd_wait_for_peer": (c_int, (c_void_p, c_int64)),
     "cd_resync": (c_int, (c_void_p, c_uint64, c_uint64, c_int64)),
+    "cd_set_spin": (None, (c_void_p, c_int64, c_int64)),
     "cd_wake": (None, (c_void_p,)),
     "cd_stop": (None, (c_void_p,)),
     "cd_give_up": (None, (c_void_p, c_uint64)),

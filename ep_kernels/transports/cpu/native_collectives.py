@@ -107,8 +107,8 @@ class NativeCollectives:
         if self.region is not None:
             self.region.close()
 
-    def forsake(self) -> None:
-        """See `NativeOwner.forsake`."""
+    def close_in_child(self) -> None:
+        """See `NativeOwner.close_in_child`."""
         self.__del__()
         self.close()
         self.region = None

@@ -37,6 +37,10 @@ _PART_S = 0.1
 """What is left to be sent to a rank that is left out gets so long."""
 THREADS = 3
 """Processors for each rank of a host from which on it gets a second hand: itself, the proxy thread, the hand."""
+SPIN_NS, SHORT_NS = 100_000, 3_000
+"""Where there is a processor for each rank of a host, a wait of dispatch and combine spins this long before it sleeps:
+a sleeper is woken after 50 us or more, a rank that spins sees its peer at once. So does a meeting where there are two:
+a peer that is woken up may want the processor of the rank that has woken it."""
 _QUIET_S = 0.0002
 """Between two looks whether the network has sent everything."""
 _RENEW_S, _REDIAL_S = 0.05, 1.0
@@ -119,10 +123,14 @@ class CpuTransport(CpuMember[NativeComm]):
         for rank, ticket in enumerate(read):
             if rank != own and hosts[rank] == hosts[own]:
                 self._map(comm, rank, ticket)
+        here, processors = hosts.count(hosts[own]), len(os.sched_getaffinity(0))
+        each = 1 if comm.channel is None else 2  # a proxy thread needs its own
+        if here > 1 and processors >= each * here:
+            self.lib.cd_set_spin(comm.pointer, SPIN_NS, SPIN_NS if processors >= 2 * each * here else SHORT_NS)
         if comm.channel is not None:
             tickets_of = {rank: ticket.network for rank, ticket in enumerate(read) if hosts[rank] != hosts[own]}
             self._remote = {rank: ticket for rank, ticket in tickets_of.items() if ticket is not None}
-            if self._remote and len(os.sched_getaffinity(0)) >= THREADS * hosts.count(hosts[own]):
+            if self._remote and processors >= THREADS * here:
                 self.lib.cd_give_hand(comm.pointer)  # if there can be no thread, the rank does it all
             comm.channel.connect(self._remote, self.config.timeout_s)
         self.lib.cd_activate(comm.pointer, mask_of(self.active))
@@ -256,6 +264,23 @@ class CpuTransport(CpuMember[NativeComm]):
         if comm.channel is not None:
             self._change_peers(comm.channel, mask, epoch)
         super().set_active(mask, epoch)
+
+    def abort(self, reason: str) -> None:
+        """See `CpuMember.abort`."""
+        super().abort(reason)
+        if channel := self._channel():
+            channel.abort(reason)
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """See `CpuMember.give_up`."""
+        super().give_up(ranks)
+        if channel := self._channel():
+            channel.give_up(ranks)
+
+    def _channel(self) -> Channel | None:
+        """None on one host, and once closed."""
+        comm = self.comm
+        return None if comm is None else comm.channel
 
     def _change_peers(self, channel: Channel, mask: Sequence[bool], epoch: int) -> None:
         """Part from the ranks of other hosts that are left out; reach those again whose connection was lost."""

@@ -54,7 +54,7 @@ class Boxes(Protocol):
     def close(self) -> None:
         """Once no kernel and no network uses it. Idempotent."""
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: give back its copies of descriptors."""
 
 
@@ -94,7 +94,7 @@ class PinnedBoxes:
         while self._taken:
             self._unregister(self._taken.pop())
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """See `Boxes`."""
 
 

@@ -261,8 +261,8 @@ class Domain:
 
             memory.free_returned()
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: close its copies of all descriptors."""
         for part in (*self._open, *self.mappings):
             if part is not None:
-                part.forsake()
+                part.close_in_child()

@@ -110,7 +110,7 @@ class CudaBoxes:
 
     def close(self) -> None:
         """See `Boxes`."""
-        self.forsake()
+        self.close_in_child()
         while self._taken:
             address, num_bytes, handle = self._taken.pop()
             cuda.cuMemUnmap(address, num_bytes)
@@ -120,7 +120,7 @@ class CudaBoxes:
             cuda.cuMemAddressFree(address, num_bytes)
         self._reserved = (0, 0)
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """See `Boxes`."""
         while self._descriptors:
             os.close(self._descriptors.pop())

@@ -132,8 +132,8 @@ class Mailbox:
         return any(page[_AGREED_AT] > epoch for page in self._pages)
 
     def watched(self) -> list[tuple[int, int]]:
-        """(address of a word, the most that it says) of each rank: `is_ahead` where one says more. Good until `forsake`
-        and as long as this object."""
+        """(address of a word, the most that it says) of each rank: `is_ahead` where one says more. Good until
+        `close_in_child` and as long as this object."""
         return [(addressof(c_uint64.from_buffer(page, 8 * _AGREED_AT)), self._epoch) for page in self._pages]
 
     def check_left_out(self, op: str) -> None:
@@ -261,10 +261,14 @@ class Mailbox:
     def abort(self, reason: str) -> None:
         """End every wait, present and future, in AbortedError(reason)."""
         self._aborted = self._aborted or reason
+        if self.remote is not None:
+            self.remote.abort(reason)
 
     def give_up(self, ranks: Sequence[int]) -> None:
         """While these are active, every wait ends in PeerTimeout, present and future. Any thread."""
         self._given_up = self._given_up.union(ranks)
+        if self.remote is not None:
+            self.remote.give_up(ranks)
 
     def close(self) -> None:
         """Part from ranks of other hosts, give the page's descriptor back; the mappings die with the object.
@@ -278,11 +282,11 @@ class Mailbox:
             os.close(self.fd)
             self.fd = -1
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: close its copies of the page and of the others'."""
         self._give_back()
         if self.remote is not None:
-            self.remote.forsake()
+            self.remote.close_in_child()
         for view in self._pages:
             view.release()
         for page in self._maps:

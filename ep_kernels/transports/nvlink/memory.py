@@ -80,7 +80,7 @@ class Mapping:
         self._finalizer = weakref.finalize(self, _release_idle, os.getpid(), device, release, lease)
         self._finalizer.atexit = False  # the process's end frees everything; the driver may be gone by then
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: close its copy of the lease."""
         if self._lease is not None:
             self._lease.close()
@@ -194,7 +194,7 @@ class Region:
         if hasattr(self, "mapping"):
             del self.mapping
 
-    forsake = close
+    close_in_child = close
 
 
 _lent: deque[tuple[Mapping, Callable[[], bool]]] = deque()

@@ -156,12 +156,12 @@ class NvlinkMember:
             self._domain.close()
             self._domain.free_returned()
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """See `base.MemberTransport`."""
         if hasattr(self, "_domain"):
-            self._domain.forsake()
+            self._domain.close_in_child()
         if self._remote is not None:
-            self._remote.forsake()
+            self._remote.close_in_child()
 
     # Operations.
 
@@ -288,9 +288,13 @@ class NvlinkMember:
         """See `base.MemberTransport`."""
         self._tables.host.abort(reason)
         self._domain.mailbox.abort(reason)
+        if self._remote is not None:
+            self._remote.channel.abort(reason)
 
     def give_up(self, ranks: Sequence[int]) -> None:
         """See `base.MemberTransport`."""
         for rank in ranks:
             self._tables.host.give_up(rank)
         self._domain.mailbox.give_up(ranks)
+        if self._remote is not None:
+            self._remote.channel.give_up(ranks)

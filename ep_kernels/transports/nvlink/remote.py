@@ -159,10 +159,10 @@ class RemoteRanks:
         self._lib.cd_boxes_free(self._native)
         self._native = None
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: nothing of this is used any more."""
         self._native = None
-        self._boxes.forsake()
+        self._boxes.close_in_child()
 
 
 def stripe_of(box_bytes: int, lanes: int) -> int:

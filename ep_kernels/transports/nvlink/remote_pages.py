@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import functools
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import c_void_p
 
 from ep_kernels.errors import PeerTimeout, TransportError
@@ -92,6 +92,14 @@ class RemotePages:
         with contextlib.suppress(PeerTimeout):
             self._channel.connect({rank: one for rank, one in self._tickets.items() if mask >> rank & 1}, timeout_s)
 
+    def abort(self, reason: str) -> None:
+        """Connecting ends in AbortedError, now and later. Any thread."""
+        self._channel.abort(reason)
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """Connecting with one of these ends in PeerTimeout, now and later. Any thread."""
+        self._channel.give_up(ranks)
+
     def send(self, block: int, mask: int) -> None:
         """That block of the own page to those of `mask` that are of other hosts. Waits while the ring is full, which
         the proxy empties whatever peers do. Nothing after `close`."""
@@ -126,9 +134,9 @@ class RemotePages:
         if words:
             self._lib.cd_words_close(words)
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: nothing of this is used any more."""
-        self._channel.forsake()
+        self._channel.close_in_child()
         self._words = None
 
 

@@ -73,7 +73,7 @@ class Desk:
                 self._borrowers.remove(borrower)
         return bool(self._borrowers)
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: close its copies. A shutdown would reach the parent."""
         for connection in (self._socket, *self._borrowers):
             connection.close()

@@ -46,9 +46,9 @@ class PeerWatch:
         if self._ending >= 0:
             os.write(self._ending, b"\0")
             self._thread.join()
-            self.forsake()
+            self.close_in_child()
 
-    def forsake(self) -> None:
+    def close_in_child(self) -> None:
         """Close this process's descriptors: after the thread's end, or in a forked child, which has none."""
         for fd in (*self._watched, self._end, self._ending):
             if fd >= 0:

@@ -28,8 +28,8 @@ from crossdock.common.tracing import current_traceparent
 from crossdock.protocol.request_buffer import (
     MAX_BUFFER_BYTES,
     MAX_PACKET_BYTES,
-    Places,
     SharedMemory,
+    SharedRows,
     described,
     host_identity,
 )
@@ -55,10 +55,10 @@ class RequestBuffer:
     def __init__(self, address: str, sock: socket.socket, memory: SharedMemory, end: Callable[[], None]) -> None:
         self.address, self.num_bytes, self.used_at = address, memory.num_bytes, time.monotonic()
         self._sock, self._memory, self._end = sock, memory, end
+        self._shared: SharedRows
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._id = 0
-        self._places = Places(0, 0, 0, 0, 0)
         self.closed = False
 
     def fileno(self) -> int:
@@ -69,12 +69,12 @@ class RequestBuffer:
         """Write a request that fits and tell the worker. Raises Unavailable."""
         x, ids, weights = parts
         rows, few = (x.shape[0], x.shape[1]), (ids.shape[0], ids.shape[1])
-        places = self._places = Places.of(rows[0], rows[1], few[1], x.element_size())
-        self._memory.tensor(x.dtype, rows, places.x).copy_(x)
+        shared = self._shared = self._memory.rows(*rows, few[1], x.dtype)
+        shared.x.copy_(x)
         if ids.dtype is torch.int64:  # what no int32 holds must stay a number that the worker refuses
             ids = ids.clamp(-(1 << 31), (1 << 31) - 1)
-        self._memory.tensor(torch.int32, few, places.ids).copy_(ids)
-        self._memory.tensor(torch.float32, few, places.weights).copy_(weights)
+        shared.ids.copy_(ids)
+        shared.weights.copy_(weights)
         self._id += 1
         request = expert_pb2.ForwardRequest(
             id=self._id,
@@ -106,7 +106,7 @@ class RequestBuffer:
             raise from_answer(response.error)
         if response.id != self._id:
             raise Unavailable(f"worker {self.address}: expected the answer to request {self._id}, got {response.id}")
-        out.copy_(self._memory.tensor(out.dtype, (out.shape[0], out.shape[1]), self._places.y))
+        out.copy_(self._shared.y)
         return True
 
     def close(self) -> None:

@@ -29,18 +29,20 @@ class HostPlace:
     Attributes:
         address: at which they listen.
         enter: what to put before their command line; empty: they run here.
+        namespace: file of their network namespace; empty: this one.
     """
 
     address: str
     enter: tuple[str, ...] = ()
+    namespace: str = ""
 
 
 LOOPBACK = (HostPlace("127.0.0.1"), HostPlace("127.0.0.1"))
 """Two hosts without namespaces."""
 
 
-def become(arguments: Sequence[str]) -> str:
-    """Become `crossdock ARGUMENTS` in a network namespace of its own.
+def become(arguments: Sequence[str], module: str = "crossdock") -> str:
+    """Become `python -m module ARGUMENTS` in a network namespace of its own.
 
     Returns:
         why there can be none; it does not return where there can.
@@ -55,7 +57,7 @@ def become(arguments: Sequence[str]) -> str:
             why = why or str(error)
             continue
         sys.stdout.flush()
-        os.execvp(start[0], [*start, sys.executable, "-m", "crossdock", *arguments])
+        os.execvp(start[0], [*start, sys.executable, "-m", module, *arguments])
     return why
 
 
@@ -73,12 +75,13 @@ def namespaces() -> Iterator[tuple[HostPlace, HostPlace]]:
         holder.stdin.flush()
         if holder.stdout.read(1) != b"\n":  # it answers once the namespace is there
             raise ConfigFileError("unshare --net: refused")
-        enter = ("nsenter", f"--net=/proc/{holder.pid}/ns/net", "--")
+        namespace = f"/proc/{holder.pid}/ns/net"
+        enter = ("nsenter", f"--net={namespace}", "--")
         here, there = _ADDRESSES
         _ip((), f"link add cable type veth peer name eth0 netns {holder.pid}", f"addr add {here}/30 dev cable")
         _ip(enter, "link set lo up", f"addr add {there}/30 dev eth0", "link set eth0 up")
         _ip((), "link set cable up")
-        yield HostPlace(here), HostPlace(there, enter)
+        yield HostPlace(here), HostPlace(there, enter, namespace)
     finally:
         holder.kill()
         holder.communicate()

@@ -62,6 +62,17 @@ class Places:
         return Places(0, rows, rows + few, rows + 2 * few, 2 * rows + 2 * few)
 
 
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """The tensors of a request in shared memory, which the other end may change at any time: x [T, H], topk_ids int32
+    [T, K], topk_weights float32 [T, K], y [T, H]."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    y: torch.Tensor
+
+
 class SharedMemory:
     """One mapping of a request buffer; it lives until the last tensor made of it dies.
 
@@ -78,6 +89,7 @@ class SharedMemory:
             raise OSError(f"request buffer: expected {num_bytes} sealed bytes")
         self._mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
         self.num_bytes = num_bytes
+        self._rows: tuple[tuple[object, ...], SharedRows] | None = None
 
     @staticmethod
     def make(num_bytes: int) -> tuple[SharedMemory, int]:
@@ -95,6 +107,21 @@ class SharedMemory:
         """A view of the memory, which the other end may change at any time. The caller has checked that it fits."""
         count = shape[0] * shape[1]
         return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def rows(self, num_tokens: int, hidden: int, topk: int, dtype: torch.dtype) -> SharedRows:
+        """The tensors of a request of that shape; the caller has checked that they fit."""
+        key = num_tokens, hidden, topk, dtype
+        if self._rows is None or self._rows[0] != key:  # as a rule the one before had the same
+            places = Places.of(num_tokens, hidden, topk, dtype.itemsize)
+            wide, few = (num_tokens, hidden), (num_tokens, topk)
+            made = SharedRows(
+                self.tensor(dtype, wide, places.x),
+                self.tensor(torch.int32, few, places.ids),
+                self.tensor(torch.float32, few, places.weights),
+                self.tensor(dtype, wide, places.y),
+            )
+            self._rows = key, made
+        return self._rows[1]
 
     def give_back(self) -> None:
         """Free the pages, also where another process still maps them."""

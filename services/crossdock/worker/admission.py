@@ -75,7 +75,7 @@ class RequestValidator:
         except wire.WireError as error:
             raise _invalid(str(error)) from None
         self._check_values(ids, weights)
-        return Tokens(x, ids.to(torch.int32), weights)
+        return Tokens(x, ids if ids.dtype is torch.int32 else ids.to(torch.int32), weights)
 
     def _in_message(
         self, request: expert_pb2.ForwardRequest, data: Mapping[str, memoryview]
@@ -93,19 +93,11 @@ class RequestValidator:
         _, ids = wire.check(request.topk_ids, name="topk_ids", dtypes=(torch.int32,), ndim=2)
         _, weights = wire.check(request.topk_weights, name="topk_weights", dtypes=(torch.float32,), ndim=2)
         self._check_shapes(rows, ids, weights)
-        places = self.places(rows[0])
-        if places.num_bytes > memory.num_bytes or not rows[0]:
+        hidden, topk = self.spec.hidden_size, self.spec.topk
+        if not rows[0] or Places.of(rows[0], hidden, topk, self.dtype.itemsize).num_bytes > memory.num_bytes:
             raise _invalid(f"x: expected 1 to as many rows as {memory.num_bytes} bytes hold, got {rows[0]}")
-        few = (rows[0], self.spec.topk)
-        return (
-            memory.tensor(self.dtype, (rows[0], self.spec.hidden_size), places.x),
-            memory.tensor(torch.int32, few, places.ids).clone(),
-            memory.tensor(torch.float32, few, places.weights).clone(),
-        )
-
-    def places(self, num_tokens: int) -> Places:
-        """Where the tensors of a request lie in a request buffer."""
-        return Places.of(num_tokens, self.spec.hidden_size, self.spec.topk, self.dtype.itemsize)
+        shared = memory.rows(rows[0], hidden, topk, self.dtype)
+        return shared.x, shared.ids.clone(), shared.weights.clone()
 
     def _check_shapes(self, x: tuple[int, ...], ids: tuple[int, ...], weights: tuple[int, ...]) -> None:
         if x[1] != self.spec.hidden_size:

@@ -1,7 +1,8 @@
 """Request buffers: requests of clients of this host, without gRPC's copies (request_buffer.py of the protocol).
 
 OpenBuffer is a gRPC call like Forward: the same role, permits and connection limits, and as long as it is open, so is
-the buffer. Its ticket is good once. One thread waits for all sockets; answers are sent by the thread that has them.
+the buffer. Its ticket is good once. Answers are sent by the thread that has them. Requests are read by the thread of
+the steps while it is awake (`doorbells.py`), else by a thread that waits for all sockets.
 
 What a client can do to its memory: change it at any time, so x is only ever read as numbers, and ids and weights are
 copied before they are checked; not resize it, for it is sealed. Its bytes count, from the offer until the call ends,
@@ -33,6 +34,7 @@ from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker import request_trace
 from crossdock.worker.answers import response_of
 from crossdock.worker.backend import Backend
+from crossdock.worker.doorbells import Doorbells
 from crossdock.worker.work import Done, Failure, Refused, Work
 
 _log = log.get(__name__)
@@ -77,6 +79,8 @@ class RequestBuffers:
         self._offers: dict[bytes, _Offer] = {}
         self._open: dict[_Buffer, None] = {}
         self._strangers: dict[socket.socket, float] = {}
+        self.doorbells = Doorbells()
+        backend.engine.listen_to(self.doorbells)
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._name, self._closed, self._looked_at = "", False, 0.0
@@ -142,6 +146,7 @@ class RequestBuffers:
         self._listener.bind(f"\0{self._name}")
         self._listener.listen(_MAX_STRANGERS)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self.doorbells, selectors.EVENT_READ, self.doorbells.answer)
         threading.Thread(target=self._run, name="request buffers", daemon=True).start()
 
     # The thread.
@@ -156,6 +161,7 @@ class RequestBuffers:
             now = time.monotonic()
             if now - self._looked_at >= _TICK_S:
                 self._looked_at = now
+                self.doorbells.look()  # a step may take long
                 self._expire(now)
 
     def _accept(self) -> None:
@@ -196,12 +202,12 @@ class RequestBuffers:
         offer.sock = sock
         buffer = _Buffer(self._backend, offer, sock, memory, self._drop)
         self._open[buffer] = None
-        self._selector.register(sock, selectors.EVENT_READ, buffer.read)
+        self.doorbells.add(sock, buffer.read)
         if offer.ended.is_set():  # its call ended in between
             _end(sock)
 
     def _drop(self, buffer: _Buffer) -> None:
-        self._selector.unregister(buffer.sock)
+        self.doorbells.remove(buffer.sock)
         self._open.pop(buffer, None)
         buffer.sock.close()
         call_in_loop(buffer.offer.loop, buffer.offer.ended.set)
@@ -285,10 +291,10 @@ class _Buffer:
 
     def _work_of(self, request: expert_pb2.ForwardRequest, trace: RequestTrace | None) -> Work:
         """Raises Refused."""
-        validator, reply = self._backend.validator, functools.partial(self._reply, request.id)
-        tokens = validator.validate(request, memory=self._memory)
-        shape = tokens.x.shape[0], tokens.x.shape[1]
-        y = self._memory.tensor(tokens.x.dtype, shape, validator.places(shape[0]).y)
+        reply = functools.partial(self._reply, request.id)
+        tokens = self._backend.validator.validate(request, memory=self._memory)
+        rows, topk = tokens.topk_ids.shape
+        y = self._memory.rows(rows, tokens.x.shape[1], topk, tokens.x.dtype).y
         return self._backend.work_of(request, tokens, self.offer.client, self, reply, trace, y)
 
     def _reply(self, request_id: int, answer: Done | Failure) -> None:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from crossdock.worker import device as devices
+from crossdock.worker.kept_rows import KeptRows
 
 PHASES = 3
 """dispatch (with the copy in), experts, combine (with the copy out, on a GPU)."""
@@ -53,6 +54,9 @@ class DeviceStream(Protocol):
     def mark(self) -> None:
         """Mark the end of a phase."""
 
+    def room(self, num_tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Where to write z [T, H], valid until the next step; None: anywhere."""
+
     def copy_out(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
         """Start the copy to the host, which ends the last phase."""
 
@@ -72,6 +76,7 @@ class CpuStream:
         self.device = torch.device("cpu")
         self._marks_ns: list[int] = []
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rows = KeptRows(self.device)
 
     def enter(self) -> None:
         """See `DeviceStream`."""
@@ -89,6 +94,10 @@ class CpuStream:
     def mark(self) -> None:
         """See `DeviceStream`."""
         self._marks_ns.append(time.monotonic_ns())
+
+    def room(self, num_tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """See `DeviceStream`."""
+        return self._rows.take(num_tokens, columns, dtype)
 
     def copy_out(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
         """See `DeviceStream`."""
@@ -143,6 +152,10 @@ class GpuStream:
         """See `DeviceStream`."""
         self._marks[self._num_marks].record(self._stream)
         self._num_marks += 1
+
+    def room(self, num_tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """See `DeviceStream`."""
+        return None
 
     def copy_out(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
         """See `DeviceStream`."""

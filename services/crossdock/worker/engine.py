@@ -1,15 +1,16 @@
 """The engine of one rank: requests of many clients become steps that all ranks take together.
 
     any thread                      the engine's thread, for one epoch: `run(comm, experts)`
-    submit(work) ──┐                ┌─> exchange: proposal, outcome of the last step   (8 int64, all ranks)
-    withdraw(work) ├─> batcher ─────┤   answer the last step, if the experts of every rank succeeded
+    submit(work) ──┐                ┌─> sleep until there is a request, or a peer's exchange
+    withdraw(work) ├─> batcher ─────┤   exchange: proposal, outcome of an unsure step   (8 int64, all ranks)
     close(failure) ┘   (one lock)   │   choose_step: the same decision on every rank
-                                    └── dispatch -> experts -> combine, or sleep until a request or a peer's wake-up
+                                    └── dispatch -> experts -> combine; answer, unless the step is unsure
 
 Failures:
 * Invalid request: refused before it gets here (`admission.py`).
-* The experts of a rank raise: it sends zeros so that no peer waits, and reports `failed` in the next exchange; every
-  rank then answers that step's requests with INTERNAL. The group continues.
+* The experts of a rank raise: it sends NaN so that no peer waits, and reports `failed` in the next exchange. A rank
+  that got no NaN has answered by then, rightly; one that did is unsure, and answers INTERNAL after that exchange (or
+  with its rows, if nobody failed: NaN may be what an expert computed). The group continues.
 * A peer is silent or gone, the epoch ended, or the communicator fails otherwise: all requests here are answered
   UNAVAILABLE (or with the failure of `close`), `run` returns the fault, and the session forms the next epoch.
 """
@@ -26,10 +27,12 @@ import grpc
 import torch
 
 from crossdock.common import log
+from crossdock.common.cpus import usable_cpus
 from crossdock.common.postmortem_record import POSTMORTEM
 from crossdock.worker import request_trace
 from crossdock.worker.batcher import Batcher
 from crossdock.worker.device_stream import stream_of
+from crossdock.worker.doorbells import Doorbells
 from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.stepper import Batch, Stepper
@@ -44,6 +47,11 @@ _log = log.get(__name__)
 _CPU = torch.device("cpu")
 _IDLE_S = 1.0
 """Longest sleep of an idle rank; requests and peers wake it at once."""
+_LOOKS, _SPARE = 20, 2
+"""How often a rank looks for requests and peers itself before it sleeps, about 100 us; processors beside those of the
+host's ranks from which on it does: a client that is woken up needs one."""
+_LONG_NS = 1_000_000
+"""In steps that take so long, another thread reads requests."""
 
 
 class Engine:
@@ -70,6 +78,12 @@ class Engine:
         self._comm: MoECommunicator | None = None
         self._tables: ExpertTables | None = None
         self._num_steps = 0
+        self._steps_are_long, self._first_look = True, _LOOKS
+        self._doorbells = Doorbells()
+
+    def listen_to(self, doorbells: Doorbells) -> None:
+        """Read these between two steps. Before the first `run`."""
+        self._doorbells = doorbells
 
     # Any thread.
 
@@ -165,6 +179,8 @@ class Engine:
         """
         with self._lock:
             self._comm, self._num_steps, self._tables, self._epoch = comm, 0, tables, epoch
+        spare = usable_cpus() - comm.domains.count(comm.domains[comm.rank])
+        self._first_look = 0 if spare >= _SPARE else _LOOKS
         ended: Fault | Left
         why: Exception | None = None
         try:
@@ -177,6 +193,7 @@ class Engine:
         except Exception as error:  # a bug must end this epoch, not the process
             _log.exception("engine failed", epoch=epoch)
             ended, why = Fault(f"engine: {type(error).__name__}: {error}"), error
+        self._doorbells.arm()
         samples = self._telemetry.parted(comm)
         if isinstance(ended, Fault) and why is not None and not isinstance(why, AbortedError):
             record = record_of(why, samples, time.monotonic_ns())
@@ -189,18 +206,17 @@ class Engine:
         return ended
 
     def _loop(self, comm: MoECommunicator, stepper: Stepper) -> Left | Fault:
-        batch: Batch | None = None
+        unsure: Batch | None = None
         while True:
-            if batch is None:
+            if unsure is None:
                 self._sleep(comm)
             if self._paused:
                 return Fault("the group continues without a lost rank")
-            words = comm.exchange(self._propose(batch).words())
+            words = comm.exchange(self._propose(unsure).words())
             proposals = {rank: Proposal.parse(each) for rank, each in enumerate(words) if each is not None}
-            if batch is not None:
-                request_trace.stepped(batch, comm.rank, self._epoch, self._num_steps, time.monotonic_ns())
-                self._finish(batch, [rank for rank, proposal in proposals.items() if proposal.failed])
-                batch = None
+            if unsure is not None:
+                self._finish(unsure, [rank for rank, proposal in proposals.items() if proposal.failed])
+                unsure = None
             if self._tables is not None:
                 self._tables.apply_agreed([proposal.placement for proposal in proposals.values()])
             decision = choose_step(proposals, self._max_tokens)
@@ -208,22 +224,41 @@ class Engine:
                 return Left(decision.ranks)
             if isinstance(decision, Step):
                 batch = self._step(stepper, decision)
+                self._steps_are_long = time.monotonic_ns() - batch.start_ns > _LONG_NS
+                request_trace.stepped(batch, comm.rank, self._epoch, self._num_steps, time.monotonic_ns())
+                if batch.unsure:
+                    unsure = batch
+                else:
+                    self._finish(batch, [])
+                self._telemetry.step(batch.record)
             self._telemetry.collect(comm)
 
     def _sleep(self, comm: MoECommunicator) -> None:
-        """Sleep until a request waits, this rank leaves, a placement change is pending, or a peer starts an
-        exchange."""
+        """Sleep until a request waits, this rank leaves, a placement change is pending, or a peer starts an exchange.
+        Where there are processors to spare, first look for that again and again: it often comes soon, and to be woken
+        takes longer than a small step."""
+        self._doorbells.disarm()
+        looks = self._first_look
         while True:
+            self._doorbells.look()
             with self._lock:
                 pending = self._tables is not None and self._tables.has_pending_change()
                 self._sleeping = not (self._batcher or self._leaving or self._paused or pending)
                 if not self._sleeping:
-                    return
-            if comm.wait_for_peer(_IDLE_S):
-                with self._lock:
-                    self._sleeping = False
-                return
-            self._telemetry.collect(comm)
+                    break
+            if looks == _LOOKS:
+                self._doorbells.arm()
+            woken = comm.wait_for_peer(0.0 if looks < _LOOKS else _IDLE_S)
+            with self._lock:
+                self._sleeping = False
+            if woken:
+                break
+            looks += 1
+            if looks > _LOOKS:
+                self._telemetry.collect(comm)
+        self._doorbells.look()
+        if self._steps_are_long:
+            self._doorbells.arm()
 
     def _propose(self, batch: Batch | None) -> Proposal:
         """The proposal for the next exchange. Expired requests are dropped here."""
@@ -254,9 +289,7 @@ class Engine:
                 request_trace.taken(piece.work, now_ns)
         if self._tables is not None:
             slices = [piece for piece in slices if not self._is_lost(piece.work, plan.layer)]
-        batch = stepper.step(plan.layer, plan.max_tokens, slices)
-        self._telemetry.step(batch.record)
-        return batch
+        return stepper.step(plan.layer, plan.max_tokens, slices)
 
     def _is_lost(self, work: Work, layer: int) -> bool:
         """Whether a request needs an expert that only lost ranks held; if so, it is answered."""
@@ -290,7 +323,8 @@ class Engine:
                 continue
             work.timing = work.timing.plus_step(record.dispatch_ns, record.experts_ns, record.combine_ns)
             if work.y is None and piece.num_tokens == work.num_tokens:
-                work.y = rows.to(work.x.dtype, copy=len(batch.slices) > 1)  # a view would keep the rows of all requests
+                shared = len(batch.slices) > 1 or self._stream.device.type == "cpu"  # with others, or the next step
+                work.y = rows.to(work.x.dtype, copy=shared)
             else:
                 work.y = torch.empty_like(work.x) if work.y is None else work.y
                 work.y[piece.start : piece.stop] = rows

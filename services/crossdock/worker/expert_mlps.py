@@ -31,9 +31,10 @@ from torch.nn import functional
 
 from crossdock.common import log
 from crossdock.worker.checkpoint import Checkpoint
+from crossdock.worker.expert_loop import ExpertLoop
 from crossdock.worker.gating import Gating
 from crossdock.worker.grouped import support
-from crossdock.worker.weights import Stack, tile_elements
+from crossdock.worker.weights import Stack
 
 if TYPE_CHECKING:
     from crossdock.worker.grouped.products import GroupedProducts
@@ -47,7 +48,7 @@ Weights = tuple[Stack, Stack]
 
 
 class ExpertMLPs:
-    """The experts of one rank, for all MoE layers. One thread at a time (there is one scratch buffer).
+    """The experts of one rank, for all MoE layers. One thread at a time (buffers are kept between calls).
 
     Attributes:
         dtype: that products are rounded to, where they are not computed in float32.
@@ -85,12 +86,8 @@ class ExpertMLPs:
         self._products = None if plain else products_for((first, down), gating, dtype)
         widened = self._device.type == "cpu" and not has_products(dtype)
         self.output_dtype = torch.float32 if widened else dtype
-        if (not plain and self._products is None) or self.output_dtype is not dtype:
-            sizes = [
-                stack.rows * stack.columns if plain else tile_elements(stack.columns, stack.format)
-                for stack in (first, down)
-            ]
-            self._scratch = torch.empty(max(sizes), device=self._device, dtype=self.output_dtype)
+        needed = not self._grouped and self._products is None
+        self._loop = ExpertLoop((first, down), gating, self.output_dtype) if needed else None
 
     @property
     def computes(self) -> str:
@@ -154,6 +151,8 @@ class ExpertMLPs:
         """Hold other weights for a layer, of the same shapes. Not while a step uses it. checkpoint: its number."""
         self._weights[layer], self.checkpoints[layer] = (first, down), checkpoint
         self.ids[layer] = tuple(expert_ids)
+        if self._loop is not None:
+            self._loop.forget(layer)
 
     @torch.no_grad()
     def forward(
@@ -185,8 +184,9 @@ class ExpertMLPs:
             raise ValueError(f"layer: expected one of {sorted(self._weights)}, got {layer}")
         if self._products is not None:
             return self._quantised(layer, tokens, offsets, counts, out, num_rows)
-        if not self._grouped:
-            return self._loop(layer, tokens, offsets, counts, torch.empty_like(tokens) if out is None else out)
+        if self._loop is not None:
+            rows = torch.empty_like(tokens) if out is None else out
+            return self._loop.forward(layer, self._weights[layer], tokens, (offsets, counts), rows)
         first, down = self._weights[layer]
         slots = _slots(offsets, tokens.shape[0]) if first.bias is not None else None
         inner = self._grouped_product(tokens.to(self.dtype), first, offsets, slots)
@@ -218,38 +218,6 @@ class ExpertMLPs:
         if stack.bias is not None and slots is not None:
             product += stack.bias.index_select(0, slots)
         return product
-
-    def _loop(
-        self, layer: int, tokens: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
-        """One expert after the other; reads offsets and counts on the host."""
-        first, down = self._weights[layer]
-        for slot, (start, count) in enumerate(zip(offsets[:-1].tolist(), counts.tolist(), strict=True)):
-            if count:
-                rows = tokens[start : start + count].to(self.output_dtype)
-                inner = self._product(rows, first[slot])
-                hidden = self._gating(inner, inner.new_empty(count, down.columns))
-                out[start : start + count] = self._product(hidden, down[slot])
-        return out
-
-    def _product(self, rows: torch.Tensor, expert: Stack) -> torch.Tensor:
-        """rows [N, A] times one expert's matrix transposed, plus its bias, in `output_dtype`."""
-        bias = None if expert.bias is None else expert.bias.to(rows.dtype)
-        if expert.format.kind == "float":
-            weight = self._widen(expert.data).t()
-            return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
-        product = rows.new_empty(rows.shape[0], expert.rows)
-        for begin, end in expert.tiles():
-            weight = expert.tile(begin, end, self._scratch).t()
-            tile = torch.mm(rows, weight) if bias is None else torch.addmm(bias[begin:end], rows, weight)
-            product[:, begin:end] = tile
-        return product
-
-    def _widen(self, weight: torch.Tensor) -> torch.Tensor:
-        """The matrix in `output_dtype`; valid until the next call."""
-        if weight.dtype is self.output_dtype:
-            return weight
-        return self._scratch[: weight.numel()].view(weight.shape).copy_(weight)
 
 
 def products_for(weights: Weights, gating: Gating, dtype: torch.dtype) -> GroupedProducts | None:

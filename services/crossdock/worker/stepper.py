@@ -1,12 +1,14 @@
 """One step of one rank: dispatch -> experts -> combine. Uses tensors and the communicator; has no queue and no lock.
 
 A rank must never stop in the middle of a step, because its peers wait for its rows. So a local failure (the experts
-raise; dispatch refuses its arguments) is stored in `Batch.error`, and the step continues with zeros or without tokens.
+raise; dispatch refuses its arguments) is stored in `Batch.error`, and the step continues with NaN or without tokens.
+NaN is what a sum of it becomes, so a token without NaN owes nothing to a rank that failed, and is right.
 Only errors of the communicator about its peers, and a lost GPU, leave `step` as exceptions.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,8 +35,9 @@ class Batch:
 
     Attributes:
         slices: of the requests, in the order of the rows of z.
-        z: [T, H] in the communicator's output dtype, in host memory.
+        z: [T, H] in the communicator's output dtype, in host memory; of a CPU: valid until the next step.
         error: of this rank's experts, or empty.
+        unsure: a rank may have failed in it: this one, or one whose rows are NaN.
         record: numbers for telemetry.
         start_ns: monotonic time at which dispatch began.
     """
@@ -42,6 +45,7 @@ class Batch:
     slices: Sequence[Slice]
     z: torch.Tensor
     error: str
+    unsure: bool
     record: StepRecord
     start_ns: int
 
@@ -89,14 +93,17 @@ class Stepper:
         """
         stream, parts = self._stream, _parts(slices) or [[part] for part in self._none]
         parts[1] = self._slots(layer, parts[1])
+        if len(parts[0]) > 1 and stream.device.type == "cpu":  # joined where dispatch reads them
+            rows = self._comm.dispatch_input(sum(map(len, parts[0])))
+            parts[0] = [torch.cat(parts[0], out=rows)]
         start_ns = time.monotonic_ns()
         with stream.running():
             out, handle, error = self._dispatch(stream.copy_in(parts), max_tokens)
             stream.mark()
             y, failed = self._compute(layer, max_tokens, out, handle)
             stream.mark()
-            stream.copy_out(self._comm.combine(y, handle), out.counts)
-            remote_rows = sum(map(self._count_remote_rows, parts[1]))
+            room = stream.room(handle.num_tokens, self._comm.config.hidden_size, self._output_dtype)
+            stream.copy_out(self._comm.combine(y, handle, out=room), out.counts)
             result = stream.wait()
         self._comm.check()
         held = self._tables.held(layer) if self._tables is not None else None
@@ -104,10 +111,11 @@ class Stepper:
         exemplar = next((piece.work.trace.exemplar for piece in slices if piece.work.trace is not None), None)
         if max_tokens not in self._wire_bytes:
             self._wire_bytes[max_tokens] = self._comm.wire_bytes(max_tokens)
-        counts = num_tokens, result.rows_per_expert, remote_rows
+        counts = num_tokens, result.rows_per_expert, functools.partial(self._count_remote_rows, parts[1])
         record = StepRecord(*counts, *result.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
         why = f"layer {layer}: {error or failed}" if error or failed else ""
-        return Batch(slices, result.z, why, record, start_ns)
+        unsure = bool(why) or bool(result.z[:, 0].isnan().any())
+        return Batch(slices, result.z, why, unsure, record, start_ns)
 
     def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:
         """Slots of the experts chosen by the tokens of a step."""
@@ -128,7 +136,7 @@ class Stepper:
     def _compute(
         self, layer: int, max_tokens: int, out: DispatchOutput, handle: DispatchHandle
     ) -> tuple[torch.Tensor, str]:
-        """Expert rows [N, H] and "", or zeros and the error of the experts."""
+        """Expert rows [N, H] and "", or NaN and the error of the experts."""
         experts, comm = self._experts, self._comm
         if experts is None or out.offsets is None or not out.tokens.shape[0]:
             return comm.combine_input(handle), ""
@@ -140,13 +148,14 @@ class Stepper:
             return experts.forward(layer, out.tokens, out.offsets, out.counts, out=y, num_rows=most_rows), ""
         except Exception as error:  # the peers wait for these rows in any case
             _log.exception("experts failed", layer=layer)
-            return (comm.combine_input(handle) if y is None else y).zero_(), f"experts: {type(error).__name__}: {error}"
+            rows = comm.combine_input(handle) if y is None else y
+            return rows.fill_(torch.nan), f"experts: {type(error).__name__}: {error}"
 
-    def _count_remote_rows(self, topk_ids: torch.Tensor) -> int:
-        """Rows that leave this rank for host tensor topk_ids [T, K]: one per (token, distinct other rank)."""
-        if not topk_ids.shape[0]:
+    def _count_remote_rows(self, topk_ids: Sequence[torch.Tensor]) -> int:
+        """Rows that leave this rank for host tensors topk_ids [T, K]: one per (token, distinct other rank)."""
+        if not any(map(len, topk_ids)):
             return 0
-        ranks = self._rank_of_slot[topk_ids.long()]  # -1 finds the last entry: this rank
+        ranks = self._rank_of_slot[torch.cat(list(topk_ids)).long()]  # -1 finds the last entry: this rank
         reached = torch.zeros(ranks.shape[0], self._comm.size, dtype=torch.bool).scatter_(1, ranks, True)
         return int(reached.sum()) - int(reached[:, self._comm.rank].sum())
 

@@ -6,11 +6,10 @@ buckets; labels are looked up once).
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,6 +30,8 @@ _log = log.get(__name__)
 
 _COLLECT_S = 0.25
 """The sample ring holds 4096 records, a third as many steps: enough for 5,400 steps a second."""
+_BATCH_S = 0.02
+"""Records are counted so long after the first of them: a thread that woke up in each step would stop the engine's."""
 _MAX_RECORDS = 4096
 """Limit of queued records; further ones are dropped and counted."""
 
@@ -42,7 +43,7 @@ class StepRecord:
     Attributes:
         num_tokens: of this rank.
         rows_per_expert: int32 [L] rows computed by its experts.
-        remote_rows: rows that its tokens sent to other ranks (one per token and distinct rank).
+        remote_rows: counts the rows that its tokens sent to other ranks (one per token and distinct rank).
         dispatch_ns, experts_ns, combine_ns: time in each phase.
         layer: MoE layer number.
         experts: logical expert of each slot in that layer; None: those of `WorkerTelemetry.holds`.
@@ -52,7 +53,7 @@ class StepRecord:
 
     num_tokens: int
     rows_per_expert: torch.Tensor
-    remote_rows: int
+    remote_rows: Callable[[], int]
     dispatch_ns: int
     experts_ns: int
     combine_ns: int
@@ -96,7 +97,7 @@ class WorkerTelemetry:
         self._row_bytes = row_bytes
         self._counts = CommunicatorCounts(metrics)
         self._latency = LatencySums()
-        self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_RECORDS)
+        self._queue: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()  # bounded by `_put`
         self._operations = OperationCounts(
             metrics.operation_duration_seconds, metrics.peer_wait_seconds_total, transport
         )
@@ -159,7 +160,7 @@ class WorkerTelemetry:
         """The epoch has ended (engine's thread). Returns the last operations."""
         samples = comm.samples()
         self._put(samples)
-        self._put(_Look(None))
+        self._queue.put(_Look(None))  # whatever waits there: links of an epoch that has ended are not up
         return [*self._latency.recent(), *samples]
 
     def recent(self) -> list[LatencySample]:
@@ -212,8 +213,7 @@ class WorkerTelemetry:
 
     def close(self) -> None:
         """Count what is in the queue and stop the thread."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=5)
+        self._queue.put(None)
         self._thread.join(timeout=5)
 
     @property
@@ -223,22 +223,32 @@ class WorkerTelemetry:
 
     def _put(self, record: _Record) -> bool:
         """Queue a record, or drop it if the queue is full: False."""
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
+        if self._queue.qsize() >= _MAX_RECORDS:
             self._metrics.telemetry_records_dropped_total.inc()
             return False
+        self._queue.put(record)
         return True
 
     def _drain(self) -> None:
         while (record := self._queue.get()) is not None:
-            try:
-                self._count(record)
-            except Exception:  # one faulty record must not end the thread
-                self._metrics.telemetry_records_dropped_total.inc()
-                if not self._failed:
-                    self._failed = True
-                    _log.exception("a record cannot be counted; further ones are counted as dropped")
+            time.sleep(_BATCH_S)
+            while record is not None:
+                self._count_safely(record)
+                time.sleep(0)  # the engine's thread may have the interpreter
+                if self._queue.empty():
+                    break
+                record = self._queue.get()
+            else:
+                return
+
+    def _count_safely(self, record: _Record) -> None:
+        try:
+            self._count(record)
+        except Exception:  # one faulty record must not end the thread
+            self._metrics.telemetry_records_dropped_total.inc()
+            if not self._failed:
+                self._failed = True
+                _log.exception("a record cannot be counted; further ones are counted as dropped")
 
     def _count(self, record: _Record) -> None:
         if isinstance(record, StepRecord):
@@ -264,9 +274,10 @@ class WorkerTelemetry:
         durations = (record.dispatch_ns, record.experts_ns, record.combine_ns)
         for histogram, nanoseconds in zip(self._phases, durations, strict=True):
             histogram.observe(nanoseconds * 1e-9, record.exemplar)
+        remote_rows = record.remote_rows()
         for counters, row_bytes in ((self._payload, self._row_bytes), (self._wire, record.wire_bytes)):
             for counter, num_bytes in zip(counters, row_bytes, strict=True):
-                counter.inc(record.remote_rows * num_bytes)
+                counter.inc(remote_rows * num_bytes)
         held = self._expert_ids if record.experts is None else record.experts
         computed = {expert: rows for expert, rows in zip(held, record.rows_per_expert.tolist(), strict=False) if rows}
         self._latency.add_step(sum(durations), record.experts_ns, record.num_tokens, computed)

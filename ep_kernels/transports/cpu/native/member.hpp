@@ -111,6 +111,11 @@ class SampleRing {
   uint64_t head_ = 0, tail_ = 0;
 };
 
+// Spins this long before it sleeps: about what a wake-up costs. More where there is a processor for each rank.
+constexpr int64_t kSpinNs = 3000;
+// Sleeps at most this long between looks at the peers' processes.
+constexpr int64_t kSliceNs = 4'000'000;
+
 // Words of a meeting that also travel to other hosts.
 enum class Told { barrier, exchange, resync };
 
@@ -140,6 +145,7 @@ struct Member {
   std::atomic<uint64_t> lost{0};   // give_up(): bit per rank with which nothing is waited for any more
   Fault fault{};
   SampleRing samples;
+  int64_t step_spin_ns = kSpinNs, meet_spin_ns = kSpinNs;  // of dispatch and combine; where a peer may be asleep
 
   Member(int own_rank, int num_ranks, int64_t deadline_ns, int64_t num_bytes);
   Member(const Member&) = delete;
@@ -204,11 +210,6 @@ struct Member {
   Status fail(Want want, int peer, uint64_t seen, Why why, int64_t started);
 };
 
-// Spins this long before it sleeps: about what a wake-up costs.
-constexpr int64_t kSpinNs = 3000;
-// Sleeps at most this long between looks at the peers' processes.
-constexpr int64_t kSliceNs = 4'000'000;
-
 template <typename Seen, typename Work>
 Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work work) {
   const uint64_t missing = waiting.missing;
@@ -237,7 +238,7 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
     }
     if (!block) return kNothing;
     if (now - waiting.started < timeout_ns && work()) continue;
-    if (now - waiting.began < kSpinNs) {
+    if (now - waiting.began < (want.op <= Op::combine ? step_spin_ns : meet_spin_ns)) {
       relax();
       continue;
     }

@@ -18,6 +18,11 @@ CD_API int cd_resync(cd::Member* m, uint64_t mask, uint64_t epoch, int64_t limit
   return cd::resync(*m, mask, epoch, limit_ns);
 }
 
+CD_API void cd_set_spin(cd::Member* m, int64_t step_ns, int64_t meet_ns) {
+  m->step_spin_ns = step_ns;
+  m->meet_spin_ns = meet_ns;
+}
+
 // From any thread.
 CD_API void cd_wake(cd::Member* m) {
   m->wakes.fetch_add(1);

@@ -1,0 +1,83 @@
+"""Sockets on which clients announce requests, and the thread that reads them.
+
+While the thread of the steps is awake it looks at them itself, between two steps: no other thread has to wake up, and
+to wait for the interpreter. Before it sleeps, or begins what takes long, it arms them: then the thread that selects
+this object finds it readable, and answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Callable
+
+from crossdock.common import log
+
+_log = log.get(__name__)
+
+_MANY = 64
+"""Sockets that are read in one look; the others have their turn in the next."""
+
+
+class Doorbells:
+    """Any thread may call anything. An object for selectors: readable once a socket is, while armed."""
+
+    def __init__(self) -> None:
+        self._sockets, self._outer = select.epoll(), select.epoll()
+        self._outer.register(self._sockets, select.EPOLLIN)
+        self._armed, self._reading = True, threading.Lock()
+        self._readers: dict[int, Callable[[], None]] = {}
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._outer.fileno()
+
+    def add(self, sock: socket.socket, read: Callable[[], None]) -> None:
+        """From now on `read` is called when `sock` has something to read, by one thread at a time."""
+        self._readers[sock.fileno()] = read
+        self._sockets.register(sock, select.EPOLLIN)
+
+    def remove(self, sock: socket.socket) -> None:
+        """Before the socket is closed."""
+        with contextlib.suppress(OSError):
+            self._sockets.unregister(sock)
+        self._readers.pop(sock.fileno(), None)
+
+    def look(self) -> None:
+        """Read all sockets that have something, unless another thread does."""
+        if not self._readers or not self._reading.acquire(blocking=False):
+            return
+        try:
+            for number, _ in self._sockets.poll(0, _MANY):
+                read = self._readers.get(number)
+                if read is not None:
+                    self._call(read)
+        finally:
+            self._reading.release()
+
+    def answer(self) -> None:
+        """As `look`, by the thread that has found this object readable."""
+        with self._reading:
+            pass  # until who reads now has ended: else this would be called again at once
+        self.look()
+
+    def arm(self) -> None:
+        """Another thread is to read what comes."""
+        if not self._armed:
+            self._armed = True
+            self._outer.modify(self._sockets, select.EPOLLIN)
+
+    def disarm(self) -> None:
+        """This thread will look, and soon."""
+        if self._armed:
+            self._armed = False
+            self._outer.modify(self._sockets, 0)
+
+    @staticmethod
+    def _call(read: Callable[[], None]) -> None:
+        try:
+            read()
+        except Exception:  # one socket must not end the others
+            _log.exception("a doorbell failed")

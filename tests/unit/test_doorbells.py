@@ -1,0 +1,111 @@
+"""Doorbells: who reads a socket, and when; memory that is kept between steps."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+
+import pytest
+import torch
+
+from crossdock.worker.doorbells import Doorbells
+from crossdock.worker.kept_rows import KeptRows
+
+WAIT_S = 20.0
+
+
+class Bell:
+    """A pair of sockets, one of them a doorbell that notes what it reads."""
+
+    def __init__(self, doorbells: Doorbells) -> None:
+        self.client, self.sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.setblocking(False)
+        self.heard: list[bytes] = []
+        self.inside = threading.Lock()
+        doorbells.add(self.sock, self.read)
+
+    def read(self) -> None:
+        assert self.inside.acquire(blocking=False), "two threads read one socket"
+        self.heard.append(self.sock.recv(100))
+        self.inside.release()
+
+
+@pytest.fixture
+def doorbells() -> Doorbells:
+    return Doorbells()
+
+
+def is_readable(doorbells: Doorbells, wait_s: float = 0.0) -> bool:
+    """Whether the thread that selects it would wake up."""
+    return bool(select.select([doorbells], [], [], wait_s)[0])
+
+
+def test_armed_it_is_readable_and_disarmed_it_is_not(doorbells: Doorbells) -> None:
+    bell = Bell(doorbells)
+    bell.client.send(b"one")
+    assert is_readable(doorbells)
+    doorbells.disarm()
+    assert not is_readable(doorbells)
+    doorbells.look()
+    assert bell.heard == [b"one"]
+    bell.client.send(b"two")
+    assert not is_readable(doorbells)
+    doorbells.arm()
+    assert is_readable(doorbells), "what came before it was armed is found too"
+    doorbells.answer()
+    assert (bell.heard, is_readable(doorbells)) == ([b"one", b"two"], False)
+
+
+def test_a_socket_that_is_gone_or_fails_ends_no_other(doorbells: Doorbells) -> None:
+    gone, broken, fine = (Bell(doorbells) for _ in range(3))
+
+    def fail() -> None:
+        broken.sock.recv(100)
+        raise ValueError("no")
+
+    doorbells.remove(broken.sock)
+    doorbells.add(broken.sock, fail)
+    doorbells.remove(gone.sock)
+    gone.sock.close()
+    for bell in (broken, fine):
+        bell.client.send(b"here")
+    doorbells.look()
+    assert fine.heard == [b"here"]
+    doorbells.look()
+    assert (gone.heard, fine.heard) == ([], [b"here"])
+
+
+def test_two_threads_may_look_at_once(doorbells: Doorbells) -> None:
+    bells = [Bell(doorbells) for _ in range(4)]
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            doorbells.look()
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(200):
+        bells[number % 4].client.send(str(number).encode())
+    stop.wait(0.05)
+    stop.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    while is_readable(doorbells):
+        doorbells.answer()
+    assert sorted(int(one) for bell in bells for one in bell.heard) == list(range(200))
+
+
+def test_rows_are_kept_where_they_are_large_but_not_huge() -> None:
+    kept = KeptRows(torch.device("cpu"))
+    first = kept.take(100, 512, torch.float32)
+    second = kept.take(200, 512, torch.bfloat16)
+    assert (second.shape, second.dtype, second.data_ptr()) == ((200, 512), torch.bfloat16, first.data_ptr())
+    larger = kept.take(1000, 512, torch.float32)
+    assert larger.shape == (1000, 512)
+    assert first.shape == (100, 512), "the old block lives with its tensors"
+    small, huge = kept.take(2, 8, torch.float32), kept.take(10_000, 512, torch.float32)
+    assert larger.data_ptr() not in {small.data_ptr(), huge.data_ptr()}
+    assert kept.take(900, 512, torch.float32).data_ptr() == larger.data_ptr()
