@@ -190,6 +190,7 @@ def test_a_worker_that_listens_everywhere_registers_an_address_that_others_reach
             device=SimpleNamespace(type="cpu"),
             capabilities=SimpleNamespace(abi="v1"),
             nic=None,
+            boxes="",
             spec=SimpleNamespace(fingerprint="f", num_experts=4, moe_layers=(0,)),
             communicator_settings=dict,
         )
