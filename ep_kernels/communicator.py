@@ -301,8 +301,8 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         return self._run(self._transport.combine_input, handle)
 
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
-        """The handle of a dispatch in fixed shapes [N, H], for who has read its `num_rows`: `combine` takes so many,
-        `combine_input` gives them. Fewer than arrived are the caller's mistake. Raises ArgumentError, HandleError."""
+        """The handle of a dispatch in fixed shapes, cut to its `num_rows`, which the caller has read: `combine` takes
+        [num_rows, H], `combine_input` gives it. Fewer than arrived lose some. Raises ArgumentError, HandleError."""
         handle = self._own(handle)
         checks.trimmed_rows(num_rows, handle, self._config)
         return self._transport.trimmed(handle, num_rows)
