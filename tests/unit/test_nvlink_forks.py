@@ -7,6 +7,8 @@ import contextlib
 import functools
 import gc
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -28,9 +30,13 @@ SOON_S = 20.0
 
 @contextlib.contextmanager
 def child(act: Callable[[], Any] = lambda: None) -> Iterator[None]:
-    """A forked child that does that, then lives until the block ends. No hook of a communicator runs in it."""
+    """A forked child that does that, then lives until the block ends. No hook of a communicator runs in it.
+
+    What is garbage at the fork stays as it is: a child that collected gRPC's would wait for threads it does not have.
+    """
     told, tell = os.pipe()
     ended, end = os.pipe()
+    gc.freeze()
     pid = os.fork()
     if pid == 0:
         os.close(end)
@@ -41,14 +47,17 @@ def child(act: Callable[[], Any] = lambda: None) -> Iterator[None]:
         os.close(tell)
         os.read(ended, 1)
         os._exit(0)
+    gc.unfreeze()
     os.close(tell)
     os.close(ended)
     try:
+        assert select.select([told], [], [], SOON_S)[0], "it hangs"
         assert os.read(told, 1) == b"1", "it failed"
         yield
     finally:
         os.close(told)
         os.close(end)
+        os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
