@@ -83,3 +83,41 @@ class StandIn:
         assert " passed" in done.stdout
         assert may_skip or "skipped" not in done.stdout
         return done.stdout
+
+
+class Counts(ctypes.Structure):
+    """Numbers of such a library, compared by value."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and bytes(self) == bytes(other)  # type: ignore[call-overload, arg-type]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)}' for name, *_ in self._fields_)})"
+
+
+class Loaded:
+    """Such a library in this process: what goes wrong in it, what it counts.
+
+    Args:
+        library: with fake_sizes, fake_faults, fake_no_device and fake_counts.
+        faults, counts: its structures.
+    """
+
+    def __init__(self, library: ctypes.CDLL, faults: type[ctypes.Structure], counts: type[Counts]) -> None:
+        self._library, self._counts = library, counts
+        library.fake_faults.restype = ctypes.POINTER(faults)
+        sizes = (ctypes.c_uint64 * 2)()
+        library.fake_sizes(sizes)
+        assert list(sizes) == [ctypes.sizeof(faults), ctypes.sizeof(counts)]
+
+    def no_device(self, address: int) -> None:
+        """Let that memory count as a device's no more."""
+        self._library.fake_no_device(ctypes.c_uint64(address))
+
+    def left(self) -> Counts:
+        """The counts now: what has not been given back, and more."""
+        found = self._counts()
+        self._library.fake_counts(ctypes.byref(found))
+        return found

@@ -1,4 +1,4 @@
-"""Steps of ranks on emulated GPUs of two hosts whose boxes NICs reach, and a driver that flushes."""
+"""Steps of ranks on emulated GPUs of two hosts whose boxes NICs reach, and a driver that flushes. A pytest plugin."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from ep_kernels import jit
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink.boxes import Flush
@@ -15,6 +17,7 @@ from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase, draw_seed
 from tests.emulator.build import build
 from tests.emulator.direct import Direct
+from tests.emulator.machine import without_driver
 from tests.gpu.loopback_check import check
 from tests.gpu.loopback_network import Joined
 
@@ -22,7 +25,14 @@ FAR_BOXES = 4 * 2 * 2
 """Of two hosts of two ranks: each has an outbox and an inbox for two ranks of the other host, and none of its own."""
 
 
-def build_kernels() -> None:
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU of this machine is looked at."""
+    without_driver(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def built_kernels() -> None:
     """Compiled side by side, before the clock of any test runs."""
 
     def is_wanted(of: dict[str, str]) -> bool:
@@ -61,7 +71,8 @@ class Calls:
 Steps = Callable[..., Any]
 
 
-def steps_of_groups() -> Iterator[Steps]:
+@pytest.fixture
+def steps() -> Iterator[Steps]:
     """steps(machine, network): some, of a new group, against the reference; the group."""
     made: list[Joined] = []
 

@@ -10,9 +10,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from pathlib import Path
 
+from tests import stand_in
 from tests.stand_in import StandIn
 
 NAME = "libfabric.so.1"
@@ -28,31 +28,17 @@ class Faults(ctypes.Structure):
     )
 
 
-class Counts(ctypes.Structure):
-    """`Counts` of library.cpp: what the process has registered and not given back, and more."""
+class Counts(stand_in.Counts):
+    """`Counts` of library.cpp: what the process has registered and not given back; of endpoints, all there were."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in ("dma_bufs", "device_regions", "endpoints", "wrong_calls"))
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
-    """`Counts`, to be compared."""
-
-    dma_bufs: int = 0
-    device_regions: int = 0
-    endpoints: int = 0
-    wrong_calls: int = 0
-
-
-class Fake:
+class Fake(stand_in.Loaded):
     """The library of this process."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        library.fake_faults.restype = ctypes.POINTER(Faults)
-        sizes = (ctypes.c_uint64 * 2)()
-        library.fake_sizes(sizes)
-        assert list(sizes) == [ctypes.sizeof(Faults), ctypes.sizeof(Counts)]
+        super().__init__(library, Faults, Counts)
 
     def set(self, **values: int) -> None:
         """Faults, at once."""
@@ -66,16 +52,6 @@ class Fake:
     def device(self, address: int, num_bytes: int) -> None:
         """Let memory count as a device's."""
         self._library.fake_device(ctypes.c_uint64(address), ctypes.c_uint64(num_bytes))
-
-    def no_device(self, address: int) -> None:
-        """Let that memory count as a device's no more."""
-        self._library.fake_no_device(ctypes.c_uint64(address))
-
-    def left(self) -> Left:
-        """What has not been given back; of endpoints, all there were."""
-        counts = Counts()
-        self._library.fake_counts(ctypes.byref(counts))
-        return Left(*(getattr(counts, field.name) for field in fields(Left)))
 
 
 @functools.cache

@@ -16,37 +16,22 @@ from ep_kernels.transports.nvlink import gpu_direct
 from ep_kernels.transports.nvlink.gpu_direct import Way
 from tests import fake_fabric
 from tests.emulator.direct import Direct, DirectGpu
-from tests.emulator.direct_steps import FAR_BOXES, Calls, Steps, build_kernels, steps_of_groups
-from tests.emulator.machine import without_driver
+from tests.emulator.direct_steps import FAR_BOXES, Calls, Steps
 from tests.fake_fabric import PROVIDER, Fake
 from tests.gpu import loopback
 from tests.gpu.loopback_network import TCP
 
-pytestmark = pytest.mark.timeout(300)
+pytest_plugins = ("tests.emulator.direct_steps",)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("no_driver", "built_kernels")]
 FABRIC = msgspec.structs.replace(TCP, provider=PROVIDER)
 LANES = 4 * 2
 """Of two hosts of two ranks: an endpoint for each rank of the other host."""
 
 
 @pytest.fixture(autouse=True)
-def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_driver(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
 def fake() -> Iterator[Fake]:
     with fake_fabric.healed() as made:
         yield made
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels() -> None:
-    build_kernels()
-
-
-@pytest.fixture
-def steps() -> Iterator[Steps]:
-    yield from steps_of_groups()
 
 
 @pytest.mark.parametrize("way", Way)

@@ -7,9 +7,9 @@ import ctypes
 import functools
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from pathlib import Path
 
+from tests import stand_in
 from tests.stand_in import StandIn
 
 LIBRARY = StandIn("libibverbs.so.1", Path(__file__).resolve().parent, "verbs_abi.hpp")
@@ -29,7 +29,7 @@ class Faults(ctypes.Structure):
     )  # fmt: skip
 
 
-class Counts(ctypes.Structure):
+class Counts(stand_in.Counts):
     """`fake::Counts`: what the process has made of the library and not given back."""
 
     _fields_ = tuple(
@@ -48,31 +48,11 @@ class Driver(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("enter", "context", "copy", "wait", "stream"))
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
-    """`Counts`, to be compared."""
-
-    contexts: int = 0
-    domains: int = 0
-    regions: int = 0
-    channels: int = 0
-    queues: int = 0
-    pairs: int = 0
-    bytes: int = 0
-    dma_bufs: int = 0
-    device_regions: int = 0
-    wrong_calls: int = 0
-
-
-class Fake:
+class Fake(stand_in.Loaded):
     """The library of this process."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        library.fake_faults.restype = ctypes.POINTER(Faults)
-        sizes = (ctypes.c_uint64 * 2)()
-        library.fake_sizes(sizes)
-        assert list(sizes) == [ctypes.sizeof(Faults), ctypes.sizeof(Counts)]
+        super().__init__(library, Faults, Counts)
         self.fresh = {name: getattr(self.faults(0), name) for name, _ in Faults._fields_}
 
     def faults(self, device: int) -> Faults:
@@ -99,16 +79,6 @@ class Fake:
         wide = ctypes.c_uint64
         self._library.fake_device(wide(address), wide(num_bytes), ctypes.byref(driver or Driver()))
 
-    def no_device(self, address: int) -> None:
-        """Let that memory count as a device's no more."""
-        self._library.fake_no_device(ctypes.c_uint64(address))
-
-    def left(self) -> Left:
-        """What has not been given back."""
-        counts = Counts()
-        self._library.fake_counts(ctypes.byref(counts))
-        return Left(*(getattr(counts, field.name) for field in fields(Left)))
-
 
 def missing() -> str:
     """Why it cannot be built; "" if it can."""
@@ -127,4 +97,4 @@ def healed() -> Iterator[Fake]:
     made = load()
     yield made
     made.heal()
-    assert made.left() == Left()
+    assert made.left() == Counts()

@@ -23,7 +23,7 @@ from ep_kernels.transports.nvlink.gpu_direct import Chosen, Way
 from ep_kernels.types import Layout, Mode
 from tests import fake_verbs
 from tests.cases import cases, draw_seed
-from tests.fake_verbs import Driver, Left
+from tests.fake_verbs import Counts, Driver
 from tests.gpu.loopback import Gpu
 from tests.gpu.loopback_check import check
 from tests.gpu.loopback_network import TCP, Joined
@@ -105,7 +105,7 @@ def jit_compiler() -> object:
 def _context() -> Iterator[None]:
     torch.zeros(1, device="cuda")
     yield
-    assert fake_verbs.load().left() == Left()
+    assert fake_verbs.load().left() == Counts()
 
 
 def test_what_the_gpu_says() -> None:

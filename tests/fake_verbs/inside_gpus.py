@@ -16,35 +16,20 @@ from ep_kernels.transports.nvlink import gpu_direct
 from ep_kernels.transports.nvlink.gpu_direct import Way
 from tests import fake_verbs
 from tests.emulator.direct import Direct, DirectGpu
-from tests.emulator.direct_steps import FAR_BOXES, Calls, Steps, build_kernels, steps_of_groups
-from tests.emulator.machine import without_driver
+from tests.emulator.direct_steps import FAR_BOXES, Calls, Steps
 from tests.fake_verbs import Fake
 from tests.gpu import loopback
 from tests.gpu.loopback_network import TCP
 
-pytestmark = pytest.mark.timeout(300)
+pytest_plugins = ("tests.emulator.direct_steps",)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("no_driver", "built_kernels")]
 VERBS = msgspec.structs.replace(TCP, provider="verbs")
-
-
-@pytest.fixture(autouse=True)
-def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_driver(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
 def fake() -> Iterator[Fake]:
     with fake_verbs.healed() as made:
         yield made
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels() -> None:
-    build_kernels()
-
-
-@pytest.fixture
-def steps() -> Iterator[Steps]:
-    yield from steps_of_groups()
 
 
 @pytest.mark.parametrize(("provider", "way"), [*[("verbs", way) for way in Way], ("shuffle(verbs)", Way.DMA_BUF)])
