@@ -19,7 +19,7 @@ RING_SIZE = 4096
 _HEAD = struct.Struct("=4iQ3q")
 RECORD_BYTES = _HEAD.size + 8 * MAX_RANKS
 _SLICE_BYTES, _PAUSE_S = 64 * RECORD_BYTES, 50e-6
-"""Between so many records, 0.1 ms of work, a thread that waits for the interpreter, like that of steps, has it."""
+"""Records counted at a time, 0.1 ms of work: then threads that wait for the interpreter, like the one of steps, run."""
 _MODES = ("ll", "ht")
 _ALGORITHMS = ("pull", "one_shot", "two_shot")
 _OPS = {

@@ -230,7 +230,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def two_hosts(arguments: argparse.Namespace) -> Iterator[Places | None]:
-    """This host and one beyond a network; None: not asked for, or there can be none, and why is printed."""
+    """This host and one beyond a network; None: not selected, or impossible here; the reason is printed."""
     if "far" not in arguments.paths:
         yield None
     elif arguments.inside:

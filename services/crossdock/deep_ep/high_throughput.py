@@ -60,7 +60,7 @@ class Handle:
     Attributes:
         comm: whose rows they are.
         inner, num_rows: its handle, and how many there are.
-        trimmed: the handle for so many rows.
+        trimmed: the handle for `num_rows` rows.
         kind: what it was made for.
         topk_idx, topk_weights: [T, K] of the dispatch.
     """
