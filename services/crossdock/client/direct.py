@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import select
 import socket
 import time
@@ -28,6 +29,7 @@ from crossdock.common.tracing import current_traceparent
 from crossdock.protocol.request_buffer import (
     MAX_BUFFER_BYTES,
     MAX_PACKET_BYTES,
+    RepeatedRequests,
     SharedMemory,
     SharedRows,
     described,
@@ -58,7 +60,7 @@ class RequestBuffer:
         self._shared: SharedRows
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._id = 0
+        self._id, self._requests = 0, RepeatedRequests()
         self.closed = False
 
     def fileno(self) -> int:
@@ -76,18 +78,9 @@ class RequestBuffer:
         shared.ids.copy_(ids)
         shared.weights.copy_(weights)
         self._id += 1
-        request = expert_pb2.ForwardRequest(
-            id=self._id,
-            layer=layer,
-            x=described(x.dtype, rows),
-            topk_ids=described(torch.int32, few),
-            topk_weights=described(torch.float32, few),
-            timeout_ms=max(1, int(timeout_s * 1000)),
-            model=model,
-            traceparent=current_traceparent(),
-        )
+        fields = x.dtype, *rows, few[1], layer, max(1, int(timeout_s * 1000)), model, current_traceparent()
         try:
-            self._sock.send(request.SerializeToString())
+            self._sock.send(self._requests.packet_of(self._id, fields, functools.partial(_request, *fields)))
         except OSError as error:
             raise self._gone() from error
 
@@ -119,6 +112,21 @@ class RequestBuffer:
 
     def _gone(self) -> Unavailable:
         return Unavailable(f"worker {self.address}: the request buffer was closed")
+
+
+def _request(
+    dtype: torch.dtype, tokens: int, hidden: int, topk: int, layer: int, timeout_ms: int, model: str, traceparent: str
+) -> expert_pb2.ForwardRequest:
+    """Without an id."""
+    return expert_pb2.ForwardRequest(
+        layer=layer,
+        x=described(dtype, (tokens, hidden)),
+        topk_ids=described(torch.int32, (tokens, topk)),
+        topk_weights=described(torch.float32, (tokens, topk)),
+        timeout_ms=timeout_ms,
+        model=model,
+        traceparent=traceparent,
+    )
 
 
 class BufferPool:

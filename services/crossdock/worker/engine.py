@@ -315,19 +315,19 @@ class Engine:
         self._clear_running()
 
     def _deliver(self, batch: Batch) -> None:
-        row, record = 0, batch.record
+        row, record, alone = 0, batch.record, len(batch.slices) == 1
         for piece in batch.slices:
-            work, rows = piece.work, batch.z[row : row + piece.num_tokens]
+            work, rows = piece.work, batch.z if alone else batch.z[row : row + piece.num_tokens]
             row += piece.num_tokens
             if work.answered:
                 continue
             work.timing = work.timing.plus_step(record.dispatch_ns, record.experts_ns, record.combine_ns)
-            if work.y is None and piece.num_tokens == work.num_tokens:
-                shared = len(batch.slices) > 1 or self._stream.device.type == "cpu"  # with others, or the next step
+            if work.y is None and piece.is_whole:
+                shared = not alone or self._stream.device.type == "cpu"  # with others, or the next step
                 work.y = rows.to(work.x.dtype, copy=shared)
             else:
                 work.y = torch.empty_like(work.x) if work.y is None else work.y
-                work.y[piece.start : piece.stop] = rows
+                (work.y if piece.is_whole else work.y[piece.start : piece.stop]).copy_(rows)
             if piece.is_last:
                 self._answer([work], Done(work.y, work.timing))
 

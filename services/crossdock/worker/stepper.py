@@ -9,6 +9,7 @@ Only errors of the communicator about its peers, and a lost GPU, leave `step` as
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ class Stepper:
         counts = num_tokens, result.rows_per_expert, functools.partial(self._count_remote_rows, parts[1])
         record = StepRecord(*counts, *result.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
         why = f"layer {layer}: {error or failed}" if error or failed else ""
-        unsure = bool(why) or bool(result.z[:, 0].isnan().any())
+        unsure = bool(why) or any(map(math.isnan, result.z[:, 0].tolist()))
         return Batch(slices, result.z, why, unsure, record, start_ns)
 
     def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -162,11 +163,5 @@ class Stepper:
 
 def _parts(slices: Sequence[Slice]) -> list[list[torch.Tensor]]:
     """The rows of all slices, in order: pieces of x, of topk_ids, of topk_weights. Empty without slices."""
-    rows = [(piece.work, slice(piece.start, piece.stop)) for piece in slices]
-    if not rows:
-        return []
-    return [
-        [work.x[at] for work, at in rows],
-        [work.topk_ids[at] for work, at in rows],
-        [work.topk_weights[at] for work, at in rows],
-    ]
+    rows = [piece.tokens() for piece in slices]
+    return [list(part) for part in zip(*rows, strict=True)]
