@@ -67,18 +67,21 @@ class RequestBuffer:
         """For event loops."""
         return self._sock.fileno()
 
-    def send(self, layer: int, parts: Parts, timeout_s: float, model: str) -> None:
-        """Write a request that fits and tell the worker. Raises Unavailable."""
+    def write(self, parts: Parts) -> None:
+        """Write the tensors of a request that fits."""
         x, ids, weights = parts
-        rows, few = (x.shape[0], x.shape[1]), (ids.shape[0], ids.shape[1])
-        shared = self._shared = self._memory.rows(*rows, few[1], x.dtype)
+        shared = self._shared = self._memory.rows(x.shape[0], x.shape[1], ids.shape[1], x.dtype)
         shared.x.copy_(x)
         if ids.dtype is torch.int64:  # what no int32 holds must stay a number that the worker refuses
             ids = ids.clamp(-(1 << 31), (1 << 31) - 1)
         shared.ids.copy_(ids)
         shared.weights.copy_(weights)
+
+    def send(self, layer: int, timeout_s: float, model: str) -> None:
+        """Tell the worker of what was written. Raises Unavailable."""
+        x, (tokens, topk) = self._shared.x, self._shared.ids.shape
         self._id += 1
-        fields = x.dtype, *rows, few[1], layer, max(1, int(timeout_s * 1000)), model, current_traceparent()
+        fields = x.dtype, tokens, x.shape[1], topk, layer, max(1, int(timeout_s * 1000)), model, current_traceparent()
         try:
             self._sock.send(self._requests.packet_of(self._id, fields, functools.partial(_request, *fields)))
         except OSError as error:
@@ -279,8 +282,11 @@ class DirectCall:
         """Send all shares. False: a worker is gone."""
         left_s = self._deadline - time.monotonic()
         try:
-            for share, buffer in self._waiting:
-                buffer.send(layer, [part[share.start : share.stop] for part in parts], left_s, model)
+            for share, buffer in self._waiting:  # workers that are told together serve them in one step
+                whole = len(self._waiting) == 1
+                buffer.write(parts if whole else [part[share.start : share.stop] for part in parts])
+            for _, buffer in self._waiting:
+                buffer.send(layer, left_s, model)
         except BaseException as error:
             self.abandon()
             if isinstance(error, Unavailable):

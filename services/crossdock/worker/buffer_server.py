@@ -287,6 +287,7 @@ class _Buffer:
             busy = "id: expected no request before the last one is answered"
             self._send(request.id, Failure(grpc.StatusCode.INVALID_ARGUMENT, busy))
             return
+        backend.engine.expect()
         received_ns = time.monotonic_ns()
         trace = request_trace.begin(backend.tracer, request, None, received_ns)
         try:

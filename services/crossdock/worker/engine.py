@@ -100,6 +100,12 @@ class Engine:
         if not work.num_tokens:
             self._answer([work], Done(torch.empty_like(work.x), work.timing))
 
+    def expect(self) -> None:
+        """A request is being read: the other ranks may wake up meanwhile."""
+        comm = self._comm
+        if self._sleeping and comm is not None:
+            comm.call_exchange()
+
     def withdraw(self, work: Work, failure: Failure) -> None:
         """Answer a request with `failure` now; a running step drops its rows."""
         with self._lock:
@@ -256,7 +262,7 @@ class Engine:
             looks += 1
             if looks > _LOOKS:
                 self._telemetry.collect(comm)
-        self._doorbells.look()
+        self._doorbells.look(wait=True)  # a peer may have called because another of its client's requests came here
         if self._steps_are_long:
             self._doorbells.arm()
 
@@ -327,7 +333,8 @@ class Engine:
                 work.y = rows.to(work.x.dtype, copy=shared)
             else:
                 work.y = torch.empty_like(work.x) if work.y is None else work.y
-                (work.y if piece.is_whole else work.y[piece.start : piece.stop]).copy_(rows)
+                if rows is not work.y:  # combine has not written them there
+                    work.y[piece.start : piece.stop] = rows
             if piece.is_last:
                 self._answer([work], Done(work.y, work.timing))
 

@@ -22,6 +22,7 @@ from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.work import Slice
 from crossdock.worker.worker_telemetry import StepRecord
+from ep_kernels import checks
 from ep_kernels import ArgumentError, DispatchHandle, DispatchOutput, ExpertMap, MoECommunicator
 
 _log = log.get(__name__)
@@ -36,7 +37,7 @@ class Batch:
 
     Attributes:
         slices: of the requests, in the order of the rows of z.
-        z: [T, H] in the communicator's output dtype, in host memory; of a CPU: valid until the next step.
+        z: [T, H] in host memory; of a CPU: valid until the next step, or where a request wants its rows.
         error: of this rank's experts, or empty.
         unsure: a rank may have failed in it: this one, or one whose rows are NaN.
         record: numbers for telemetry.
@@ -71,6 +72,7 @@ class Stepper:
         self._tables = tables
         self._comm, self._experts, config = comm, experts, comm.config
         self._output_dtype = config.resolved_output_dtype
+        self._rounds = checks.rounds_sums(config, stream.device.type)
         self._stream = stream
         self._none: Tokens = (
             torch.empty(0, config.hidden_size, dtype=config.dtype),
@@ -103,8 +105,7 @@ class Stepper:
             stream.mark()
             y, failed = self._compute(layer, max_tokens, out, handle)
             stream.mark()
-            room = stream.room(handle.num_tokens, self._comm.config.hidden_size, self._output_dtype)
-            stream.copy_out(self._comm.combine(y, handle, out=room), out.counts)
+            stream.copy_out(self._comm.combine(y, handle, out=self._room(slices, handle.num_tokens)), out.counts)
             result = stream.wait()
         self._comm.check()
         held = self._tables.held(layer) if self._tables is not None else None
@@ -117,6 +118,14 @@ class Stepper:
         why = f"layer {layer}: {error or failed}" if error or failed else ""
         unsure = bool(why) or any(map(math.isnan, result.z[:, 0].tolist()))
         return Batch(slices, result.z, why, unsure, record, start_ns)
+
+    def _room(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
+        """Where combine writes z [T, H]; of a request that has a place for its rows: there. None: anywhere."""
+        if len(slices) == 1 and num_tokens:
+            work = slices[0].work
+            if work.y is not None and slices[0].is_whole and self._rounds:
+                return work.y
+        return self._stream.room(num_tokens, self._comm.config.hidden_size, self._output_dtype)
 
     def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:
         """Slots of the experts chosen by the tokens of a step."""
