@@ -139,7 +139,9 @@ class RepeatedRequests:
         self._rest: bytes | None = None
         self._request = expert_pb2.ForwardRequest()
 
-    def packet_of(self, number: int, fields: tuple[object, ...], make: Callable[[], expert_pb2.ForwardRequest]) -> bytes:
+    def packet_of(
+        self, number: int, fields: tuple[object, ...], make: Callable[[], expert_pb2.ForwardRequest]
+    ) -> bytes:
         """A request with that id, of which `fields` say all the rest, and `make()` makes it."""
         if self._rest is None or fields != self._fields:
             self._rest, self._fields = make().SerializeToString(), fields

@@ -22,8 +22,7 @@ from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.work import Slice
 from crossdock.worker.worker_telemetry import StepRecord
-from ep_kernels import checks
-from ep_kernels import ArgumentError, DispatchHandle, DispatchOutput, ExpertMap, MoECommunicator
+from ep_kernels import ArgumentError, DispatchHandle, DispatchOutput, ExpertMap, MoECommunicator, checks
 
 _log = log.get(__name__)
 
