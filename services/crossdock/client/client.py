@@ -153,16 +153,19 @@ class AsyncClient:
             return None
         x, ids, _ = batch.parts
         shares = split(x.shape[0], len(service.workers), batch.turn, x.shape[0], self._min_tokens)
-        call = DirectCall(self._pool, torch.empty_like(x), batch.deadline)
+        call, is_complete = DirectCall(self._pool, torch.empty_like(x), batch.deadline), True
         for share in shares:
             address = service.workers[share.worker][1]
             num_bytes = Places.of(share.stop - share.start, x.shape[1], ids.shape[1], x.element_size()).num_bytes
             buffer = self._pool.take(address, num_bytes)
             if buffer is None:
+                is_complete = False
                 call_in_loop(self._pool.loop, self._open_buffer, service, share.worker, num_bytes)
-                call.give_back()
-                return None
-            call.add(share, buffer)
+            else:
+                call.add(share, buffer)
+        if not is_complete:
+            call.give_back()
+            return None
         return call if call.send(batch.layer, batch.parts, self._model) else None
 
     async def finish(self, call: DirectCall) -> torch.Tensor | None:
@@ -284,8 +287,10 @@ class AsyncClient:
     def _open_buffer(self, service: ServingWorkers, worker: int, num_bytes: int) -> None:
         """Open one more request buffer of a worker, beside the calls."""
         pool, address = self._pool, service.workers[worker][1]
-        if pool is not None and not self._closed and pool.wants(address, num_bytes):
-            background(pool.open_one(self._stream(service, worker), num_bytes), "opening a request buffer")
+        if pool is not None and not self._closed:
+            stream = self._stream(service, worker)
+            if pool.claim(address, num_bytes):
+                background(pool.open_one(stream, num_bytes), "opening a request buffer")
 
     async def _is_alive(self, address: str) -> bool:
         stream = self._streams.get(address)
