@@ -222,15 +222,19 @@ class AsyncClient:
                     self._directory.recheck()
                 raise
 
-        if not self._retry:
+        try:
+            return await once()  # as a rule the only one: a policy costs as much as the rest of a call's client
+        except (Unavailable, Overloaded) as error:
+            if not self._retry:
+                raise
+            failed: list[ClientError] = [error]
+
+        async def again() -> Result:
+            if failed:
+                raise failed.pop()
             return await once()
-        policy = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type((Unavailable, Overloaded)),
-            stop=tenacity.stop_before_delay(timeout_s),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
-            reraise=True,
-        )
-        return await policy(once)
+
+        return await _retrying(deadline - time.monotonic())(again)
 
     async def _share(self, batch: ForwardCall, share: Share, out: torch.Tensor, refused: Overloaded | None) -> None:
         """Compute some rows; each retry goes to the next worker."""
@@ -307,6 +311,16 @@ class AsyncClient:
             self._streams[address] = stream
         stream.epoch = service.epoch
         return stream
+
+
+def _retrying(timeout_s: float) -> tenacity.AsyncRetrying:
+    """The policy for errors that a later time may cure."""
+    return tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type((Unavailable, Overloaded)),
+        stop=tenacity.stop_before_delay(timeout_s),
+        wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
+        reraise=True,
+    )
 
 
 async def _all(coroutines: list[Coroutine[Any, Any, None]]) -> None:
