@@ -22,6 +22,7 @@ from crossdock.common.config import FrameworkConfig
 from crossdock.deep_ep.exporter import CountingTimeouts, FrameworkTelemetry, _WatchedCommunicator, telemetry
 from crossdock.deep_ep.guard import EXIT_CODE, GRACE_S, Guard
 from ep_kernels import ArgumentError, PeerTimeout
+from ep_kernels.telemetry import Samples
 from ep_kernels.types import LatencySample, ScaleFormat
 from tests.cases import RoutingCase, draw_seed
 from tests.transports import deep_ep_steps as steps
@@ -173,9 +174,9 @@ class Broken:
         self._ask()
         return self.error
 
-    def samples(self) -> list[LatencySample]:
+    def samples(self) -> Samples:
         self._ask()
-        return [SAMPLE]
+        return Samples.of([SAMPLE])
 
     def received(self) -> None:
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,20 +18,22 @@ import torch
 
 from crossdock.common import log
 from crossdock.common.metrics import Counter, WorkerMetrics
-from crossdock.common.operation_counts import PAUSE_S, OperationCounts
+from crossdock.common.operation_counts import OperationCounts, by_kind, lost
 from crossdock.common.tracing import RequestTrace
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.communicator_counts import CommunicatorCounts
 from crossdock.worker.latency_report import LatencySums
 from ep_kernels import LatencySample, MoECommunicator
-from ep_kernels.telemetry import lost
+from ep_kernels.telemetry import Samples
 
 _log = log.get(__name__)
 
-_COLLECT_S = 0.25
-"""The sample ring holds 4096 records, a third as many steps: enough for 5,400 steps a second."""
+_COLLECT_S, _COLLECT_STEPS = 0.5, 1000
+"""Samples are collected so often, or after so many steps. The ring holds 4096 records; a step writes three."""
 _BATCH_S = 0.02
 """Records are counted so long after the first of them: a thread that woke up in each step would stop the engine's."""
+_PAUSE_S = 50e-6
+"""In the middle of that work, 0.1 to 0.4 ms each half: the engine's thread may wait for the interpreter."""
 _MAX_RECORDS = 4096
 """Limit of queued records; further ones are dropped and counted."""
 
@@ -80,7 +82,7 @@ class _Look:
     comm: MoECommunicator | None
 
 
-_Record = StepRecord | list[LatencySample] | _Look | _EndedTrace
+_Record = StepRecord | Samples | _Look | _EndedTrace
 
 
 class WorkerTelemetry:
@@ -112,7 +114,7 @@ class WorkerTelemetry:
         ]
         moved = metrics.payload_bytes_total, metrics.wire_bytes_total
         self._payload, self._wire = ([one.labels(op, transport) for op in ("dispatch", "combine")] for one in moved)
-        self._next_collect_s = 0.0
+        self._next_collect_s, self._steps_since_collect = 0.0, 0
         self._num_tokens = self._num_requests = self._num_steps = 0
         self._rate = (time.monotonic(), 0)
         self._expert_ids: tuple[int, ...] = ()
@@ -150,10 +152,12 @@ class WorkerTelemetry:
         self._put(record)
 
     def collect(self, comm: MoECommunicator) -> None:
-        """Collect the communicator's latency samples and traffic, at intervals (engine's thread)."""
+        """Collect the communicator's latency samples and traffic, at intervals. Called after each step (engine's
+        thread)."""
+        self._steps_since_collect += 1
         now_s = time.monotonic()
-        if now_s >= self._next_collect_s:
-            self._next_collect_s = now_s + _COLLECT_S
+        if now_s >= self._next_collect_s or self._steps_since_collect >= _COLLECT_STEPS:
+            self._next_collect_s, self._steps_since_collect = now_s + _COLLECT_S, 0
             self._put(_Look(comm))
 
     def parted(self, comm: MoECommunicator) -> list[LatencySample]:
@@ -298,10 +302,11 @@ class WorkerTelemetry:
             self._experts[expert] = self._metrics.expert_rows_total.labels(str(expert))
         return self._experts[expert]
 
-    def _count_samples(self, samples: Sequence[LatencySample]) -> None:
+    def _count_samples(self, samples: Samples) -> None:
         """Count the samples of one communicator."""
-        self._latency.add_samples(samples)
-        time.sleep(PAUSE_S)
-        for op, number in lost(samples, self._next_seq).items():
+        kinds = list(by_kind(samples))
+        self._latency.add_samples(samples, kinds)
+        time.sleep(_PAUSE_S)
+        for op, number in lost(kinds, self._next_seq).items():
             self._metrics.samples_dropped_total.labels(op).inc(number)
-        self._operations.count(samples)
+        self._operations.count(kinds)
