@@ -255,8 +255,8 @@ def test_a_process_that_cannot_say_why_it_ends_ends() -> None:
 def test_samples_become_metrics() -> None:
     made = FrameworkTelemetry()
     about = _WatchedCommunicator("1", [])
-    made._count(about, [SAMPLE])
-    made._count(about, [dataclasses.replace(SAMPLE, seq=SAMPLE.seq + 3)])
+    made._count(about, Samples.of([SAMPLE]))
+    made._count(about, Samples.of([dataclasses.replace(SAMPLE, seq=SAMPLE.seq + 3)]))
     value = made.metrics.registry.get_sample_value
     assert value("crossdock_ep_samples_dropped_total", {"rank": "1", "op": "dispatch"}) == 2
     labels = {"rank": "1", "op": "dispatch", "mode": "ll"}

@@ -18,7 +18,7 @@ _OP, _TOKENS, _SEQ, _, _SEND, _TOTAL, _WAITS = range(7)
 _LOW = (1 << 32) - 1
 
 
-class Records(Protocol):
+class RecordedSamples(Protocol):
     """Samples of one communicator (`ep_kernels.telemetry.Samples`)."""
 
     @property
@@ -58,7 +58,7 @@ class Operations:
     num_missing: int | None
 
 
-def by_kind(samples: Records) -> Iterator[Operations]:
+def by_kind(samples: RecordedSamples) -> Iterator[Operations]:
     """The samples of each operation and algorithm. Raises ValueError: no transport writes such records."""
     words = np.frombuffer(samples.records, np.int64).reshape(-1, _WAITS + samples.ranks).T
     if (words[_TOKENS] >> 32 != samples.ranks).any():

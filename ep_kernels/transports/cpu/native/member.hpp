@@ -106,7 +106,7 @@ class SampleRing {
   static constexpr int64_t kSize = 4096;
   bool allocate() { return ring_.allocate(kSize); }
   void push(const Sample& sample);
-  // Moves up to `most` records to `out`, oldest first, without gaps: of each its used bytes. A push waits for 64 at most.
+  // Moves up to `most` records to `out`, oldest first, of each its used bytes. A push waits for 64 of them at most.
   int64_t drain(uint8_t* out, int64_t most);
 
  private:
