@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import struct
 import threading
+import time
 from typing import Any
 
 import grpc
@@ -95,26 +97,19 @@ def test_slowest_peer() -> None:
 
 
 def step(experts: int = 2) -> StepRecord:
-    return StepRecord(1, torch.ones(experts, dtype=torch.int32), lambda: 0, 1, 1, 1)
+    return StepRecord(1, torch.ones(experts, dtype=torch.int32), [], lambda ids: 0, 1, 1, 1)
 
 
 def dropped(metrics: WorkerMetrics) -> float:
     return metrics.registry.get_sample_value("crossdock_telemetry_records_dropped_total") or 0.0
 
 
-def test_a_record_that_cannot_be_counted_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_cannot_be_counted_does_not_end_the_thread() -> None:
     metrics = WorkerMetrics()
     telemetry = WorkerTelemetry(metrics, (8, 8))
-    count = telemetry._count_step
-    broken = iter([True])
-
-    def once(record: StepRecord) -> None:
-        if next(broken, False):
-            raise RuntimeError("no")
-        count(record)
-
-    monkeypatch.setattr(telemetry, "_count_step", once)
-    telemetry.step(step())
+    telemetry.step(dataclasses.replace(step(), remote_rows=lambda ids: 1 // 0))
+    while not dropped(metrics):
+        time.sleep(0.01)
     telemetry.step(step())
     telemetry.close()
     assert dropped(metrics) == 1
@@ -125,7 +120,7 @@ def test_a_thread_that_is_behind_costs_no_memory(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(telemetry_module, "_MAX_RECORDS", 8)
     metrics, hold = WorkerMetrics(), threading.Event()
     telemetry = WorkerTelemetry(metrics, (8, 8))
-    monkeypatch.setattr(telemetry, "_count_step", lambda record: hold.wait())
+    monkeypatch.setattr(telemetry, "_count_steps", lambda records: hold.wait())
     for _ in range(20):
         telemetry.step(step())
     assert telemetry._queue.qsize() <= 8
@@ -160,7 +155,9 @@ def test_samples_that_the_ring_has_lost_are_counted_by_their_numbers() -> None:
 def test_rows_are_counted_as_payload_and_as_they_travel() -> None:
     metrics = WorkerMetrics()
     telemetry = WorkerTelemetry(metrics, (8, 16), "cpu")
-    telemetry.step(StepRecord(1, torch.ones(2, dtype=torch.int32), lambda: 3, 1, 1, 1, wire_bytes=(10, 20)))
+    one = torch.ones(1, 2, dtype=torch.int32)
+    for pieces, wire in ((2, (10, 20)), (1, (10, 20)), (0, (7, 9))):
+        telemetry.step(StepRecord(1, one[0], [one] * pieces, len, 1, 1, 1, wire_bytes=wire))
     telemetry.close()
     value = metrics.registry.get_sample_value
     moved = [
@@ -234,7 +231,7 @@ def test_the_end_of_an_epoch_is_counted_by_a_thread_that_is_behind(monkeypatch: 
     monkeypatch.setattr(telemetry_module, "_MAX_RECORDS", 4)
     metrics, comm, hold = WorkerMetrics(), TalkingComm(), threading.Event()
     telemetry = WorkerTelemetry(metrics, (8, 8))
-    monkeypatch.setattr(telemetry, "_count_step", lambda record: hold.wait())
+    monkeypatch.setattr(telemetry, "_count_steps", lambda records: hold.wait())
     telemetry.step(step())
     collected(telemetry, comm)
     for _ in range(10):
@@ -265,3 +262,38 @@ def test_no_link_is_expected_after_an_epoch() -> None:
     telemetry.close()
     assert metrics.registry.get_sample_value("crossdock_network_link_up", {"peer": "2"}) is None
     assert metrics.registry.get_sample_value("crossdock_network_sent_bytes_total", {"peer": "2"}) == 0
+
+
+def test_steps_together_are_counted_as_one_by_one() -> None:
+    rng = random.Random(2)
+    records = [
+        StepRecord(
+            rng.randrange(9), torch.tensor([rng.randrange(3) for _ in range(4)], dtype=torch.int32),
+            [torch.zeros(rng.randrange(3), 2, dtype=torch.int32)], lambda ids: sum(map(len, ids)),
+            *(rng.randrange(10**7) for _ in range(3)), rng.randrange(2), rng.choice((None, (7, 1, 0, 9))),
+            rng.choice((None, {"trace_id": f"{number:032x}"})), (rng.randrange(2), 3),
+        )
+        for number in range(50)
+    ]  # fmt: skip
+    found = []
+    for size in (1, 50):
+        metrics = WorkerMetrics()
+        telemetry = WorkerTelemetry(metrics, (8, 16))
+        telemetry.holds({0: (0, 1, 2, 3)}, 1)
+        for begin in range(0, 50, size):
+            telemetry._count_steps(records[begin : begin + size])
+        telemetry._count_experts()
+        series = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in metrics.registry.collect()
+            for sample in family.samples
+            if sample.name.startswith("crossdock") and not sample.name.endswith(("_created", "_timestamp_seconds"))
+        }
+        latency = telemetry.stats(0).latency
+        report = (latency.steps, latency.tokens, latency.rows, latency.hot_rows, latency.experts_s, latency.step_s)
+        found.append((series, report, telemetry.take_rows()))
+        telemetry.close()
+    assert found[0][0] == pytest.approx(found[1][0])
+    assert found[0][1] == pytest.approx(found[1][1])
+    assert found[0][2] == found[1][2]
+    assert sum(found[0][2].values()) == sum(int(record.rows_per_expert.sum()) for record in records)

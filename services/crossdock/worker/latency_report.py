@@ -84,12 +84,12 @@ class LatencySums:
             batches = list(self._recent)
         return [sample for batch in batches for sample in batch][-_MAX_RECENT:]
 
-    def add_step(self, step_ns: int, experts_ns: int, num_tokens: int, rows: dict[int, int]) -> None:
-        """Count a step; `rows`: computed, by expert."""
+    def add_steps(self, number: int, steps_ns: int, experts_ns: int, num_tokens: int, rows: dict[int, int]) -> None:
+        """Count steps; `rows`: computed, by expert."""
         with self._lock:
             report = self._report
-            report.steps += 1
-            report.step_s += step_ns * _NS
+            report.steps += number
+            report.step_s += steps_ns * _NS
             report.experts_s += experts_ns * _NS
             report.tokens += num_tokens
             for expert, count in rows.items():
