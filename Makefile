@@ -47,10 +47,11 @@ demo: $(DEMO) ## Install, then serve three small models here and compare them wi
 test: $(DEV) ## Run every test that this machine can run (ARGS="-k name" to choose)
 	$(PY) -m pytest -q -n auto --maxprocesses $(JOBS) --dist loadfile $(ARGS)
 
+OVER_HOSTS := $(addprefix tests/gpu/test_,loopback_network.py domain_over_hosts.py several_gpus.py)
 
 test-gpu: $(DEV) ## On a machine with GPUs: every test that needs one; NODES=2: groups of two hosts, the network between
 ifdef NODES
-	$(PY) -m pytest -q tests/transports tests/gpu/test_loopback_network.py --over-hosts gpus $(ARGS)
+	$(PY) -m pytest -q -m gpu tests/transports $(OVER_HOSTS) --over-hosts gpus $(ARGS)
 else
 	$(PY) -m tests.gpu.everything $(ARGS)
 endif
