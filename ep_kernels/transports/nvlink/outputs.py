@@ -13,7 +13,7 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
 from ep_kernels.lazy_output import lazy_output
 from ep_kernels.transports.nvlink.plan import Sizes
-from ep_kernels.types import DispatchOutput, Layout, Mode, ScaleFormat
+from ep_kernels.types import DispatchOutput, Layout, ScaleFormat
 
 _ALIGN = 16
 
