@@ -7,6 +7,7 @@ layouts) and sums. Rank-wise layouts leave weighting to the caller, here as in s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -89,9 +90,10 @@ class Crossdock:
         return self._comm.traffic()
 
     def settled(self) -> tuple[int, int]:
-        """(bytes, messages) sent when all ranks have come to a barrier."""
+        """(bytes, messages) sent when all ranks have come to a barrier, whose own messages the proxies have sent."""
         self._comm.barrier()
         torch.cuda.synchronize()
+        time.sleep(0.01)
         peers = self.traffic()
         return sum(peer.sent_bytes for peer in peers), sum(peer.sent_messages for peer in peers)
 

@@ -137,12 +137,10 @@ class Session:
         bench.round_trips("before")
         tables = self._tables(case, bench)
         wires = self._wires(bench, tables)
-        loops = [("eager", bench.eager, case.mode is Mode.HT)]
-        if case.mode is Mode.LL:
-            loops.append(("graph", bench.graph, False))
-        for timing, loop, flush in loops:
+        for timing in ("eager", "graph") if case.mode is Mode.LL else ("eager",):
+            loop = bench.graph if timing == "graph" else bench.eager
             counted, proxies = self._messages(backend), Proxies()
-            found = loop(iterations_of(case, self._options.iterations), flush=flush)
+            found = loop(iterations_of(case, self._options.iterations), flush=case.mode is Mode.HT)
             us, share = proxies.used()
             per_message = us / max(1.0, self._messages(backend) - counted)
             for op, times in found.items():
@@ -187,14 +185,13 @@ class Session:
         backend.combine(bench.given(received), received, inputs, backend.result(inputs))
         counts.append(backend.settled())
         found = {}
-        for op, before, after in (("dispatch", *counts[:2]), ("combine", *counts[1:])):
+        for number, op in enumerate(parts_of("pair")):
             rows = tables[0] if op == "dispatch" else tables[0].T
             away = [int(rows[self._rank, p]) for p in remote_of(self._rank, self._ranks, self._options.nodes)]
-            theory = float(sum(sum(sizes_of(case, op, number)) for number in away))
-            sent, messages = (float(b - a) for a, b in zip(before, after, strict=True))
+            theory = sum(sum(sizes_of(case, op, count)) for count in away)
+            sent, messages = (after - before for before, after in zip(*counts[number : number + 2], strict=True))
             barriers = len(away)
-            values = (sent, theory, float(sum(away)), messages - barriers)
-            found[op] = Wire(*map(self._mean, values))
+            found[op] = Wire(*map(self._mean, (sent, theory, sum(away), messages - barriers)))
         return found
 
     def _keep(
@@ -225,7 +222,7 @@ class Session:
         """Over ranks."""
         values = torch.tensor([value], dtype=torch.float64, device="cuda")
         dist.all_reduce(values)
-        return float(values) / self._ranks
+        return float(values.cpu()[0]) / self._ranks
 
     def _write(self) -> None:
         if self._rank:
