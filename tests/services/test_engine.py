@@ -440,6 +440,23 @@ def test_no_row_is_written_into_a_clients_memory_after_its_answer() -> None:
     y: Any = Memory()
     work = Work("client", 0, *tokens, 0, 0, lambda _: order.append("answered"), y=y)
     record = StepRecord(1, torch.ones(1, dtype=torch.int32), [], len, 1, 1, 1)
-    engine._deliver(Batch([Slice(work, 0, 1)], tokens[0], "", False, record, 0))
-    until(lambda: len(order) == 2)
+    engine._running = [work]
+    engine._finish(Batch([Slice(work, 0, 1)], tokens[0], "", False, record, 0), [])
     assert order == ["written", "answered"]
+
+
+def test_a_request_whose_memory_a_step_writes_is_answered_after_the_step() -> None:
+    """Combine writes there without a lock, and the sender's next request may lie in the same memory."""
+    engine = Engine(M, WorkerTelemetry(WorkerMetrics(), (1, 1)))
+    answers: dict[str, list[Done | Failure]] = {"given": [], "own": []}
+    late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "late")
+    tokens = torch.zeros(1, H), torch.zeros(1, K, dtype=torch.int32), torch.zeros(1, K)
+    given = Work("client", 0, *tokens, 0, 0, answers["given"].append, y=torch.zeros(1, H))
+    own = Work("client", 0, *tokens, 0, 0, answers["own"].append)
+    engine._running = [given, own]
+    engine.withdraw(given, late)
+    engine.withdraw(own, late)
+    engine.close(Failure(grpc.StatusCode.UNAVAILABLE, "closed"))
+    assert answers == {"given": [], "own": [late]}
+    engine._clear_running()
+    assert answers == {"given": [late], "own": [late]}

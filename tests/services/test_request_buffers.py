@@ -574,7 +574,7 @@ async def test_a_bug_ends_the_buffer_that_met_it_and_no_other(tmp_path: Path, mo
         await guest.redeem()
         await other.redeem()
         with monkeypatch.context() as broken:
-            broken.setattr(RequestValidator, "validate", lambda *_, **__: 1 // 0)
+            broken.setattr(RequestValidator, "rows_in", lambda *_, **__: 1 // 0)
             guest.write(Batch.random(5))
             guest.tell(1, 5)
             with pytest.raises(EOFError):

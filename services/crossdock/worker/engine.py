@@ -107,7 +107,8 @@ class Engine:
             comm.call_exchange()
 
     def withdraw(self, work: Work, failure: Failure) -> None:
-        """Answer a request with `failure` now; a running step drops its rows."""
+        """Answer a request with `failure`: now, or, if a running step may write into memory that its sender gave, when
+        that step has ended."""
         with self._lock:
             self._batcher.remove(work)
             self._lock.notify_all()
@@ -167,6 +168,8 @@ class Engine:
         for work in works:
             with self._lock:
                 first, work.answered = not work.answered, True
+                if first and isinstance(answer, Failure) and work.y is not None and work in self._running:
+                    work.held, first = answer, False  # once it is answered, its sender may use that memory again
             if first:
                 work.reply(answer)
 
@@ -333,21 +336,19 @@ class Engine:
                 work.y = rows.to(work.x.dtype, copy=shared)
             else:
                 work.y = torch.empty_like(work.x) if work.y is None else work.y
-<<<<<<< HEAD
-                with self._lock:  # once it is answered, its client may use that memory again
-                    if not work.answered:
-                        work.y[piece.start : piece.stop] = rows
-=======
                 if rows is not work.y:  # combine has not written them there
                     work.y[piece.start : piece.stop] = rows
->>>>>>> 228ddaa
             if piece.is_last:
                 self._answer([work], Done(work.y, work.timing))
 
     def _clear_running(self) -> None:
-        """No step is running."""
+        """No step is running: failures that were held meanwhile are answered."""
         with self._lock:
+            held = [(work, work.held) for work in self._running if work.held is not None]
             self._running = []
+        for work, failure in held:
+            work.reply(failure)
+        with self._lock:
             self._lock.notify_all()
 
 
