@@ -22,8 +22,9 @@ import torch
 
 from ep_kernels import checks
 from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, TransportError
+from ep_kernels.telemetry import Samples
 from ep_kernels.transports import base
-from ep_kernels.types import LatencySample, PeerTraffic
+from ep_kernels.types import PeerTraffic
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -158,10 +159,10 @@ class GroupMember(Generic[C, M]):
                 self._fault = AbortedError(reason)
                 self._transport.abort(reason)
 
-    def samples(self) -> list[LatencySample]:
+    def samples(self) -> Samples:
         """Latency records since the last call, oldest first. Any thread; empty once closed."""
         with self._sampling:
-            return [] if self._closed else self._transport.samples()
+            return Samples.of(() if self._closed else self._transport.samples())
 
     def traffic(self) -> list[PeerTraffic]:
         """What has passed between this rank and those of other hosts, by rank; [] on one host. Any thread; empty once

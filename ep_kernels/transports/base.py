@@ -199,7 +199,7 @@ class MemberTransport(Protocol):
     def wake(self) -> None:
         """End this rank's `wait_for_peer` from another thread."""
 
-    def samples(self) -> list[LatencySample]:
+    def samples(self) -> Sequence[LatencySample]:
         """Latency records since the last call, oldest first; the ring keeps the newest 4096."""
 
     def traffic(self) -> list[PeerTraffic]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import resource
 import socket
 import threading
 import time
@@ -554,3 +555,59 @@ def test_rows_of_one_shape_are_made_once() -> None:
     ]  # fmt: skip
     first.y.fill_(3.0)
     assert torch.equal(memory.rows(5, H, K, torch.float32).y, torch.full((5, H), 3.0))
+
+
+async def test_without_free_descriptors_the_thread_sleeps_and_accepts_later(tmp_path: Path) -> None:
+    async with world(tmp_path) as made, Guest(made) as guest:
+        offer = await guest.call.read()
+        reader = [thread for thread in threading.enumerate() if thread.name == "request buffers"][-1]
+        clock = time.pthread_getcpuclockid(reader.ident or 0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            lowest_free = os.dup(0)
+            os.close(lowest_free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+            try:
+                sock.connect(f"\0{offer.socket}")
+                began_s = time.clock_gettime(clock)
+                time.sleep(0.5)
+                used_s = time.clock_gettime(clock) - began_s
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert used_s < 0.1
+            sock.settimeout(TIMEOUT_S)
+            sock.send(offer.ticket)
+            _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, sock, 1, 1)
+            assert len(fds) == 1
+            os.close(fds[0])
+
+
+async def test_a_bug_ends_the_buffer_that_met_it_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client would wait for an answer else, until its deadline."""
+    async with world(tmp_path) as made, Guest(made) as guest, Guest(made) as other:
+        await guest.redeem()
+        await other.redeem()
+        with monkeypatch.context() as broken:
+            broken.setattr(RequestValidator, "rows_in", lambda *_, **__: 1 // 0)
+            guest.write(Batch.random(5))
+            guest.tell(1, 5)
+            with pytest.raises(EOFError):
+                await guest.answer()
+        with monkeypatch.context() as broken:
+            broken.setattr(made.buffers, "_expire", lambda now: 1 // 0)
+            await asyncio.sleep(3 * buffer_server._TICK_S)
+        other.write(Batch.random(5))
+        assert not (await other.ask(1, 5)).HasField("error")
+
+
+async def test_a_request_that_ends_before_it_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines are looked at by another thread than the one that reads."""
+    late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "late")
+    async with world(tmp_path) as made, Guest(made) as guest:
+        await guest.redeem()
+        guest.write(Batch.random(5))
+        with monkeypatch.context() as slow:
+            slow.setattr(buffer_server.request_trace, "admitted", lambda work, _: made.engine.withdraw(work, late))
+            assert (await guest.ask(1, 5)).error.code == LATE
+        assert not (await guest.ask(2, 5)).HasField("error")
+        assert None not in made.engine.seen

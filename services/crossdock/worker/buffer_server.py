@@ -50,6 +50,8 @@ SHARE_OF_CLIENT = 4
 """One client gets this part of `max_shared_bytes`."""
 _TICK_S, _REDEEM_S = 0.25, 5.0
 """Interval in which deadlines are looked at; time to redeem a ticket, and to send one after connecting."""
+_PAUSE_S = 0.02
+"""After a connection that could not be accepted."""
 _MAX_STRANGERS = 64
 """Connections that have not sent a ticket."""
 _MAX_TEXT = 1024
@@ -161,25 +163,31 @@ class RequestBuffers:
     def _run(self) -> None:
         while True:
             for key, _ in self._selector.select(_TICK_S):
-                try:
-                    key.data()
-                except Exception:  # one buffer must not end the others
-                    _log.exception("request buffer failed")
+                self._safely(key.data)
             now = time.monotonic()
             if now - self._looked_at >= _TICK_S:
                 self._looked_at = now
                 self.doorbells.look()  # a step may take long
-                self._expire(now)
+                self._safely(functools.partial(self._expire, now))
+
+    def _safely(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # one buffer must not end the others, nor this thread
+            _log.exception("request buffer failed")
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(OSError):
+        try:
             sock, _ = self._listener.accept()
-            sock.setblocking(False)
-            if len(self._strangers) >= _MAX_STRANGERS:
-                self._send_away(next(iter(self._strangers)))
-            self._strangers[sock] = time.monotonic() + _REDEEM_S
-            self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._redeem, sock))
+        except OSError:  # no descriptor is free, for instance: the connection waits
+            time.sleep(_PAUSE_S)
+            return
+        sock.setblocking(False)
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._send_away(next(iter(self._strangers)))
+        self._strangers[sock] = time.monotonic() + _REDEEM_S
+        self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._redeem, sock))
 
     def _send_away(self, stranger: socket.socket) -> None:
         del self._strangers[stranger]
@@ -261,6 +269,8 @@ class _Buffer:
                 return
         except DecodeError:
             _log.warning("request buffer ended: unreadable request")
+        except Exception:  # the client would wait for an answer
+            _log.exception("request buffer ended")
         work = self._work
         self._drop(self)
         if work is not None:
@@ -292,9 +302,9 @@ class _Buffer:
         trace = request_trace.begin(backend.tracer, request, None, received_ns)
         try:
             backend.check_rate(self.offer.client)
-            self._work = self._work_of(request, trace)
-            request_trace.admitted(self._work, received_ns)
-            backend.engine.submit(self._work)
+            self._work = work = self._work_of(request, trace)
+            request_trace.admitted(work, received_ns)
+            backend.engine.submit(work)
         except Refused as refused:
             self._work = None
             self._send(request.id, refused.failure)

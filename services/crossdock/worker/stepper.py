@@ -8,7 +8,6 @@ Only errors of the communicator about its peers, and a lost GPU, leave `step` as
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -116,7 +115,7 @@ class Stepper:
         exemplar = next((piece.work.trace.exemplar for piece in slices if piece.work.trace is not None), None)
         if max_tokens not in self._wire_bytes:
             self._wire_bytes[max_tokens] = self._comm.wire_bytes(max_tokens)
-        counts = num_tokens, result.rows_per_expert, functools.partial(self._count_remote_rows, parts[1])
+        counts = num_tokens, result.rows_per_expert, parts[1], self._count_remote_rows
         record = StepRecord(*counts, *result.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
         why = f"layer {layer}: {error or failed}" if error or failed else ""
         unsure = bool(why) or any(map(math.isnan, result.z[:, 0].tolist()))

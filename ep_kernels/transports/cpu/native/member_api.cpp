@@ -39,4 +39,4 @@ CD_API void cd_give_up(cd::Member* m, uint64_t ranks) {
 }
 
 CD_API void cd_fault(const cd::Member* m, cd::Fault* out) { *out = m->fault; }
-CD_API int64_t cd_samples(cd::Member* m, cd::Sample* out, int64_t most) { return m->samples.drain(out, most); }
+CD_API int64_t cd_samples(cd::Member* m, uint8_t* out, int64_t most) { return m->samples.drain(out, most); }
