@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.worker.engine import Engine
-from crossdock.worker.stepper import Batch
-from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Slice, Work
-from crossdock.worker.worker_telemetry import StepRecord, WorkerTelemetry
+from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Work
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
 
 R, E, H, K, M = 2, 4, 16, 2, 8
@@ -419,27 +418,3 @@ def test_half_types_come_home_in_float32_and_are_rounded_once(dtype: torch.dtype
     factors = torch.where(ids < 0, 0, (ids + 1) * 1.0)
     first, second = ((x.float() * factors[:, k : k + 1]) * weights[:, k : k + 1] for k in range(K))
     assert torch.equal(answer.y, (first + second).to(dtype))
-
-
-def test_no_row_is_written_into_a_clients_memory_after_its_answer() -> None:
-    """Its next request may lie there."""
-    engine = Engine(M, WorkerTelemetry(WorkerMetrics(), (1, 1)))
-    order: list[str] = []
-    late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "late")
-
-    class Memory:
-        """y of a request, whose deadline passes just as its rows are written."""
-
-        def __setitem__(self, rows: slice, values: torch.Tensor) -> None:
-            expiry = threading.Thread(target=engine.withdraw, args=(work, late))
-            expiry.start()
-            expiry.join(0.3)
-            order.append("written")
-
-    tokens = torch.zeros(1, H), torch.zeros(1, K, dtype=torch.int32), torch.zeros(1, K)
-    y: Any = Memory()
-    work = Work("client", 0, *tokens, 0, 0, lambda _: order.append("answered"), y=y)
-    record = StepRecord(1, torch.ones(1, dtype=torch.int32), [], len, 1, 1, 1)
-    engine._deliver(Batch([Slice(work, 0, 1)], tokens[0], "", False, record, 0))
-    until(lambda: len(order) == 2)
-    assert order == ["written", "answered"]
