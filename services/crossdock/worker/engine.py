@@ -194,7 +194,7 @@ class Engine:
             _log.exception("engine failed", epoch=epoch)
             ended, why = Fault(f"engine: {type(error).__name__}: {error}"), error
         self._doorbells.arm()
-        samples = self._telemetry.parted(comm)
+        samples = self._telemetry.epoch_ended(comm)
         if isinstance(ended, Fault) and why is not None and not isinstance(why, AbortedError):
             record = record_of(why, samples, time.monotonic_ns())
             ended = replace(ended, postmortem=_postmortem(record, comm.rank, epoch, self._num_steps))
