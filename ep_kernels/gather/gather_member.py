@@ -101,6 +101,10 @@ class GatherMember:
         """See `MemberTransport.wait_for_peer`."""
         return self._coll.wait_for_peer(timeout_s)
 
+    def call_exchange(self) -> None:
+        """See `MemberTransport.call_exchange`."""
+        self._coll.call_exchange()
+
     def wake(self) -> None:
         """See `MemberTransport.wake`."""
         self._coll.wake()

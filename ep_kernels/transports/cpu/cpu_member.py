@@ -137,6 +137,12 @@ class CpuMember(Generic[N]):
         self.judge(status)
         return True
 
+    def call_exchange(self) -> None:
+        """See `MemberTransport.call_exchange`."""
+        comm = self.comm
+        if comm is not None:
+            self.lib.cd_call_exchange(comm.pointer)
+
     def wake(self) -> None:
         """See `MemberTransport.wake`."""
         comm = self.comm

@@ -28,6 +28,7 @@ CD_API void cd_wake(cd::Member* m) {
   m->wakes.fetch_add(1);
   m->ring(m->rank);
 }
+CD_API void cd_call_exchange(cd::Member* m) { cd::call_exchange(*m); }
 CD_API void cd_stop(cd::Member* m) {
   m->stop.store(1, std::memory_order_release);
   m->ring(m->rank);
