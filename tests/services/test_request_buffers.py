@@ -617,3 +617,21 @@ async def test_a_request_that_ends_before_it_is_queued(tmp_path: Path, monkeypat
         with pytest.raises(EOFError):  # a step may write its rows still
             await guest.answer()
         assert None not in made.engine.seen
+
+
+async def test_a_request_above_the_rate_wakes_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected: list[None] = []
+    async with world(tmp_path) as made, Guest(made) as guest:
+        await guest.redeem()
+        guest.write(Batch.random(5))
+        monkeypatch.setattr(made.engine, "expect", lambda: expected.append(None))
+        monkeypatch.setattr(Backend, "check_rate", lambda *_: None)
+        assert not (await guest.ask(1, 5)).HasField("error")
+        assert len(expected) == 1
+
+        def refuse(*_: object) -> None:
+            raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many"))
+
+        monkeypatch.setattr(Backend, "check_rate", refuse)
+        assert (await guest.ask(2, 5)).error.code == EXHAUSTED
+        assert len(expected) == 1
