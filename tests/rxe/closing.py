@@ -1,6 +1,6 @@
 """In the guest: how many of so many lives of a pair of ends do not survive their close. Prints LIVES and DEATHS.
 
-    python tests/rxe/closing.py PROVIDER LIVES
+python tests/rxe/closing.py PROVIDER LIVES
 """
 
 from __future__ import annotations
