@@ -222,7 +222,7 @@ class Session:
         """Over ranks."""
         values = torch.tensor([value], dtype=torch.float64, device="cuda")
         dist.all_reduce(values)
-        return float(values.cpu()[0]) / self._ranks
+        return float(values.item() / self._ranks)
 
     def _write(self) -> None:
         if self._rank:
