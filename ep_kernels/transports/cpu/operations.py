@@ -49,7 +49,7 @@ class CpuDispatch:
         self._transport, self._args = transport, args
         self._comm = transport.native()
         self._epoch = transport.epoch
-        geometry, config = transport.geometry, transport.config
+        config = transport.config
         self.slot = transport.next_slot(0)
         self._buffers = self._comm.buffers[self.slot]
         previous: RoutingState | None = None if args.previous is None else args.previous.state
