@@ -77,7 +77,8 @@ class Work:
         num_taken: tokens that were given to steps so far.
         y: [T, H] filled by the steps: where its sender wants it, or None until the first one ended.
         stream: of the client; its requests are served in order within a layer, streams of one client take turns.
-        answered: True once `reply` was called (or must not be any more).
+        answered: True once `reply` was called (or must not be any more, or will be with `held`).
+        held: the failure that it is answered with when the step that runs has ended.
         trace: of the request; None: not traced.
     """
 
@@ -94,6 +95,7 @@ class Work:
     y: torch.Tensor | None = None
     timing: Timing = field(default_factory=Timing)
     answered: bool = False
+    held: Failure | None = None
     trace: RequestTrace | None = None
 
     @property
@@ -124,6 +126,19 @@ class Slice:
     def is_last(self) -> bool:
         """True if the request ends with this slice."""
         return self.stop == self.work.num_tokens
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it is all of the request."""
+        return self.start == 0 and self.is_last
+
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows of x, topk_ids and topk_weights."""
+        parts = self.work.x, self.work.topk_ids, self.work.topk_weights
+        if self.is_whole:
+            return parts
+        x, ids, weights = (part[self.start : self.stop] for part in parts)
+        return x, ids, weights
 
 
 @dataclass(frozen=True, slots=True)
