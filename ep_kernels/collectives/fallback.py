@@ -96,6 +96,7 @@ class TorchCollectives:
     def __init__(self, group: Any, device_type: str, reason: str) -> None:
         self._group, self._size, self._rank = group.process_group, group.size, group.rank
         on_device = device_type or ("cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
+        self.terms = None
         self.capabilities = CollectiveCapabilities(
             device_type=on_device, cross_host=True, graphs=False, abi="torch", algorithms={}, reason=reason
         )

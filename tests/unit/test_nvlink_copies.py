@@ -181,7 +181,7 @@ class Ranks:
             own.copy_(x)
             parts.append(CopyPart(x.data_ptr(), POOL + out if pushes else out.data_ptr(), slot, n, n))
             slot += -(-n // 16) * 16
-        return engine.all_gather(parts, signature, pushes, [shards, outs])
+        return engine.begin(parts, signature, pushes, [shards, outs])
 
     def out(self, rank: int, offset: int, num_bytes: int) -> torch.Tensor:
         return self.regions[rank][POOL + offset :][:num_bytes]

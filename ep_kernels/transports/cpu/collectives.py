@@ -105,6 +105,7 @@ class CpuCollectives(CpuMember[NativeCollectives]):
         self._pending: deque[CpuCollective] = deque()
         self._moving = threading.RLock()  # `close` may drain in another thread than that of the operations
         sums = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
+        self.terms = None
         self.capabilities = CollectiveCapabilities(
             device_type="cpu",
             cross_host=False,

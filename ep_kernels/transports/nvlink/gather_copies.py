@@ -58,7 +58,7 @@ class GatherCopies:
         """Into registered outs."""
         listed, word = self._pushed(parts, tag)
         behind = torch.cuda.current_stream().cuda_stream
-        seq = self._engines.all_gather(listed, word, True, list(parts), behind)
+        seq = self._engines.begin(listed, word, True, list(parts), behind)
         return self._work(parts, seq, not copy_schedule.is_small(listed))
 
     def pull(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
@@ -122,7 +122,7 @@ class GatherCopies:
         seq = self._engines.seq + 1
         with torch.cuda.stream(self._stream):
             listed = self._stage(parts, ranges, self._engine.copy_slot(seq), self._slots[seq % collective_abi.SLOTS])
-        return self._engines.all_gather(listed, word, False, list(parts))
+        return self._engines.begin(listed, word, False, list(parts))
 
     def _stage(
         self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], slot: int, staged: torch.Tensor
