@@ -40,9 +40,7 @@ def piece_rows(rows: int, pieces: int, most: int) -> list[int]:
 
 
 @torch.no_grad()
-def scattered(
-    terms: TermCopies, x: torch.Tensor, w: torch.Tensor, rank: int, size: int, pieces: int
-) -> torch.Tensor:
+def scattered(terms: TermCopies, x: torch.Tensor, w: torch.Tensor, rank: int, size: int, pieces: int) -> torch.Tensor:
     """reduce_scatter(x @ w): [n, N] of x [R * n, K] and w [K, N]."""
     rows, columns = x.shape[0] // size, w.shape[1]
     by_rank, out = x.view(size, rows, x.shape[1]), x.new_empty(rows, columns)

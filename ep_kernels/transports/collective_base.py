@@ -117,8 +117,17 @@ class PendingGather(PendingCollective, Protocol):
         is `wait`. At most once, and not after `wait`; raises what `wait` does."""
 
 
-class SentTerms(Protocol):
-    """Terms on their way."""
+@dataclass(frozen=True, slots=True)
+class SentTerms:
+    """Terms on their way.
+
+    Attributes:
+        seq: number of the operation.
+        slot: where they go, from the base of every rank's region.
+    """
+
+    seq: int
+    slot: int
 
 
 class TermCopies(Protocol):

@@ -34,7 +34,7 @@ class Rank:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks, self.copies, self.group = ranks, ranks.engines[rank], SimpleNamespace(rank=rank)
         self.map = SimpleNamespace(reduce_row=SLOT_BYTES // ranks.size // 256 * 256)
-        self.terms = NvlinkTerms(self, self, self.copies, lambda call: call())  # type: ignore[arg-type]
+        self.terms = NvlinkTerms(self, self, self.copies, lambda call: call())  # type: ignore
 
     def copy_slot(self, seq: int) -> int:
         return SLOTS + seq % 2 * SLOT_BYTES
@@ -44,7 +44,8 @@ class Rank:
         region = self.ranks.regions[self.group.rank]
 
         def row(place: int) -> torch.Tensor:
-            return region[place : place + own.nbytes].view(own.dtype).view(own.shape)
+            found: torch.Tensor = region[place : place + own.nbytes].view(own.dtype).view(own.shape)
+            return found
 
         def add() -> None:
             rows = [own if other == self.group.rank else row(place) for other, place in enumerate(places)]
@@ -98,7 +99,7 @@ def by_all(call: Callable[[Rank], Any], ranks: Ranks) -> list[Any]:
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_reduce_scatter(made: Callable[..., Ranks], size: int, dtype: torch.dtype) -> None:
-    """Several in turn over the same slots, in any number of pieces; as many as staging wants where few are asked for."""
+    """Several in turn over the same slots, in as many pieces as are asked for, or as staging wants."""
     ranks = made(size)
     for rows, pieces in ((1, 1), (7, 2), (40, 1), (33, 5)):
         xs, ws = factors(size, size * rows, dtype)
@@ -119,17 +120,17 @@ def test_all_reduce(made: Callable[..., Ranks], size: int) -> None:
     for rows, pieces in ((3, 1), (64, 4), (200, 2), (90, 7)):
         xs, ws = factors(size, rows, torch.float32)
         products = [x @ w for x, w in zip(xs, ws, strict=True)]
-        want, last = reference.all_reduce(products)[0], []
+        want, last = reference.all_reduce(products)[0], list[int]()
 
         def call(one: Rank, xs: Any = xs, ws: Any = ws, want: Any = want, last: Any = last) -> torch.Tensor:
             rank = one.group.rank
 
-            def reduce(out: torch.Tensor) -> Work[torch.Tensor]:
-                last.append(len(out))
-                out.copy_(want[len(want) - len(out) :])
-                return Work(out, SimpleNamespace(is_completed=lambda: True), lambda _: None)
+            def reduce(tail: torch.Tensor) -> Work[torch.Tensor]:
+                last.append(len(tail))
+                tail.copy_(want[len(want) - len(tail) :])
+                return Work(tail, SimpleNamespace(is_completed=lambda: True), lambda _: None)
 
-            return copied_sums.reduced(one.terms, reduce, xs[rank], ws[rank], rank, size, pieces)  # noqa: B023
+            return copied_sums.reduced(one.terms, reduce, xs[rank], ws[rank], rank, size, pieces)
 
         assert all(torch.equal(out, want) for out in by_all(call, ranks)), (rows, pieces)  # type: ignore[arg-type]
         most = copied_sums.most_rows(Rank(ranks, 0).terms, COLUMNS, torch.float32)

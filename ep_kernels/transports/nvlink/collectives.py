@@ -42,7 +42,7 @@ COPY_MIN_BYTES = 128 << 20
 """Bytes that a rank sends from which copy engines are chosen. They move 8 % more a second than stores, and an operation
 takes 40 us longer: on 2 H100 it took as long as with stores at 128 MiB, and 0.96 of that at 512."""
 TERM_MIN_BYTES = 4 << 20
-"""Terms of a rank for another from which copy engines bring those of a matmul: they take 40 us longer than the bytes."""
+"""What a rank sends to another of a matmul from which copy engines bring it: it takes longer than the 40 us on top."""
 _SMALLER = "smaller pool_bytes or staging_bytes make it smaller"
 _NUM_SMS = struct.Struct("<I")
 """Head of a ticket: multiprocessors of the rank's GPU."""

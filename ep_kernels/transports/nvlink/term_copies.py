@@ -13,25 +13,17 @@ a peer reads of it belongs to an operation, too, and terms are sent behind the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
+from ep_kernels.transports.collective_base import SentTerms
 from ep_kernels.transports.nvlink.collective_engine import CollectiveEngine
 from ep_kernels.transports.nvlink.collective_work import CopyWork, WorkOwner
 from ep_kernels.transports.nvlink.copies import CopyEngines
 from ep_kernels.transports.nvlink.copy_schedule import CopyPart
 from ep_kernels.transports.nvlink.engine import Call
 from ep_kernels.transports.nvlink.signature import signature
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """See `collective_base.SentTerms`."""
-
-    seq: int
-    slot: int
 
 
 class NvlinkTerms:
@@ -49,18 +41,18 @@ class NvlinkTerms:
         self._owner, self._engine, self._engines, self._launch = owner, engine, engines, launch
         self.row_bytes = int(engine.map.reduce_row)
 
-    def send(self, rows: torch.Tensor) -> Sent:
+    def send(self, rows: torch.Tensor) -> SentTerms:
         """See `collective_base.TermCopies`."""
         slot, num_bytes = self._engine.copy_slot(self._engines.seq + 1), rows[0].nbytes
         part = CopyPart(rows.data_ptr(), slot, 0, num_bytes, self.row_bytes, x_stride=num_bytes)
-        return Sent(self._begin(part, Algorithm.COPY_PUSH, rows), slot)
+        return SentTerms(self._begin(part, Algorithm.COPY_PUSH, rows), slot)
 
-    def add(self, sent: Sent, own: torch.Tensor, out: torch.Tensor, *, shares: bool = False) -> None:
+    def add(self, sent: SentTerms, own: torch.Tensor, out: torch.Tensor, *, shares: bool = False) -> None:
         """See `collective_base.TermCopies`."""
         self._owner.await_end(sent.seq)
         self._launch(self._engine.add_terms(own, out, sent.slot, shares))
 
-    def share(self, sent: Sent, out: torch.Tensor) -> CopyWork:
+    def share(self, sent: SentTerms, out: torch.Tensor) -> CopyWork:
         """See `collective_base.TermCopies`."""
         assert self._engine.copy_slot(self._engines.seq + 1) == sent.slot, "an odd number of operations later"
         num_bytes = out[0].nbytes
