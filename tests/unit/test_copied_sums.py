@@ -122,7 +122,9 @@ def test_all_reduce(made: Callable[..., Ranks], size: int) -> None:
         products = [x @ w for x, w in zip(xs, ws, strict=True)]
         want, last = reference.all_reduce(products)[0], list[int]()
 
-        def call(one: Rank, xs: Any = xs, ws: Any = ws, want: Any = want, last: Any = last) -> torch.Tensor:
+        def call(
+            one: Rank, xs: Any = xs, ws: Any = ws, want: Any = want, last: Any = last, pieces: int = pieces
+        ) -> torch.Tensor:
             rank = one.group.rank
 
             def reduce(tail: torch.Tensor) -> Work[torch.Tensor]:
