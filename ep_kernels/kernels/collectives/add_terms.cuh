@@ -4,7 +4,7 @@
 // Waits for nobody: the stream has waited for the copies (transports/nvlink/term_copies.py). out may be the own terms.
 // In its record `reduce` is the slot of the operation, so that slot 0 is the only one.
 //
-// Worked example: rank 1 of 2, fp32, 5 elements, 1 block: 2 vectors, the second with one element; out = reduce[0] + own.
+// Worked example: rank 1 of 2, fp32, 5 elements: 2 vectors, the second with one element; out = reduce[0] + own.
 #pragma once
 
 #include "collective_types.h"
