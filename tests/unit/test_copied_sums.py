@@ -34,7 +34,7 @@ class Rank:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks, self.copies, self.group = ranks, ranks.engines[rank], SimpleNamespace(rank=rank)
         self.map = SimpleNamespace(reduce_row=SLOT_BYTES // ranks.size // 256 * 256)
-        self.terms = NvlinkTerms(self, self, self.copies, lambda call: call())  # type: ignore
+        self.terms = NvlinkTerms(self, self, self.copies, lambda: 0, lambda call: call())  # type: ignore
 
     def copy_slot(self, seq: int) -> int:
         return SLOTS + seq % 2 * SLOT_BYTES
@@ -69,7 +69,6 @@ class Rank:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
     without_driver(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     found: list[Ranks] = []
 
     def make(size: int, timeout_s: float = 60.0) -> Ranks:

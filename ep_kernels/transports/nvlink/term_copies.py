@@ -32,13 +32,19 @@ class NvlinkTerms:
     Args:
         owner: the transport.
         engine, engines: of this rank.
-        launch: of a kernel, on the current stream.
+        enter: the CUstream that is current, made to wait for what was launched before on another.
+        launch: of a kernel, there.
     """
 
     def __init__(
-        self, owner: WorkOwner, engine: CollectiveEngine, engines: CopyEngines, launch: Callable[[Call], None]
+        self,
+        owner: WorkOwner,
+        engine: CollectiveEngine,
+        engines: CopyEngines,
+        enter: Callable[[], int],
+        launch: Callable[[Call], None],
     ) -> None:
-        self._owner, self._engine, self._engines, self._launch = owner, engine, engines, launch
+        self._owner, self._engine, self._engines, self._enter, self._launch = owner, engine, engines, enter, launch
         self.row_bytes = int(engine.map.reduce_row)
 
     def send(self, rows: torch.Tensor) -> SentTerms:
@@ -64,5 +70,5 @@ class NvlinkTerms:
     def _begin(self, part: CopyPart, algorithm: Algorithm, rows: torch.Tensor) -> int:
         op = CollectiveOp.REDUCE_SCATTER if algorithm is Algorithm.COPY_PUSH else CollectiveOp.ALL_REDUCE
         word = signature(op, algorithm, rows.dtype, rows.nbytes, None, 0)
-        pushes, behind = algorithm is Algorithm.COPY_PUSH, torch.cuda.current_stream().cuda_stream
-        return self._engines.begin([part], word, pushes, rows, behind, op.value)
+        pushes = algorithm is Algorithm.COPY_PUSH
+        return self._engines.begin([part], word, pushes, rows, self._enter(), op.value)
