@@ -202,9 +202,13 @@ class NvlinkCollectives(NvlinkMember):
 
     def undisturbed(self) -> torch.cuda.Stream | None:
         """See `collective_repeat.PlanOwner`."""
-        if self._found is not None or not self._copies.is_quiet():
+        return None if self.untroubled() is None else self._streams.alone_on()
+
+    def untroubled(self) -> int | None:
+        """See `collective_repeat.PlanOwner`."""
+        if self._found is not None or not self._copies.is_quiet() or torch._C._cuda_getDevice() != self._index:
             return None
-        return self._streams.alone_on() if torch._C._cuda_getDevice() == self._index else None
+        return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def _quiet(self) -> Quiet:
         """What an operation that repeats looks at first, until `set_active`: nothing has failed, was found, or is
