@@ -165,8 +165,9 @@ def test_rows_of_pieces(rows: int, pieces: int, most: int, lengths: list[int]) -
 
 
 def test_rows_of_pieces_of_an_all_reduce() -> None:
-    assert copied_sums.reduced_pieces(8192, 2, 4, 2048) == [1024, 1024, 1024, 512]
-    assert copied_sums.reduced_pieces(8, 2, 4, 100) == [1, 1]
+    assert copied_sums.reduced_pieces(8192, 2, 4, 2048) == [2048, 1536]
+    assert copied_sums.reduced_pieces(8192, 2, 8, 2048) == [1024, 1024, 1024, 512]
+    assert copied_sums.reduced_pieces(8, 2, 4, 100) == [2, 1]
     for rows in range(200):
         for size, pieces, most in ((2, 1, 3), (3, 4, 100), (8, 2, 5)):
             lengths = copied_sums.reduced_pieces(rows, size, pieces, most)

@@ -102,7 +102,8 @@ class CopyPlan:
         template = self._template or self._made()
         if template is None:
             return None
-        seq = self._engines.push_again(template, (x, out), current)
+        kept = out.untyped_storage()  # x, too, is in it; not the tensor, for whose end its owner may watch
+        seq = self._engines.push_again(template, kept, current)
         if not seq:
             return None
         splits = bool(template.kind.arrivals)
