@@ -138,6 +138,7 @@ class NvlinkCollectives(NvlinkMember):
         )
 
     def _detach(self) -> None:
+        self.terms = None  # it has this object
         if hasattr(self, "_copies"):
             self._copies.close()
         if hasattr(self, "_gathers"):
