@@ -47,10 +47,11 @@ demo: $(DEMO) ## Install, then serve three small models here and compare them wi
 test: $(DEV) ## Run every test that this machine can run (ARGS="-k name" to choose)
 	$(PY) -m pytest -q -n auto --maxprocesses $(JOBS) --dist loadfile $(ARGS)
 
+OVER_HOSTS := $(addprefix tests/gpu/test_,loopback_network.py domain_over_hosts.py several_gpus.py)
 
 test-gpu: $(DEV) ## On a machine with GPUs: every test that needs one; NODES=2: groups of two hosts, the network between
 ifdef NODES
-	$(PY) -m pytest -q tests/transports tests/gpu/test_loopback_network.py --over-hosts gpus $(ARGS)
+	$(PY) -m pytest -q -m gpu tests/transports $(OVER_HOSTS) --over-hosts gpus $(ARGS)
 else
 	$(PY) -m tests.gpu.everything $(ARGS)
 endif
@@ -145,13 +146,13 @@ bench-overhead: $(DEV) ## What latency records cost an operation: with and witho
 soak: $(DEV) ## Kills, reconnects and moves for minutes; what survives may not grow (ARGS="--minutes 10")
 	$(PY) -m tests.soak $(ARGS)
 
-bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv, plots (CASES=ll, ht or collectives)
+bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv, plots (CASES=ll, ht or collectives; NODES=2: as two hosts)
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.device_count() and "make bench-gpu: needs NVIDIA GPUs, this machine has none")'
 	NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 \
 	  $(PY) -m torch.distributed.run --standalone \
 	  --nproc-per-node $$($(PY) -c 'import torch; print(torch.cuda.device_count())') \
-	  -m $(if $(filter collectives,$(CASES)),benchmarks.gpu.collective_tables,benchmarks.run --device cuda \
-	  $(if $(CASES),--cases $(CASES))) --note NCCL_NVLS_ENABLE=0 $(ARGS)
+	  -m $(if $(NODES),benchmarks.gpu.nodes --nodes $(NODES),$(if $(filter collectives,$(CASES)),benchmarks.gpu.collective_tables,\
+	  benchmarks.run --device cuda $(if $(CASES),--cases $(CASES)))) --note NCCL_NVLS_ENABLE=0 $(ARGS)
 
 # PYTHON: of an environment that has vLLM and Crossdock.
 bench-vllm: ## On 2 or more GPUs: step times of vLLM's MoE backends, ours and its own (ARGS="--tokens mixtral": do they say the same?)

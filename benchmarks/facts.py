@@ -99,6 +99,12 @@ def command(arguments: Sequence[str], module: str = "benchmarks.run") -> str:
     return " ".join(["python", "-m", module, *kept])
 
 
+def folder_of_gpus(num_gpus: int, parent: str = "docs/results") -> Path:
+    """Where results of today are kept: <date>-<gpu>x<n>."""
+    name = torch.cuda.get_device_name(0).lower().replace("nvidia", "").strip()
+    return Path(f"{parent}/{datetime.date.today().isoformat()}-{re.sub('[^a-z0-9]+', '-', name)}x{num_gpus}")
+
+
 def of_gpus(num_gpus: int) -> dict[str, object]:
     """Names, driver, clocks and versions, as NVML and torch say them now."""
     facts: dict[str, object] = {

@@ -48,7 +48,7 @@ from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
 MESSAGE_BYTES = (8, 7168, 100_000)
 RING_US, MESSAGE_US, SHARE, RECORDS_PCT, GLOO = 0.5, 2.0, 0.9, 2.0, 2.0
 """Targets: a push; ring and proxy above the socket; of the provider's stream; beside the rows; gloo's time by ours."""
-SEED, WAIT_S, BLOCKS, PAUSE_S = 20, 30.0, 20, 0.002
+SEED, WAIT_S, BLOCKS, PAUSE_S, NAP_NS = 20, 30.0, 20, 0.002, 20_000
 OTHER_BYTES = 64 << 20
 """Written by each rank, as experts do between two dispatches."""
 
@@ -113,12 +113,14 @@ class End:
         """Other bytes into what it sends."""
         ctypes.memset(self._own, number % 256, len(self._own))
 
-    def stream(self, to: int, sizes: Sequence[int], expected: int) -> int:
-        """Send messages of those sizes while as many as expected come; ns."""
-        messages = (ctypes.c_uint32 * len(sizes))(*sizes)
+    def stream(self, messages: Sequence[tuple[int, int]], expected: int, nap_ns: int = NAP_NS) -> int:
+        """Send messages of those (rank, bytes) while as many as expected come; ns. `nap_ns`: between looks whether they
+        have; 0: spins."""
+        ranks = (ctypes.c_int32 * len(messages))(*[rank for rank, _ in messages])
+        sizes = (ctypes.c_uint32 * len(messages))(*[num_bytes for _, num_bytes in messages])
         self._awaited += expected
         took: int = self._network.lib.cn_bench_stream(
-            self.channel.pointer, ctypes.byref(self.mark), to, messages, len(sizes), self._awaited
+            self.channel.pointer, ctypes.byref(self.mark), ranks, sizes, len(messages), self._awaited, nap_ns
         )
         if took < 0:
             raise TimeoutError("network: the stream stands still")
@@ -313,8 +315,8 @@ def _stream(case: Case, rank: int, store: Any, rounds: int, other_bytes: int) ->
             if other_bytes:
                 other.add_(1)
                 end.write(number)
-            end.stream(peer, [0], 1)  # both are here
-            took.append(float(end.stream(peer, here, len(there))))
+            end.stream([(peer, 0)], 1)  # both are here
+            took.append(float(end.stream([(peer, num_bytes) for num_bytes in here], len(there))))
         _meet(store, rank, case.ranks, "end")
     network.close()
     return took[2:]

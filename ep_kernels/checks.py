@@ -14,6 +14,7 @@ from ep_kernels.errors import ArgumentError, HandleError
 from ep_kernels.types import DispatchHandle, Layout, Mode
 
 _INT32 = torch.iinfo(torch.int32)
+_FLOATS = torch.bfloat16, torch.float16, torch.float32
 _COMPACT = Layout.GROUPED, Layout.FLAT
 
 
@@ -100,10 +101,17 @@ def combine_arguments(
     width, dtype = config.hidden_size, config.resolved_output_dtype
     tensor("y", y, (*handle.rows_shape, width), (dtype,), device_type)
     if out is not None:
-        tensor("out", out, (handle.num_tokens, width), (dtype,), device_type)
+        other = (config.dtype,) if config.dtype is not dtype and rounds_sums(config, device_type) else ()
+        tensor("out", out, (handle.num_tokens, width), (dtype, *other), device_type)
     if row_weights is not None:
         each = () if config.resolved_layout.per_expert else (config.topk,)
         tensor("row_weights", row_weights, (*handle.rows_shape, *each), (torch.float32,), device_type)
+
+
+def rounds_sums(config: MoEConfig, device_type: str) -> bool:
+    """Whether combine's sums may be rounded to `config.dtype` as they are written, once, instead of to the output
+    dtype."""
+    return device_type == "cpu" and config.mode is not Mode.AG and config.dtype in _FLOATS
 
 
 def home_weights(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor | None:

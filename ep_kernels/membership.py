@@ -22,8 +22,9 @@ import torch
 
 from ep_kernels import checks
 from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, TransportError
+from ep_kernels.telemetry import Samples
 from ep_kernels.transports import base
-from ep_kernels.types import LatencySample, PeerTraffic
+from ep_kernels.types import PeerTraffic
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -133,9 +134,17 @@ class GroupMember(Generic[C, M]):
         return self._run(self._transport.exchange, words)
 
     def wait_for_peer(self, timeout_s: float) -> bool:
-        """Sleep until a peer is in an `exchange` that this rank has not entered, or `wake()`: True. Timeout: False."""
+        """Sleep until a peer is in an `exchange` that this rank has not entered, or has called it, or `wake()`: True.
+        Timeout: False."""
         self._ready("wait_for_peer")
         return self._run(self._transport.wait_for_peer, timeout_s)
+
+    def call_exchange(self) -> None:
+        """Hint that this rank will soon enter an `exchange`: peers that wait for one may enter it at once, and are not
+        waited for later. Any thread; does nothing once closed, and where ranks cannot be told at once."""
+        with self._lock:
+            if not self._closed:
+                self._transport.call_exchange()
 
     def wake(self) -> None:
         """End this rank's `wait_for_peer`, the present or the next one. Any thread; does nothing once closed."""
@@ -150,10 +159,10 @@ class GroupMember(Generic[C, M]):
                 self._fault = AbortedError(reason)
                 self._transport.abort(reason)
 
-    def samples(self) -> list[LatencySample]:
+    def samples(self) -> Samples:
         """Latency records since the last call, oldest first. Any thread; empty once closed."""
         with self._sampling:
-            return [] if self._closed else self._transport.samples()
+            return Samples.of(() if self._closed else self._transport.samples())
 
     def traffic(self) -> list[PeerTraffic]:
         """What has passed between this rank and those of other hosts, by rank; [] on one host. Any thread; empty once

@@ -1,15 +1,17 @@
-"""The host end of the in-operation clock: raw sample records as transports write them, turned into LatencySample.
+"""Latency records on the host: what transports write, as a sequence of LatencySample and as words for whoever counts
+many at once.
 
-A record is the C struct `Sample`: op, mode, tokens, ranks (int32), seq (uint64), start_ns, send_ns, total_ns (int64),
-then one int64 of waiting nanoseconds per rank, with room for MAX_RANKS. Native byte order; it never leaves the process.
+A record: op, mode, tokens, ranks (int32), seq (uint64), start_ns, send_ns, total_ns (int64), then one int64 of waiting
+nanoseconds per rank: the used part of the C struct `Sample`, which has room for MAX_RANKS. Native byte order; it never
+leaves the process.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import overload
 
 from ep_kernels.types import LatencySample
 
@@ -17,9 +19,6 @@ MAX_RANKS = 64
 RING_SIZE = 4096
 """Records that a ring keeps; older ones are lost."""
 _HEAD = struct.Struct("=4iQ3q")
-RECORD_BYTES = _HEAD.size + 8 * MAX_RANKS
-_SLICE_BYTES, _PAUSE_S = 64 * RECORD_BYTES, 50e-6
-"""Records counted at a time, 0.1 ms of work: then threads that wait for the interpreter, like the one of steps, run."""
 _MODES = ("ll", "ht")
 _ALGORITHMS = ("pull", "one_shot", "two_shot")
 _OPS = {
@@ -31,44 +30,95 @@ _OPS = {
     7: ("all_reduce", _ALGORITHMS),
 }
 """Operations that write records, by number, and how they may run."""
+Kind = tuple[str, str]
+"""Name and algorithm of an operation: `op` and `mode` of a LatencySample."""
+KINDS: Mapping[tuple[int, int], Kind] = {
+    (op, mode): (name, algorithm) for op, (name, modes) in _OPS.items() for mode, algorithm in enumerate(modes)
+}
+"""By the numbers in a record."""
 
 
-def decode(records: memoryview | bytes) -> list[LatencySample]:
-    """Records in the order in which they lie.
+def record_bytes(ranks: int) -> int:
+    """Of one record."""
+    return _HEAD.size + 8 * ranks
+
+
+class Samples(Sequence[LatencySample]):
+    """Records of one communicator, oldest first. A LatencySample is made where it is looked at.
+
+    Args:
+        records: [n * record_bytes(ranks)]; not copied.
+        ranks: R.
+        kinds: by the numbers `op` and `mode` of a record.
+        missing: [n] `LatencySample.missing`; None: all None.
 
     Raises:
-        ValueError: not a whole number of records, or fields that no transport writes.
+        ValueError: not a whole number of records.
     """
-    if len(records) % RECORD_BYTES:
-        raise ValueError(f"records: expected a multiple of {RECORD_BYTES} bytes, got {len(records)}")
-    return list(_decode(memoryview(records)))
 
+    def __init__(
+        self,
+        records: bytes | bytearray,
+        ranks: int,
+        kinds: Mapping[tuple[int, int], Kind] = KINDS,
+        missing: Sequence[int | None] | None = None,
+    ) -> None:
+        self.records, self.ranks, self.kinds, self.missing = records, ranks, kinds, missing
+        self._bytes = record_bytes(ranks)
+        if len(records) % self._bytes:
+            raise ValueError(f"records: expected a multiple of {self._bytes} bytes, got {len(records)}")
 
-def _decode(records: memoryview) -> Iterator[LatencySample]:
-    for at in range(0, len(records), RECORD_BYTES):
-        if at and at % _SLICE_BYTES == 0:
-            time.sleep(_PAUSE_S)
-        op, mode, tokens, ranks, seq, start, send, total = _HEAD.unpack_from(records, at)
-        name, modes = _OPS.get(op, ("", ()))
-        if not (0 <= mode < len(modes) and 0 < ranks <= MAX_RANKS):
-            raise ValueError(f"records: no such op, mode, ranks: {(op, mode, ranks)}")
-        waits = struct.unpack_from(f"={ranks}q", records, at + _HEAD.size)
-        yield LatencySample(name, modes[mode], seq, tokens, start, send, waits, total)
+    @classmethod
+    def of(cls, samples: Iterable[LatencySample]) -> Samples:
+        """The same operations as records."""
+        if isinstance(samples, cls):
+            return samples
+        numbers: dict[Kind, tuple[int, int]] = {}
+        records, missing, ranks = bytearray(), list[int | None](), 0
+        for one in samples:
+            op, mode = numbers.setdefault((one.op, one.mode), (len(numbers), 0))
+            ranks = ranks or len(one.peer_wait_ns)
+            head = op, mode, one.tokens, ranks, one.seq, one.start_ns, one.send_ns, one.total_ns
+            records += struct.pack(f"=4iQ{3 + ranks}q", *head, *one.peer_wait_ns)
+            missing.append(one.missing)
+        known = missing if any(number is not None for number in missing) else None
+        return cls(records, ranks, {number: kind for kind, number in numbers.items()}, known)
 
+    def __len__(self) -> int:
+        return len(self.records) // self._bytes
 
-def lost(samples: Iterable[LatencySample], next_seq: dict[str, int]) -> dict[str, int]:
-    """How many samples of each operation are missing, as they say, or else by their numbers. `next_seq`: the number
-    that each operation's next sample should have, empty at first; brought up to date."""
-    missing: dict[str, int] = {}
-    for sample in samples:
-        number = sample.missing
-        if number is None:
-            expected = next_seq.get(sample.op, 0)
-            number = sample.seq - expected if 0 < expected < sample.seq else 0
-        if number:
-            missing[sample.op] = missing.get(sample.op, 0) + number
-        next_seq[sample.op] = sample.seq + 1
-    return missing
+    def __iter__(self) -> Iterator[LatencySample]:
+        return map(self._at, range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> LatencySample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LatencySample]: ...
+    def __getitem__(self, index: int | slice) -> LatencySample | list[LatencySample]:
+        numbers = range(len(self))[index]
+        return self._at(numbers) if isinstance(numbers, int) else list(map(self._at, numbers))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def kind(self, op: int, mode: int) -> Kind:
+        """Of the operation with these numbers. Raises ValueError: no transport writes them."""
+        found = self.kinds.get((op, mode))
+        if found is None:
+            raise ValueError(f"records: no such operation: op {op}, mode {mode}")
+        return found
+
+    def _at(self, number: int) -> LatencySample:
+        at = number * self._bytes
+        op, mode, tokens, ranks, seq, start, send, total = _HEAD.unpack_from(self.records, at)
+        if ranks != self.ranks:
+            raise ValueError(f"records: expected {self.ranks} ranks, got {ranks}")
+        name, algorithm = self.kind(op, mode)
+        waits = struct.unpack_from(f"={ranks}q", self.records, at + _HEAD.size)
+        missing = self.missing[number] if self.missing else None
+        return LatencySample(name, algorithm, seq, tokens, start, send, waits, total, missing)
 
 
 def quantile(values: Sequence[float], q: float) -> float:

@@ -6,12 +6,12 @@ labels of one machine's ranks (`NetworkConfig.domain`), which share nothing but 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes.util import find_library
 from typing import Any
 
 from ep_kernels.network import NetworkConfig
-from ep_kernels.types import CombineOrder
+from ep_kernels.types import CombineOrder, Mode
 
 SPLITS: dict[str, Callable[[int, int], int]] = {
     "halves": lambda rank, size: 2 * rank // size,
@@ -41,6 +41,12 @@ def lacks(name: str, overrides: dict[str, Any]) -> bool:
     """Whether the options ask for what GPUs do not do over a network."""
     asks = overrides.get("exact_combine") or overrides.get("combine_order", CombineOrder.RANK) is not CombineOrder.RANK
     return name in GPUS and bool(asks)
+
+
+def asks_for_ag(given: Mapping[str, Any]) -> bool:
+    """Whether a test's parameters are Mode.AG over hosts, a ConfigError (tests/unit/test_gather.py)."""
+    modes = [value.get("mode") if isinstance(value, dict) else value for value in given.values()]
+    return is_over_hosts(given.get("transport", "")) and Mode.AG in modes
 
 
 def overrides_of(name: str, rank: int, size: int, seed: int = 0) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.gpu.collective_tables     (make bench-gpu CASES=collectives)
 
-Multicast is off: NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1. T7 wants CUBLAS_WORKSPACE_CONFIG (fsdp.py).
+Multicast is off: NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1; why CUBLAS_WORKSPACE_CONFIG is set: fsdp.py.
 
 Rules as in `measure.py`: payload random, other sets in turn, results poisoned before and compared after, ranks aligned
 on the GPU, L2 flushed before each eager operation, the slowest rank counts. A graph holds PER_GRAPH operations on one

@@ -7,6 +7,7 @@ layouts) and sums. Rank-wise layouts leave weighting to the caller, here as in s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from benchmarks.cases import BOUNDED, Case
 from benchmarks.gpu import Inputs, Row, check
 from ep_kernels import Layout, MoECommunicator, MoEConfig, Overflow, quant
+from ep_kernels.network import NetworkConfig
 from ep_kernels.routing import delivered
 from ep_kernels.transports.nvlink import plan
+from ep_kernels.types import PeerTraffic
 
 
 class Crossdock:
@@ -24,7 +27,7 @@ class Crossdock:
 
     rotates = True
 
-    def __init__(self, case: Case, group: Any, transport: str = "nvlink") -> None:
+    def __init__(self, case: Case, group: Any, transport: str = "nvlink", network: NetworkConfig | None = None) -> None:
         self._case = case
         exact_shapes = case.form == "exact"
         self._comm = MoECommunicator(
@@ -44,6 +47,7 @@ class Crossdock:
                 num_sms=case.num_sms,
                 max_recv_rows=int(BOUNDED * case.tokens * case.topk) if case.form == "bounded" else None,
                 transport=transport,
+                network=network,
             )
         )
         self.sms = _filled(self._comm.config) if transport == "nvlink" else {}
@@ -78,6 +82,20 @@ class Crossdock:
     def combine(self, y: torch.Tensor, received: Any, inputs: Inputs, out: torch.Tensor) -> None:
         """See `Backend`."""
         self._comm.combine(y, received[1], out=out)
+
+    # Over several hosts: what the network has counted.
+
+    def traffic(self) -> list[PeerTraffic]:
+        """By rank of another host, since the start."""
+        return self._comm.traffic()
+
+    def settled(self) -> tuple[int, int]:
+        """(bytes, messages) sent when all ranks have come to a barrier, whose own messages the proxies have sent."""
+        self._comm.barrier()
+        torch.cuda.synchronize()
+        time.sleep(0.01)
+        peers = self.traffic()
+        return sum(peer.sent_bytes for peer in peers), sum(peer.sent_messages for peer in peers)
 
     # Halves: each sends and returns what receives.
 

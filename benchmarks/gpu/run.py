@@ -7,11 +7,9 @@ import argparse
 import datetime
 import gc
 import importlib.util
-import re
 import time
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +65,8 @@ class Session:
         self._written: set[str] = set()
         whole = bool(options.cases) or set(self._tables) == set(NAMES)
         kept = whole and not options.quick and not options.backends
-        self._out = options.out or _folder(size, kept)
+        # A check, or a table by itself, must not replace what is kept.
+        self._out = options.out or facts.folder_of_gpus(size, "docs/results" if kept else "out")
         self._earlier = facts.standing(self._out)
 
     def run(self) -> None:
@@ -254,10 +253,3 @@ def _all_rows(case: Case, bench: Bench) -> torch.Tensor:
     table = mine.new_empty(case.ranks, *mine.shape)
     dist.all_gather_into_tensor(table, mine)
     return table.transpose(0, 1).cpu()
-
-
-def _folder(size: int, kept: bool) -> Path:
-    """Where results are kept; a check, or a table by itself, must not replace them."""
-    name = torch.cuda.get_device_name(0).lower().replace("nvidia", "").strip()
-    parent = "docs/results" if kept else "out"
-    return Path(f"{parent}/{datetime.date.today().isoformat()}-{re.sub('[^a-z0-9]+', '-', name)}x{size}")

@@ -168,6 +168,9 @@ class TorchCollectives:
         self._woken.clear()
         return woken
 
+    def call_exchange(self) -> None:
+        """See `MemberTransport.call_exchange`: peers cannot be told."""
+
     def wake(self) -> None:
         """See `MemberTransport.wake`."""
         self._woken.set()

@@ -102,11 +102,15 @@ class GatherMember:
         """See `MemberTransport.wait_for_peer`."""
         return self._coll.wait_for_peer(timeout_s)
 
+    def call_exchange(self) -> None:
+        """See `MemberTransport.call_exchange`."""
+        self._coll.call_exchange()
+
     def wake(self) -> None:
         """See `MemberTransport.wake`."""
         self._coll.wake()
 
-    def samples(self) -> list[LatencySample]:
+    def samples(self) -> Sequence[LatencySample]:
         """See `MemberTransport.samples`. `tokens` is that of the step, S: S rows move for every rank. All collectives
         count on from each other, so a gap in the numbers of one operation says nothing: `missing` does."""
         size, config = self._config.group.size, self._config

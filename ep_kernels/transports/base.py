@@ -190,13 +190,16 @@ class MemberTransport(Protocol):
         visible to its peers' `wait_for_peer` at once."""
 
     def wait_for_peer(self, timeout_s: float) -> bool:
-        """Sleep without spinning until a peer is in an `exchange` that this rank has not entered (True), until
-        `wake()` (True; a wake before the call counts) or until the timeout (False)."""
+        """Sleep without spinning until a peer is in an `exchange` that this rank has not entered, or has called it
+        (True), until `wake()` (True; a wake before the call counts) or until the timeout (False)."""
+
+    def call_exchange(self) -> None:
+        """End the peers' `wait_for_peer`, if that can be done at once: this rank is about to enter an exchange."""
 
     def wake(self) -> None:
         """End this rank's `wait_for_peer` from another thread."""
 
-    def samples(self) -> list[LatencySample]:
+    def samples(self) -> Sequence[LatencySample]:
         """Latency records since the last call, oldest first; the ring keeps the newest 4096."""
 
     def traffic(self) -> list[PeerTraffic]:

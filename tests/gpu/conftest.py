@@ -1,4 +1,4 @@
-"""One pool of rank processes, a rank per GPU, for all GPU tests of a session."""
+"""One pool of rank processes, a rank per GPU, for all GPU tests of a session; how they reach each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,22 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests import hosts
 from tests.worlds import World
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`transport`: over NVLink alone; with --over-hosts gpus, over two hosts."""
+    if "transport" in metafunc.fixturenames:
+        over_hosts = metafunc.config.getoption("--over-hosts") == "gpus"
+        metafunc.parametrize("transport", hosts.GPUS if over_hosts else ("nvlink",))
+
+
+@pytest.fixture(autouse=True)
+def _ag_has_one_host(request: pytest.FixtureRequest) -> None:
+    given = getattr(request.node, "callspec", None)
+    if given is not None and hosts.asks_for_ag(given.params):
+        pytest.skip("AG stays on one host")
 
 
 @pytest.fixture(scope="session")

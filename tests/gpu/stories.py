@@ -175,6 +175,8 @@ def preset(comm: MoECommunicator, value: int) -> None:
     comm.exchange([0] * 8)  # nobody's kernels touch anybody's region any more
     engine = engine_of(comm)
     region = SimpleNamespace(data=engine._memory.view(0, (engine.region_bytes,), torch.uint8))
-    Loopback.preset(SimpleNamespace(engines=[engine], memory=[region], remotes=[]), value)  # type: ignore[arg-type]
+    remote = comm._transport._remote  # type: ignore[attr-defined]
+    alone = SimpleNamespace(engines=[engine], memory=[region], remotes=[] if remote is None else [remote])
+    Loopback.preset(alone, value)  # type: ignore[arg-type]
     torch.cuda.synchronize()
     comm.exchange([0] * 8)

@@ -67,12 +67,13 @@ PAYLOADS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 @pytest.mark.parametrize("layout", list(Layout))
-def test_payloads(layout: Layout, payload: str, join: Joined) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_payloads(mode: Mode, layout: Layout, payload: str, join: Joined) -> None:
     kinds = ("uniform", "single_none", "one_expert")
     steps = [RoutingCase(7, 3, 272, (5, 0, 6, 1), kind, draw_seed(), max_tokens=6) for kind in kinds]
-    loop = join(steps[0], mode=Mode.LL, layout=layout, **PAYLOADS[payload])
+    loop = join(steps[0], mode=mode, layout=layout, **PAYLOADS[payload])
     for case in steps:
-        check(loop, case, Mode.LL)
+        check(loop, case, mode)
 
 
 @pytest.mark.parametrize("hidden", [2056, 2880, 7168])

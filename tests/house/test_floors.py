@@ -77,7 +77,7 @@ RESERVED: dict[str, set[str]] = {
         "benchmarks",
         "benchmarks.vllm",
     },
-    "numpy": {"crossdock.worker", "crossdock.client", "crossdock.demo", "benchmarks"},
+    "numpy": {"crossdock.common", "crossdock.worker", "crossdock.client", "crossdock.demo", "benchmarks"},
     "safetensors": {"crossdock.worker", "crossdock.demo", "benchmarks"},
     "triton": {"crossdock.worker"},
     "transformers": {"crossdock.client", "crossdock.demo", "benchmarks"},

@@ -30,7 +30,7 @@ from ep_kernels.network.providers import Mark
 from tests.unit.network_ends import devices_of
 
 PING_BYTES, BULK_BYTES, ROUNDS, COUNT, WAIT_S = 8, 65536, 1000, 400, 120.0
-MIB = 1 << 20
+MIB, NAP_NS = 1 << 20, 20_000
 PROVIDERS = ("verbs", "libfabric(verbs;ofi_rxm)", "libfabric(tcp;ofi_rxm)")
 
 
@@ -82,8 +82,9 @@ class Side:
 
     def mib_per_s(self) -> float:
         """Of a stream, until all of it has been acknowledged."""
-        sizes = (ctypes.c_uint32 * COUNT)(*[BULK_BYTES] * COUNT)
-        took = self.network.lib.cn_bench_stream(self.channel.pointer, ctypes.byref(Mark()), 1, sizes, COUNT, 0)
+        to, sizes = (ctypes.c_int32 * COUNT)(*[1] * COUNT), (ctypes.c_uint32 * COUNT)(*[BULK_BYTES] * COUNT)
+        stream = self.network.lib.cn_bench_stream
+        took = stream(self.channel.pointer, ctypes.byref(Mark()), to, sizes, COUNT, 0, NAP_NS)
         if took < 0:
             raise TimeoutError(self.channel.why(1))
         return COUNT * BULK_BYTES / MIB / (took / 1e9)

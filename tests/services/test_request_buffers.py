@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
+import resource
 import socket
 import threading
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from google.protobuf.message import DecodeError
 
 from crossdock.client import AsyncClient, Client, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, direct
 from crossdock.client.retry import RetryBudget
@@ -21,7 +24,7 @@ from crossdock.common import rpc
 from crossdock.common.access import METHODS, RateLimiter
 from crossdock.common.config import WorkerConfig
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.protocol.request_buffer import Places, SharedMemory, described, host_identity
+from crossdock.protocol.request_buffer import Places, RepeatedRequests, SharedMemory, described, host_identity
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker import buffer_server
 from crossdock.worker.admission import RequestValidator
@@ -356,17 +359,22 @@ async def test_the_buffer_of_a_dead_client_is_freed(tmp_path: Path) -> None:
         await until(lambda: os.fstat(guest.fd).st_blocks == 0)  # although this end maps it still
 
 
-async def test_a_late_request_is_answered_and_its_buffer_serves_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["late", "cancelled"])
+async def test_a_request_that_fails_in_the_queue_is_answered_and_its_buffer_ends(tmp_path: Path, way: str) -> None:
+    """A step may be writing its rows: the next request would find them in its own."""
     async with world(tmp_path) as made, Guest(made) as guest:
         await guest.redeem()
         guest.write(Batch.random(2))
         made.engine.go.clear()
-        assert (await guest.ask(1, 2, timeout_ms=1)).error.code == LATE
-        guest.tell(2, 2)
-        guest.tell(2, 2, cancel=True)
-        assert (await guest.answer()).error.code == rpc.code_number(grpc.StatusCode.CANCELLED)
-        made.engine.go.set()
-        assert not (await guest.ask(3, 2)).HasField("error")
+        guest.tell(1, 2, timeout_ms=1 if way == "late" else 60_000)
+        if way == "cancelled":
+            guest.tell(1, 2, cancel=True)
+        expected = LATE if way == "late" else rpc.code_number(grpc.StatusCode.CANCELLED)
+        assert (await guest.answer()).error.code == expected
+        with pytest.raises(EOFError):
+            await guest.answer()
+        await until(lambda: made.buffers.num_bytes == 0)
+        assert made.engine.seen[0].answered
 
 
 async def test_a_client_that_reads_no_answers_loses_its_buffer(tmp_path: Path) -> None:
@@ -444,6 +452,83 @@ async def test_deadlines_and_wrong_requests(tmp_path: Path) -> None:
         await until(lambda: made.engine.seen[-1].answered)
 
 
+async def test_a_refused_shape_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
+    """Requests that repeat are not parsed again: of each, only the id is its own."""
+    async with world(tmp_path) as made, Guest(made) as guest:
+        await guest.redeem()
+        five, nine = Batch.random(5), Batch.random(9)
+        guest.write(five)
+        made.engine.go.clear()
+        guest.tell(1, 5)
+        await until(lambda: len(made.engine.seen) == 1)
+        guest.tell(2, 9)
+        busy = await guest.answer()
+        assert (busy.id, busy.error.code) == (2, INVALID)
+        made.engine.go.set()
+        assert (await guest.answer()).id == 1
+        places = guest.write(nine)
+        for number in (3, 300, 1 << 40):
+            assert (await guest.ask(number, 9)).id == number
+            assert len(made.engine.seen[-1].x) == 9
+            y = guest.memory.tensor(torch.float32, (9, H), places.y)
+            assert torch.equal(y, 2 * nine.x)
+            y.zero_()
+
+
+@pytest.mark.parametrize("num_tokens", [3, 100])
+async def test_values_of_few_and_of_many_tokens_are_checked(tmp_path: Path, num_tokens: int) -> None:
+    async with world(tmp_path) as made, Guest(made) as guest:
+        await guest.redeem()
+        batch = Batch.random(num_tokens)
+        for tensor, wrong, said in (
+            (batch.ids, E, f"got {E}"), (batch.ids, -2, "got -2"), (batch.weights, float("nan"), "got NaN"),
+            (batch.weights, float("-inf"), "got NaN or infinity"),
+        ):  # fmt: skip
+            before = tensor[-1, 0].item()
+            tensor[-1, 0] = wrong
+            guest.write(batch)
+            answer = await guest.ask(1, num_tokens)
+            assert (answer.error.code, said in answer.error.message) == (INVALID, True)
+            tensor[-1, 0] = before
+        guest.write(batch)
+        assert not (await guest.ask(2, num_tokens)).HasField("error")
+
+
+def test_packets_that_repeat_say_what_protobuf_says() -> None:
+    ours, theirs = RepeatedRequests(), RepeatedRequests()
+
+    def make(layer: int) -> expert_pb2.ForwardRequest:
+        shape = described(torch.float32, (5, H))
+        return expert_pb2.ForwardRequest(layer=layer, x=shape, timeout_ms=60_000, model="m")
+
+    numbers = [1, 2, 127, 128, 300, (1 << 32) + 5, (1 << 64) - 1]
+    for turn, layer in enumerate((1, 1, 7)):
+        for number in numbers:
+            packet = ours.packet_of(number, (layer,), functools.partial(make, layer))
+            expected = make(layer)
+            expected.id = number
+            assert packet == expected.SerializeToString()
+            found, repeats = theirs.request_of(packet)
+            assert (found, repeats) == (expected, number != 1 or turn == 1)
+    assert theirs.request_of(ours.packet_of(9, (7,), lambda: make(7))) == (theirs._request, True)
+
+
+@pytest.mark.parametrize("hostile", [b"\x08", b"\x08" + b"\xff" * 12, b"\x08\x05\x08\x06", b"\x10\x01", b"\x08\x05"])
+def test_odd_ids_are_protobufs_to_judge(hostile: bytes) -> None:
+    requests, fresh = RepeatedRequests(), RepeatedRequests()
+    plain = expert_pb2.ForwardRequest(id=4, layer=3).SerializeToString()
+    assert requests.request_of(plain)[0].layer == 3
+    for _ in range(2):
+        try:
+            expected = expert_pb2.ForwardRequest.FromString(hostile)
+        except DecodeError:
+            with pytest.raises(DecodeError):
+                requests.request_of(hostile)
+        else:
+            assert requests.request_of(hostile)[0] == expected == fresh.request_of(hostile)[0]
+    assert requests.request_of(plain)[0] == expert_pb2.ForwardRequest(id=4, layer=3)
+
+
 def test_who_may_not_call_forward_may_not_get_a_buffer() -> None:
     assert METHODS["/crossdock.v1.ExpertService/OpenBuffer"] == METHODS["/crossdock.v1.ExpertService/Forward"]
 
@@ -461,3 +546,60 @@ def test_rows_of_one_shape_are_made_once() -> None:
     ]  # fmt: skip
     first.y.fill_(3.0)
     assert torch.equal(memory.rows(5, H, K, torch.float32).y, torch.full((5, H), 3.0))
+
+
+async def test_without_free_descriptors_the_thread_sleeps_and_accepts_later(tmp_path: Path) -> None:
+    async with world(tmp_path) as made, Guest(made) as guest:
+        offer = await guest.call.read()
+        reader = [thread for thread in threading.enumerate() if thread.name == "request buffers"][-1]
+        clock = time.pthread_getcpuclockid(reader.ident or 0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            lowest_free = os.dup(0)
+            os.close(lowest_free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+            try:
+                sock.connect(f"\0{offer.socket}")
+                began_s = time.clock_gettime(clock)
+                time.sleep(0.5)
+                used_s = time.clock_gettime(clock) - began_s
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert used_s < 0.1
+            sock.settimeout(TIMEOUT_S)
+            sock.send(offer.ticket)
+            _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, sock, 1, 1)
+            assert len(fds) == 1
+            os.close(fds[0])
+
+
+async def test_a_bug_ends_the_buffer_that_met_it_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client would wait for an answer else, until its deadline."""
+    async with world(tmp_path) as made, Guest(made) as guest, Guest(made) as other:
+        await guest.redeem()
+        await other.redeem()
+        with monkeypatch.context() as broken:
+            broken.setattr(RequestValidator, "rows_in", lambda *_, **__: 1 // 0)
+            guest.write(Batch.random(5))
+            guest.tell(1, 5)
+            with pytest.raises(EOFError):
+                await guest.answer()
+        with monkeypatch.context() as broken:
+            broken.setattr(made.buffers, "_expire", lambda now: 1 // 0)
+            await asyncio.sleep(3 * buffer_server._TICK_S)
+        other.write(Batch.random(5))
+        assert not (await other.ask(1, 5)).HasField("error")
+
+
+async def test_a_request_that_ends_before_it_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines are looked at by another thread than the one that reads."""
+    late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "late")
+    async with world(tmp_path) as made, Guest(made) as guest:
+        await guest.redeem()
+        guest.write(Batch.random(5))
+        with monkeypatch.context() as slow:
+            slow.setattr(buffer_server.request_trace, "admitted", lambda work, _: made.engine.withdraw(work, late))
+            assert (await guest.ask(1, 5)).error.code == LATE
+        with pytest.raises(EOFError):  # a step may write its rows still
+            await guest.answer()
+        assert None not in made.engine.seen

@@ -7,7 +7,7 @@ import pytest
 
 from crossdock.common.transports import needs_gpu
 from ep_kernels import transports
-from ep_kernels.types import Capabilities, Mode
+from ep_kernels.types import Capabilities
 from tests import hosts
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
@@ -44,9 +44,6 @@ def capabilities(transport: str) -> Capabilities:
 
 @pytest.fixture(autouse=True)
 def _ag_has_one_host(request: pytest.FixtureRequest) -> None:
-    """Over hosts AG is a ConfigError, which tests/unit/test_gather.py looks at."""
     given = getattr(request.node, "callspec", None)
-    values = {} if given is None else given.params
-    modes = [value.get("mode") if isinstance(value, dict) else value for value in values.values()]
-    if hosts.is_over_hosts(values.get("transport", "")) and Mode.AG in modes:
+    if given is not None and hosts.asks_for_ag(given.params):
         pytest.skip("AG stays on one host")

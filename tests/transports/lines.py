@@ -40,6 +40,7 @@ class Apart:
         hosts: name by rank.
         provider: of the network.
         folder: where signals between ranks and the test lie as files.
+        transport: of the ranks.
         advertise: by rank, if it is not to be found by the rank itself.
     """
 
@@ -47,6 +48,7 @@ class Apart:
     hosts: tuple[str, ...]
     provider: str
     folder: Path
+    transport: str = "cpu"
     advertise: tuple[str, ...] = ("", "", "")
 
     def say(self, name: str) -> None:
@@ -76,7 +78,7 @@ class Where(Place):
             advertise=apart.advertise[self.rank],
             seed=draw_seed(),
         )
-        return {"transport": "cpu", "network": network}
+        return {"transport": apart.transport, "network": network}
 
 
 def enter(namespace: str) -> None:
@@ -95,7 +97,7 @@ Story = Callable[[Where, RoutingCase], Any]
 def there(rank: int, size: int, store: Store, apart: Apart, story: Story, case: RoutingCase) -> Any:
     """A story on the rank's host."""
     enter(apart.namespaces[rank])
-    return story(Where(rank, size, store, "cpu", apart), case)
+    return story(Where(rank, size, store, apart.transport, apart), case)
 
 
 def steps(comm: MoECommunicator, case: RoutingCase, first: int, number: int = 4) -> None:
@@ -246,7 +248,9 @@ def comes_back_elsewhere(place: Where, case: RoutingCase) -> None:
 def garbage_during_traffic(place: Where, case: RoutingCase) -> int:
     """Somebody who is no member sends to every data port while the ranks work."""
     with place.communicator(case, timeout_s=LONG_S) as comm:
-        listener = comm._transport.comm.channel._network.listener  # type: ignore[attr-defined]
+        transport: Any = comm._transport
+        channel = transport._remote.channel if place.transport == "nvlink" else transport.comm.channel
+        listener = channel._network.listener
         place.store.set(f"port/{place.rank}", str(listener.address[1]))
         stop = threading.Event()
         ports = [int(place.store.get(f"port/{rank}")) for rank in range(place.size)]

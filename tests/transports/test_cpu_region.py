@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ep_kernels import (
     AbortedError,
+    ArgumentError,
     ClosedError,
     ConfigError,
     Layout,
@@ -285,6 +286,57 @@ def doze(rank: int, size: int, store: dist.Store) -> Any:
     comm.barrier()
     comm.close()
     return everyone
+
+
+def calls(rank: int, size: int, store: dist.Store) -> list[Any]:
+    """Rank 0 calls an exchange and comes late to it; then it calls one and waits itself, since the others enter."""
+    comm, got = make(store, rank, size), []
+    for late in (True, False):
+        comm.barrier()
+        if rank == 0:
+            comm.call_exchange()
+            if late:
+                store.wait([f"in-{other}" for other in range(1, size)], timedelta(seconds=30))
+            else:
+                assert comm.wait_for_peer(30), "who is called enters, and so calls the caller"
+        else:
+            assert comm.wait_for_peer(30)
+            store.set(f"in-{rank}", "1")
+        got.append(comm.exchange([rank, late, *range(6)]))
+        assert not comm.wait_for_peer(0), "a call is for one exchange"
+    comm.barrier()
+    comm.close()
+    comm.call_exchange()
+    return got
+
+
+def test_a_called_exchange(world: Worlds) -> None:
+    expected = [[(rank, late, *range(6)) for rank in range(3)] for late in (True, False)]
+    assert world(3).run(calls) == [expected] * 3
+
+
+def rounded(rank: int, size: int, store: dist.Store, exact: bool) -> None:
+    """Sums that combine rounds itself are those that it gives in float32, rounded."""
+    fields: dict[str, Any] = {"layout": Layout.GROUPED, "dtype": torch.bfloat16, "output_dtype": torch.float32}
+    comm = make(store, rank, size, **fields, exact_combine=exact)
+    x, tokens, handle = step(comm, 7)
+    y = tokens.float() * torch.rand(tokens.shape[0], 1)
+    z = comm.combine(y, handle)
+    out = torch.full_like(x, torch.nan)
+    assert comm.combine(y, handle, out=out) is out
+    assert torch.equal(out, z.bfloat16())
+    request = comm.combine_async(y, handle, out=torch.empty_like(x))
+    assert torch.equal(request.wait(), z.bfloat16())
+    for wrong in (z.double(), z.half(), z[1:]):
+        with pytest.raises(ArgumentError, match="out: expected"):
+            comm.combine(y, handle, out=wrong)
+    comm.barrier()
+    comm.close()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_combine_rounds_sums_once(world: Worlds, exact: bool) -> None:
+    world(2).run(rounded, exact)
 
 
 def test_exchange_and_wake(world: Worlds) -> None:

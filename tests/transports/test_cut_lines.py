@@ -22,19 +22,22 @@ from tests.transports.faults import SLACK_S, silent_case
 from tests.transports.lines import LONG_S, PATIENCE_S, Apart, Story
 from tests.worlds import RankDied, World
 
+OF_TCP = ("test_one_side_believes_that_connections_stand",)
+"""Tests of the control connections, which are equal whatever carries the bytes."""
 HANG_S = 60.0
 PROMPT_S = 0.1
 """From the death of a process until its peers are told; on a busy machine the best of some rounds."""
 
 
 class Site:
-    """Ranks 0 and 1 on host a, rank 2 on host b, and the line between them."""
+    """Ranks 0 and 1 on host a, rank 2 on host b, and the line between them. `over`: transport and provider."""
 
-    def __init__(self, fabric: Fabric, folder: Path, provider: str) -> None:
+    def __init__(self, fabric: Fabric, folder: Path, over: str) -> None:
         self.fabric, self.folder = fabric, folder
         self.a, self.b = fabric.host("a", 1), fabric.host("b", 2)
         spaces = (self.a.namespace, self.a.namespace, self.b.namespace)
-        self.apart = Apart(spaces, ("a", "a", "b"), PROVIDERS[provider], folder)
+        transport, _, provider = over.partition("-")
+        self.apart = Apart(spaces, ("a", "a", "b"), PROVIDERS[provider], folder, transport)
 
     def run(self, story: Story, harm: Callable[[], Any] | None = None, mend: Callable[[], Any] | None = None) -> Any:
         """The story; `harm` when the ranks have said that they are "running", `mend` when they ask for it."""
@@ -69,7 +72,18 @@ class Site:
         return [f"from {self.a.address} to {self.b.address}", f"from {self.b.address} to {self.a.address}"]
 
 
-@pytest.fixture(params=sorted(PROVIDERS))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`site`: ranks on processors, by every provider; with --over-hosts gpus, on GPUs."""
+    if "site" not in metafunc.fixturenames:
+        return
+    providers = ["tcp"] if metafunc.function.__name__ in OF_TCP else sorted(PROVIDERS)
+    over: list[Any] = [f"cpu-{provider}" for provider in providers]
+    if metafunc.config.getoption("--over-hosts") == "gpus":
+        over = [pytest.param("nvlink-tcp", marks=pytest.mark.gpu(1))]
+    metafunc.parametrize("site", over, indirect=True)
+
+
+@pytest.fixture
 def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
     try:
         fabric = Fabric()
@@ -145,7 +159,6 @@ def test_a_cut_that_heals(site: Site) -> None:
     site.run(lines.line_recovers, cut.cut, cut.mend)
 
 
-@pytest.mark.parametrize("site", ["tcp"], indirect=True)
 @pytest.mark.parametrize("parting", [(2,), (0, 1)], ids=["dialled", "dials"])
 def test_one_side_believes_that_connections_stand(site: Site, parting: tuple[int, ...]) -> None:
     cut = site.fabric.cut(*site.both_ways())

@@ -22,6 +22,7 @@ from crossdock.common.config import FrameworkConfig
 from crossdock.deep_ep.exporter import CountingTimeouts, FrameworkTelemetry, _WatchedCommunicator, telemetry
 from crossdock.deep_ep.guard import EXIT_CODE, GRACE_S, Guard
 from ep_kernels import ArgumentError, PeerTimeout
+from ep_kernels.telemetry import Samples
 from ep_kernels.types import LatencySample, ScaleFormat
 from tests.cases import RoutingCase, draw_seed
 from tests.transports import deep_ep_steps as steps
@@ -173,9 +174,9 @@ class Broken:
         self._ask()
         return self.error
 
-    def samples(self) -> list[LatencySample]:
+    def samples(self) -> Samples:
         self._ask()
-        return [SAMPLE]
+        return Samples.of([SAMPLE])
 
     def received(self) -> None:
         return None
@@ -254,8 +255,8 @@ def test_a_process_that_cannot_say_why_it_ends_ends() -> None:
 def test_samples_become_metrics() -> None:
     made = FrameworkTelemetry()
     about = _WatchedCommunicator("1", [])
-    made._count(about, [SAMPLE])
-    made._count(about, [dataclasses.replace(SAMPLE, seq=SAMPLE.seq + 3)])
+    made._count(about, Samples.of([SAMPLE]))
+    made._count(about, Samples.of([dataclasses.replace(SAMPLE, seq=SAMPLE.seq + 3)]))
     value = made.metrics.registry.get_sample_value
     assert value("crossdock_ep_samples_dropped_total", {"rank": "1", "op": "dispatch"}) == 2
     labels = {"rank": "1", "op": "dispatch", "mode": "ll"}

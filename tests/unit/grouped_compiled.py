@@ -87,7 +87,7 @@ def launch(num_rows: int, every_tile: bool = False) -> None:
     for format, parts in ((BLOCKS, 2), (MXFP4, 1)):
         first = drawn(EXPERTS, format, 2 * INNER, HIDDEN, parts, False)
         weights = first, drawn(EXPERTS, format, HIDDEN, INNER, 1, False)
-        made.forward(weights, rows, offsets, offsets[1:], torch.empty_like(rows))
+        made.forward(parts, weights, rows, offsets, offsets[1:], torch.empty_like(rows))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def found(weights: tuple[Stack, Stack], gating: Gating, tokens: torch.Tensor) ->
     begins, end = groups(COUNTS, PADDING)
     out = torch.full(tokens.shape, 7.0)
     counts, offsets = (torch.tensor(values, dtype=torch.int32) for values in (COUNTS, [*begins, end]))
-    GroupedProducts(gating, 3, TILES).forward(weights, tokens, offsets, counts, out)
+    GroupedProducts(gating, 3, TILES).forward(0, weights, tokens, offsets, counts, out)
     for begin, count in zip(begins, COUNTS, strict=True):
         assert bool((out[begin + count : begin + count + PADDING] == 7).all()), "a row of nobody was written"
     return out

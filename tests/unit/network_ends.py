@@ -47,6 +47,7 @@ class End:
         own: what it sends from; `boxed`: what goes to rank r, from r * size on.
         network: one of its own, or (`shared`) the process's.
         events: what its handler was called with, in order.
+        may_hear: else its proxy stands still at the next event.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class End:
         self.own = ctypes.create_string_buffer(size * ranks if boxed else size)
         self._landing = ctypes.create_string_buffer(b"\xee" * (size * ranks), size * ranks)
         self.events: list[Event] = []
+        self.may_hear = threading.Event()
+        self.may_hear.set()
         self._changed = threading.Condition()
         self._handler = _Handler(self._on_event)
         config = NetworkConfig(**{"listen": "127.0.0.1:0", **devices_of(fields.get("provider", "tcp"), rank), **fields})
@@ -116,6 +119,7 @@ class End:
             time.sleep(0.001)
 
     def _on_event(self, context: Any, rank: int, kind: int, value: int) -> None:
+        self.may_hear.wait(WAIT_S)
         with self._changed:
             self.events.append((rank, kind, value))
             self._changed.notify_all()

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+import torch
 
 from ep_kernels import jit
 from ep_kernels.network import NetworkConfig
@@ -64,6 +65,16 @@ def test_steps_over_two_hosts(provider: NetworkConfig, layout: Layout, join: Joi
     loop = join(case, mode=Mode.AUTO, layout=layout, network=provider)
     check(loop, case, Mode.LL)
     check(loop, replace(case, seed=draw_seed()), Mode.HT, phases=SPLIT, backward=True)
+
+
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT, Mode.AUTO])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scales_of_the_caller(layout: Layout, mode: Mode, join: Joined) -> None:
+    """Rows and scales have memory of their own, whatever the mode: no HT kernel lays them into the region."""
+    case = RoutingCase(6, 6, 16, (7, 2), "uniform", draw_seed())
+    loop = join(case, mode=mode, layout=layout, dtype=torch.float8_e4m3fn, scale_columns=1)
+    for algorithm in (Mode.LL, Mode.HT) if mode is Mode.AUTO else (mode,):
+        check(loop, replace(case, seed=draw_seed()), algorithm)
 
 
 @needs_libfabric

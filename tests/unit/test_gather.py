@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from crossdock.common.operation_counts import by_kind, lost
 from ep_kernels import quant, reference
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.config import MoEConfig
@@ -21,7 +22,7 @@ from ep_kernels.gather.gather_operations import GatherDispatch
 from ep_kernels.gather.gather_routing import GatherTables
 from ep_kernels.network import NetworkConfig
 from ep_kernels.routing import route
-from ep_kernels.telemetry import lost
+from ep_kernels.telemetry import Samples
 from ep_kernels.transports.base import DispatchArgs, region_map
 from ep_kernels.transports.collective_base import GatherArgs
 from ep_kernels.transports.nvlink.signature import signature, tags
@@ -161,7 +162,7 @@ def test_samples_that_a_ring_has_lost_are_counted_once() -> None:
 
     def told(*samples: LatencySample) -> dict[str, int]:
         member._coll = cast(Any, SimpleNamespace(samples=lambda: list(samples), set_active=lambda *_: None))
-        return lost(member.samples(), next_seq)
+        return lost(list(by_kind(Samples.of(member.samples()))), next_seq)
 
     exchanged = sample("exchange", "host", 900, 0)
     assert told(gathered(1), reduced(2), gathered(3), exchanged, reduced(4), reduced(5, row + 1), gathered(6)) == {}

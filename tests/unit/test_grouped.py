@@ -17,6 +17,7 @@ import torch
 
 from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.gating import Gating
+from crossdock.worker.grouped.launcher import Launcher
 from crossdock.worker.grouped.support import compile_into, reason_against, reason_in_shapes
 from crossdock.worker.weights import Format, Stack
 from tests.unit.grouped_cases import BLOCKS, CASES, MXFP4, floats, groups, layer, tokens_of
@@ -131,3 +132,38 @@ def test_on_a_cpu_the_loop_serves() -> None:
     weights, gating = layer("blocks", 2)
     assert reason_against(*weights, gating, torch.bfloat16) == "they are for GPUs, and weights are on cpu"
     assert ExpertMLPs({0: weights}, gating, torch.bfloat16).computes == "loop"
+
+
+def test_a_launch_that_repeats_is_compiled_once() -> None:
+    """For each kind of argument that Triton compiles for; without a kernel in between, each goes its own way."""
+    launched: list[tuple[str, Any]] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args: launched.append(("again", (grid, args)))
+
+    class Function:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def first(*args: Any, **named: Any) -> Compiled:
+                launched.append(("first", (grid, args, named)))
+                return Compiled()
+
+            return first
+
+    launch, rows = Launcher(Function()), torch.zeros(64, dtype=torch.bfloat16)
+    constants, options = {"columns": 7, "swap": True}, {"num_warps": 4}
+    launch(3, (rows, None, 16, 0.5), constants, options)
+    assert launched.pop() == ("first", ((3,), (rows, None, 16, 0.5), constants | options))
+    launch(5, (rows, None, 32, 0.25), constants, options)
+    assert launched.pop() == ("again", ((5, 1, 1), (rows, None, 32, 0.25, 7, True)))
+    others: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, int]]] = [
+        ((rows[1:], None, 16, 0.5), constants, options), ((rows.float(), None, 16, 0.5), constants, options),
+        ((rows, rows, 16, 0.5), constants, options), ((rows, None, 17, 0.5), constants, options),
+        ((rows, None, 1, 0.5), constants, options), ((rows, None, 1 << 40, 0.5), constants, options),
+        ((rows, None, 16, 0.5), constants | {"columns": 8}, options),
+        ((rows, None, 16, 0.5), constants, {"num_warps": 8}),
+    ]  # fmt: skip
+    for kinds in others:
+        for how in ("first", "again"):
+            launch(1, *kinds)
+            assert launched.pop()[0] == how

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -183,3 +186,47 @@ def test_metrics_of_one_name_are_of_one_kind() -> None:
             kinds.setdefault(one.name, set()).add((one.kind, one.unit))
             assert "process" not in one.labels or isinstance(metrics, HostMetrics)
     assert [name for name, found in kinds.items() if len(found) > 1] == []
+
+
+def test_a_scraper_that_asks_for_ever_other_versions_costs_no_memory(bed: Bed) -> None:
+    """The content type of an answer repeats the version that was asked for."""
+    sizes = []
+    tracemalloc.start()
+    for number in range(30):
+        body, content_type = bed.page(f"application/openmetrics-text; version=1.{number}.0")
+        assert f"version=1.{number}.0" in content_type
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert sizes[-1] - sizes[4] < 5 * len(body)
+
+
+def test_a_process_that_answers_drop_by_drop_is_left_out_in_time(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose host gives it hardly any time: each read succeeds, the whole does not."""
+    monkeypatch.setattr(pages, "SCRAPE_TIMEOUT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+
+        def drip() -> None:
+            sock, _ = slow.accept()
+            with sock, contextlib.suppress(OSError):
+                sock.recv(4096)
+                sock.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                for _ in range(100):
+                    sock.sendall(b"#")
+                    time.sleep(0.1)
+
+        threading.Thread(target=drip, daemon=True).start()
+        bed.where["worker-1"] = Addresses("unused:1", f"127.0.0.1:{slow.getsockname()[1]}")
+        began = time.monotonic()
+        found = bed.series()
+        assert time.monotonic() - began < 3
+    assert found[of("crossdock_process_scraped", process="worker-1")] == 0
+    assert of("crossdock_epoch", process="worker-0") in found
+
+
+def test_another_server_at_a_processs_address_hides_nobody(bed: Bed) -> None:
+    server = serve(lambda accept: (b"<html>\n# HELP\n</html>", "text/html"))
+    bed.where["worker-1"] = Addresses("unused:1", server.address)
+    found = bed.series()
+    assert found[of("crossdock_process_scraped", process="worker-1")] == 0
+    assert of("crossdock_epoch", process="worker-0") in found
+    server.close()

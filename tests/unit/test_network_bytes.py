@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from ctypes.util import find_library
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,6 +26,7 @@ from ep_kernels.network.greeting import NetworkTicket
 from tests.unit.network_ends import ARRIVED, DOWN, IN_GUEST, JOINED, LEFT_OUT, UP, WAIT_S, End, Event, as_member, join
 
 PROVIDERS = ["tcp", "shuffle(tcp)"]
+OF_LIBRARIES = ["libfabric(tcp;ofi_rxm)"] if find_library("fabric") else []
 MANY = [("tcp", 1), ("tcp", 3), ("shuffle(tcp)", 2)]
 ONE = ["tcp"]
 UNTOUCHED = b"\xee"
@@ -34,12 +36,15 @@ STRIPE = 256 << 10
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`ends`: by each provider. `many`: a provider and lanes. `one_provider`: by a single one, by sockets if we may."""
+    """`ends`: by each provider. `carrier`: one of them, or of libraries that are here. `many`: a provider and lanes.
+    `one_provider`: a single one, sockets if we may."""
     given = metafunc.config.getoption("--provider") or []
     if "ends" in metafunc.fixturenames:
         metafunc.parametrize("ends", given or PROVIDERS, indirect=True)
     if "many" in metafunc.fixturenames:
         metafunc.parametrize("many", [(name, lanes) for name in given for lanes in (1, 3)] or MANY)
+    if "carrier" in metafunc.fixturenames:
+        metafunc.parametrize("carrier", given or [*PROVIDERS, *OF_LIBRARIES])
     if "one_provider" in metafunc.fixturenames:
         metafunc.parametrize("one_provider", given or ONE)
 
@@ -249,6 +254,23 @@ def test_close_delivers_what_was_sent(ends: tuple[End, End]) -> None:
     assert two.channel.up() == 0
     assert two.kinds(0) == [UP], "an end in order is no loss"
     assert two.mirror(0) == one.own.raw
+
+
+def test_close_delivers_to_a_peer_that_is_behind(carrier: str) -> None:
+    """All of it is under way before the peer looks, and this end closes as soon as it counts as sent."""
+    number = 64
+    with End(0, provider=carrier) as one, End(1, provider=carrier) as two:
+        join(one, two)
+        for imm in range(number):
+            two.push(0, 0, two.size, imm)  # what is unread as a socket closes resets it
+        two.may_hear.clear()
+        for imm in range(number):
+            one.push(1, 0, one.size, imm)
+        threading.Timer(0.3, two.may_hear.set).start()
+        one.quiet(1)
+        one.close()
+        two.until(lambda events: len(two.arrived(0)) == number)
+        assert two.kinds(0) == [UP]
 
 
 def live(pipe: Connection, how: str, provider: str) -> None:

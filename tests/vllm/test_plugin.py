@@ -100,7 +100,9 @@ def test_a_real_deep_ep_is_not_hidden(tmp_path: Path) -> None:
 COUNT = """
 from crossdock.deep_ep.exporter import _WatchedCommunicator, telemetry
 from ep_kernels import LatencySample
-telemetry()._count(_WatchedCommunicator("3", []), [LatencySample("dispatch", "ll", 1, 7, 0, 1000, (0, 2000), 4000)])
+from ep_kernels.telemetry import Samples
+sample = LatencySample("dispatch", "ll", 1, 7, 0, 1000, (0, 2000), 4000)
+telemetry()._count(_WatchedCommunicator("3", []), Samples.of([sample]))
 """
 SCRAPE = """
 from prometheus_client import generate_latest

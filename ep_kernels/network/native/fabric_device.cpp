@@ -80,8 +80,9 @@ Info* Access::find(const char* provider, const NetSettings& settings, bool gpu, 
   if (gpu) hints->caps |= kHmem;
   if (gpu) hints->domain->mr_mode |= kMrHmem;
   hints->fabric->provider = strdup(provider);
-  // A write counts as sent when no later one can overtake it: over one connection that is so anyway.
-  if (!strstr(provider, "ofi_rxm")) hints->tx->op_flags = kDeliveryComplete;
+  // A write counts as sent when the peer has it: nothing of it is lost when this end closes. A queue pair's is complete
+  // no earlier; a socket's would be when the kernel has its bytes.
+  if (!strstr(provider, "verbs;")) hints->tx->op_flags = kDeliveryComplete;
   Info* found = nullptr;
   const char* node = speaks_ip(provider) && *settings.address ? settings.address : nullptr;
   const uint32_t version = std::min(gpu ? kWithDmaBufs : kVersion, lib->version());

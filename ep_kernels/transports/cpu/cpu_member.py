@@ -10,13 +10,13 @@ import torch
 
 from ep_kernels import tuning
 from ep_kernels.errors import AbortedError, ClosedError
-from ep_kernels.telemetry import RECORD_BYTES, RING_SIZE, decode
+from ep_kernels.telemetry import RING_SIZE, Samples, record_bytes
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.cpu import native
 from ep_kernels.types import LatencySample
 
 _NS = 1_000_000_000
-_DRAIN = 256
+_DRAIN = 512
 """Sample records fetched at a time."""
 
 
@@ -137,25 +137,28 @@ class CpuMember(Generic[N]):
         self.judge(status)
         return True
 
+    def call_exchange(self) -> None:
+        """See `MemberTransport.call_exchange`."""
+        comm = self.comm
+        if comm is not None:
+            self.lib.cd_call_exchange(comm.pointer)
+
     def wake(self) -> None:
         """See `MemberTransport.wake`."""
         comm = self.comm
         if comm is not None:
             self.lib.cd_wake(comm.pointer)
 
-    def samples(self) -> list[LatencySample]:
+    def samples(self) -> Sequence[LatencySample]:
         """See `MemberTransport.samples`. Any thread."""
-        comm = self.comm
+        comm, one = self.comm, record_bytes(self.size)
         if comm is None:
             return []
-        records = ctypes.create_string_buffer(RECORD_BYTES * _DRAIN)
-        samples: list[LatencySample] = []
-        for _ in range(RING_SIZE // _DRAIN):
+        records, found, count = ctypes.create_string_buffer(_DRAIN * one), bytearray(), _DRAIN
+        while count == _DRAIN and len(found) < RING_SIZE * one:
             count = self.lib.cd_samples(comm.pointer, records, _DRAIN)
-            samples += decode(memoryview(records)[: count * RECORD_BYTES])
-            if count < _DRAIN:
-                break
-        return samples
+            found += memoryview(records)[: count * one]
+        return Samples(found, self.size)
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
         """See `MemberTransport.peek`."""

@@ -112,10 +112,11 @@ class CombineOp(ctypes.Structure):
         + _fields(c_void_p, "y row_weights")
         + _fields(c_int32, "outputs_slot apply_weights")
         + _fields(c_void_p, "z weights_home")
+        + _fields(c_int32, "z_type pad")
     )
 
 
-_OF_DISPATCH, _OF_COMBINE = struct.Struct("=4q6Q2i4Q2i7Q4i"), struct.Struct("=4q6Q2i2Q2i2Q")
+_OF_DISPATCH, _OF_COMBINE = struct.Struct("=4q6Q2i4Q2i7Q4i"), struct.Struct("=4q6Q2i2Q2i2Q2i")
 """All of a DispatchOp, of a CombineOp. To fill one word by word costs microseconds."""
 
 
@@ -134,7 +135,7 @@ def combine_op(
 ) -> CombineOp:
     """The same of a CombineOp: y and what follows; `outputs_slot` and what follows; where z goes is not known yet."""
     op = CombineOp()
-    _OF_COMBINE.pack_into(op, 0, 0, 0, 0, 0, *routing, *of_routing, *given, *flags, 0, weights_home)
+    _OF_COMBINE.pack_into(op, 0, 0, 0, 0, 0, *routing, *of_routing, *given, *flags, 0, weights_home, 0, 0)
     return op
 
 
@@ -199,6 +200,7 @@ MEMBER_SIGNATURES: dict[str, Signature] = {
     "cd_next": (c_uint64, (c_void_p, c_int)),
     "cd_barrier": (c_int, (c_void_p,)),
     "cd_exchange": (c_int, (c_void_p, c_void_p, c_void_p)),
+    "cd_call_exchange": (None, (c_void_p,)),
     "cd_wait_for_peer": (c_int, (c_void_p, c_int64)),
     "cd_resync": (c_int, (c_void_p, c_uint64, c_uint64, c_int64)),
     "cd_set_spin": (None, (c_void_p, c_int64, c_int64)),

@@ -168,7 +168,7 @@ class CpuCombine:
             config, comm = self._transport.config, self._comm
             shape = (self._op.routing.tokens, config.hidden_size)
             z = torch.empty(shape, dtype=config.resolved_output_dtype) if out is None else out
-            self._op.z = z.data_ptr()
+            self._op.z, self._op.z_type = z.data_ptr(), native.type_code(z.dtype)
             self._transport.ended(self)
             self._transport.judge(comm.lib.cd_combine_receive(comm.pointer, ctypes.byref(self._op)))
             self._z = z

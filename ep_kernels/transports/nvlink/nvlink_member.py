@@ -262,6 +262,9 @@ class NvlinkMember:
         """See `base.MemberTransport`."""
         return self._domain.mailbox.wait_for_peer(timeout_s)
 
+    def call_exchange(self) -> None:
+        """See `base.MemberTransport`: peers look at intervals."""
+
     def wake(self) -> None:
         """See `base.MemberTransport`."""
         self._domain.mailbox.wake()

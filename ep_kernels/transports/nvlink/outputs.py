@@ -13,7 +13,7 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
 from ep_kernels.lazy_output import lazy_output
 from ep_kernels.transports.nvlink.plan import Sizes
-from ep_kernels.types import DispatchOutput, Layout, Mode, ScaleFormat
+from ep_kernels.types import DispatchOutput, Layout, ScaleFormat
 
 _ALIGN = 16
 
@@ -63,7 +63,7 @@ class Outputs:
         self._packed = config.scale_format is ScaleFormat.UE8M0_PACKED
         self.scales_shape = self._shape_of_scales()
         """Of the memory that a dispatch's scales take; () without."""
-        self._lands = config.mode is not Mode.LL and not self.layout.per_expert
+        self._lands = sizes.shape.ht and not self.layout.per_expert  # where HT's kernels are
         self.places, self.num_bytes = self._placed()
         """By field; `num_bytes` hold them all."""
         self._memory: Memory | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import select
 import socket
 import time
@@ -28,6 +29,7 @@ from crossdock.common.tracing import current_traceparent
 from crossdock.protocol.request_buffer import (
     MAX_BUFFER_BYTES,
     MAX_PACKET_BYTES,
+    RepeatedRequests,
     SharedMemory,
     SharedRows,
     described,
@@ -58,36 +60,30 @@ class RequestBuffer:
         self._shared: SharedRows
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._id = 0
+        self._id, self._requests = 0, RepeatedRequests()
         self.closed = False
 
     def fileno(self) -> int:
         """For event loops."""
         return self._sock.fileno()
 
-    def send(self, layer: int, parts: Parts, timeout_s: float, model: str) -> None:
-        """Write a request that fits and tell the worker. Raises Unavailable."""
+    def write(self, parts: Parts) -> None:
+        """Write the tensors of a request that fits."""
         x, ids, weights = parts
-        rows, few = (x.shape[0], x.shape[1]), (ids.shape[0], ids.shape[1])
-        shared = self._shared = self._memory.rows(*rows, few[1], x.dtype)
+        shared = self._shared = self._memory.rows(x.shape[0], x.shape[1], ids.shape[1], x.dtype)
         shared.x.copy_(x)
         if ids.dtype is torch.int64:  # what no int32 holds must stay a number that the worker refuses
             ids = ids.clamp(-(1 << 31), (1 << 31) - 1)
         shared.ids.copy_(ids)
         shared.weights.copy_(weights)
+
+    def send(self, layer: int, timeout_s: float, model: str) -> None:
+        """Tell the worker of what was written. Raises Unavailable."""
+        x, (tokens, topk) = self._shared.x, self._shared.ids.shape
         self._id += 1
-        request = expert_pb2.ForwardRequest(
-            id=self._id,
-            layer=layer,
-            x=described(x.dtype, rows),
-            topk_ids=described(torch.int32, few),
-            topk_weights=described(torch.float32, few),
-            timeout_ms=max(1, int(timeout_s * 1000)),
-            model=model,
-            traceparent=current_traceparent(),
-        )
+        fields = x.dtype, tokens, x.shape[1], topk, layer, max(1, int(timeout_s * 1000)), model, current_traceparent()
         try:
-            self._sock.send(request.SerializeToString())
+            self._sock.send(self._requests.packet_of(self._id, fields, functools.partial(_request, *fields)))
         except OSError as error:
             raise self._gone() from error
 
@@ -119,6 +115,21 @@ class RequestBuffer:
 
     def _gone(self) -> Unavailable:
         return Unavailable(f"worker {self.address}: the request buffer was closed")
+
+
+def _request(
+    dtype: torch.dtype, tokens: int, hidden: int, topk: int, layer: int, timeout_ms: int, model: str, traceparent: str
+) -> expert_pb2.ForwardRequest:
+    """Without an id."""
+    return expert_pb2.ForwardRequest(
+        layer=layer,
+        x=described(dtype, (tokens, hidden)),
+        topk_ids=described(torch.int32, (tokens, topk)),
+        topk_weights=described(torch.float32, (tokens, topk)),
+        timeout_ms=timeout_ms,
+        model=model,
+        traceparent=traceparent,
+    )
 
 
 class BufferPool:
@@ -271,8 +282,11 @@ class DirectCall:
         """Send all shares. False: a worker is gone."""
         left_s = self._deadline - time.monotonic()
         try:
-            for share, buffer in self._waiting:
-                buffer.send(layer, [part[share.start : share.stop] for part in parts], left_s, model)
+            for share, buffer in self._waiting:  # workers that are told together serve them in one step
+                whole = len(self._waiting) == 1
+                buffer.write(parts if whole else [part[share.start : share.stop] for part in parts])
+            for _, buffer in self._waiting:
+                buffer.send(layer, left_s, model)
         except BaseException as error:
             self.abandon()
             if isinstance(error, Unavailable):

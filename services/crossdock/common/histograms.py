@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,11 +34,15 @@ class BatchedHistogram(Histogram):
         """Count values."""
         made: Any = self
         made._raise_if_not_observable()
-        counts, total = [0] * len(made._upper_bounds), 0.0
-        for value in values:
-            counts[bisect_left(made._upper_bounds, value)] += 1
-            total += value
-        made._sum.inc(total)
-        for bucket, count in zip(made._buckets, counts, strict=True):
-            if count:
-                bucket.inc(count)
+        ordered = sorted(values)
+        if not ordered:
+            return
+        made._sum.inc(sum(ordered))
+        first = bisect_left(made._upper_bounds, ordered[0])
+        last = bisect_left(made._upper_bounds, ordered[-1], first)
+        counted = 0
+        for bound, bucket in zip(made._upper_bounds[first : last + 1], made._buckets[first : last + 1], strict=True):
+            below = bisect_right(ordered, bound, counted)
+            if below > counted:
+                bucket.inc(below - counted)
+            counted = below

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPResponse, IncompleteRead
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import AF_INET6, IPPROTO_IPV6, IPV6_V6ONLY
 from socketserver import TCPServer
@@ -40,6 +40,7 @@ MetricsPage = Callable[[str], tuple[bytes, str]]
 """Metrics in the format that an Accept header asks for, and their content type. Any thread."""
 
 _REQUEST_S = 10.0
+_READ_BYTES = 64 << 10
 _MAX_CONNECTIONS, _MAX_THREADS = 64, 128
 """Limits of connections, and of threads, which include those of connections closed a moment ago."""
 _OVERLOADED = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many connections\n"
@@ -73,6 +74,7 @@ def ask_http(
     """Status and text of `path` at a server `address` (host:port). Proxies named in the environment are ignored.
 
     Args:
+        timeout_s: of connecting, of each wait for bytes, and until the answer is whole.
         security: to verify the server and to present a certificate; None: plain text.
         name: expected in the server's certificate; "": the host of `address`.
         accept: content type asked for; "": the server's choice.
@@ -81,6 +83,7 @@ def ask_http(
         OSError, http.client.HTTPException: no answer, or not from the expected server.
     """
     host, port = split_address(address)
+    until = time.monotonic() + timeout_s
     connection = HTTPConnection(host, port, timeout=timeout_s)
     try:
         if security is not None:
@@ -89,9 +92,21 @@ def ask_http(
             connection.sock = context.wrap_socket(plain, server_hostname=name or host)
         connection.request("GET", path, headers={"Accept": accept} if accept else {})
         response = connection.getresponse()
-        return response.status, response.read().decode(errors="replace")
+        return response.status, _body(response, until).decode(errors="replace")
     finally:
         connection.close()
+
+
+def _body(response: HTTPResponse, until: float) -> bytes:
+    """Raises TimeoutError, IncompleteRead."""
+    body = bytearray()
+    while part := response.read1(_READ_BYTES):
+        body += part
+        if time.monotonic() > until:
+            raise TimeoutError("the answer came too slowly")
+    if response.length:
+        raise IncompleteRead(bytes(body), response.length)
+    return bytes(body)
 
 
 def page_of(registry: CollectorRegistry) -> MetricsPage:

@@ -1,43 +1,97 @@
-"""Latency samples of operations as metrics, counted many at a time; children of labels are looked up once."""
+"""Latency samples of operations in columns, and as metrics: many at a time; children of labels are looked up once."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from crossdock.common.histograms import BatchedHistogram
 from crossdock.common.metrics import Counter
 
-PAUSE_S = 50e-6
-"""Between two parts of the work: a thread that waits for the interpreter, like that of steps, has it in between."""
+_NS = 1e-9
+_OP, _TOKENS, _SEQ, _, _SEND, _TOTAL, _WAITS = range(7)
+"""Words of a record (`ep_kernels.telemetry`): mode is the upper half of the first, ranks that of the second."""
+_LOW = (1 << 32) - 1
 
 
-class Sample(Protocol):
-    """What is counted of an operation (`ep_kernels.LatencySample`)."""
-
-    @property
-    def op(self) -> str:
-        """Its name."""
+class RecordedSamples(Protocol):
+    """Samples of one communicator (`ep_kernels.telemetry.Samples`)."""
 
     @property
-    def mode(self) -> str:
-        """Its algorithm."""
+    def records(self) -> bytes | bytearray:
+        """Int64 [n, 6 + R] in bytes."""
 
     @property
-    def send_ns(self) -> int:
-        """Until the own rows were sent."""
+    def ranks(self) -> int:
+        """R."""
 
     @property
-    def total_ns(self) -> int:
-        """Of the whole operation."""
+    def missing(self) -> Sequence[int | None] | None:
+        """[n] samples lost before each; None: by their numbers."""
 
-    @property
-    def peer_wait_ns(self) -> Sequence[int]:
-        """Of each rank."""
+    def kind(self, op: int, mode: int) -> tuple[str, str]:
+        """Name and algorithm."""
 
 
-S = TypeVar("S", bound=Sample)
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """Operations of one name and algorithm, oldest first, in columns.
+
+    Attributes:
+        op, mode: as in a LatencySample.
+        seq, tokens, send_ns, total_ns: int64 [n].
+        waits_ns: int64 [n, R].
+        num_missing: samples lost before them; None: as many as their numbers leave out.
+    """
+
+    op: str
+    mode: str
+    seq: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    send_ns: NDArray[np.int64]
+    total_ns: NDArray[np.int64]
+    waits_ns: NDArray[np.int64]
+    num_missing: int | None
+
+
+def by_kind(samples: RecordedSamples) -> Iterator[Operations]:
+    """The samples of each operation and algorithm. Raises ValueError: no transport writes such records."""
+    words = np.frombuffer(samples.records, np.int64).reshape(-1, _WAITS + samples.ranks).T
+    if (words[_TOKENS] >> 32 != samples.ranks).any():
+        raise ValueError(f"records: expected {samples.ranks} ranks")
+    for number in sorted(set(words[_OP].tolist())):
+        chosen = np.flatnonzero(words[_OP] == number)
+        columns = words[:, chosen]
+        missing = [samples.missing[at] for at in chosen.tolist()] if samples.missing else []
+        known = [one for one in missing if one is not None]
+        yield Operations(
+            *samples.kind(number & _LOW, number >> 32), columns[_SEQ], columns[_TOKENS] & _LOW, columns[_SEND],
+            columns[_TOTAL], columns[_WAITS:].T, sum(known) if known else None,
+        )  # fmt: skip
+
+
+def lost(kinds: Sequence[Operations], next_seq: dict[str, int]) -> dict[str, int]:
+    """How many samples of each operation are missing, as they say, or else by their numbers. `next_seq`: the number
+    that each operation's next sample should have, empty at first; brought up to date."""
+    found: dict[str, int] = {}
+    for op in dict.fromkeys(one.op for one in kinds):
+        same = [one for one in kinds if one.op == op]
+        seq = np.sort(np.concatenate([one.seq for one in same if one.num_missing is None] or [_NOTHING]))
+        number = sum(one.num_missing or 0 for one in same)
+        if seq.size:
+            expected = next_seq.get(op, 0) or int(seq[0])
+            number += max(0, int(seq[-1]) + 1 - expected - seq.size)
+            next_seq[op] = int(seq[-1]) + 1
+        if number:
+            found[op] = number
+    return found
+
+
+_NOTHING = np.zeros(0, np.int64)
 
 
 class OperationCounts:
@@ -57,17 +111,16 @@ class OperationCounts:
         self._phases: dict[tuple[str, str], tuple[BatchedHistogram, ...]] = {}
         self._peers: dict[tuple[str, int], Counter] = {}
 
-    def count(self, samples: Sequence[Sample]) -> None:
-        """Count them, with a pause after those of an operation."""
-        for (op, mode), chosen in by_kind(samples):
-            send, wait, total = self._phases_of(op, mode)
-            send.observe_many(one.send_ns * 1e-9 for one in chosen)
-            wait.observe_many(max(one.peer_wait_ns, default=0) * 1e-9 for one in chosen)
-            total.observe_many(one.total_ns * 1e-9 for one in chosen)
-            for peer, waits_ns in enumerate(zip(*(one.peer_wait_ns for one in chosen), strict=True)):
-                if waited_ns := sum(waits_ns):
-                    self._peer(op, peer).inc(waited_ns * 1e-9)
-            time.sleep(PAUSE_S)
+    def count(self, kinds: Sequence[Operations]) -> None:
+        """Count them."""
+        for one in kinds:
+            send, wait, total = self._phases_of(one.op, one.mode)
+            send.observe_many((one.send_ns * _NS).tolist())
+            wait.observe_many((one.waits_ns.max(1) * _NS).tolist())
+            total.observe_many((one.total_ns * _NS).tolist())
+            for peer, waited_ns in enumerate(one.waits_ns.sum(0).tolist()):
+                if waited_ns:
+                    self._peer(one.op, peer).inc(waited_ns * _NS)
 
     def _phases_of(self, op: str, mode: str) -> tuple[BatchedHistogram, ...]:
         if (op, mode) not in self._phases:
@@ -79,11 +132,3 @@ class OperationCounts:
         if (op, peer) not in self._peers:
             self._peers[op, peer] = self._waits.labels(*self._before, op, str(peer))
         return self._peers[op, peer]
-
-
-def by_kind(samples: Sequence[S]) -> Iterator[tuple[tuple[str, str], list[S]]]:
-    """The samples of each operation and algorithm."""
-    kinds: dict[tuple[str, str], list[S]] = {}
-    for sample in samples:
-        kinds.setdefault((sample.op, sample.mode), []).append(sample)
-    yield from kinds.items()

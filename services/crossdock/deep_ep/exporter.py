@@ -10,16 +10,15 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from crossdock.common.config import FrameworkConfig
 from crossdock.common.framework_metrics import FrameworkMetrics
 from crossdock.common.log import get
-from crossdock.common.operation_counts import OperationCounts, by_kind
-from ep_kernels import EpError, LatencySample, MoECommunicator, PeerTimeout
-from ep_kernels.telemetry import lost
+from crossdock.common.operation_counts import OperationCounts, by_kind, lost
+from ep_kernels import EpError, MoECommunicator, PeerTimeout
+from ep_kernels.telemetry import Samples
 
 log = get(__name__)
 
@@ -34,7 +33,7 @@ class _WatchedCommunicator:
     Attributes:
         rank: as a label; read at the start, because the group may end before the communicator.
         received: tokens of each rank, as far as they are counted.
-        puzzling: reading it has failed unexpectedly, which the log shows.
+        failing: reading it has failed unexpectedly, which the log shows.
         next_seq: of each operation's next sample.
         transport: as a label.
         num_dropped: rows dropped, as far as they are counted.
@@ -43,7 +42,7 @@ class _WatchedCommunicator:
 
     rank: str
     received: list[int]
-    puzzling: bool = False
+    failing: bool = False
     next_seq: dict[str, int] = field(default_factory=dict)
     transport: str = "cpu"
     num_dropped: int = 0
@@ -104,20 +103,20 @@ class FrameworkTelemetry:
             except EpError:
                 continue  # closed or broken meanwhile: its calls say so
             except Exception:  # one that cannot be read does not end the counts of the others
-                if not about.puzzling:
-                    about.puzzling = True
+                if not about.failing:
+                    about.failing = True
                     log.exception("counts of a communicator are lost", rank=about.rank)
 
-    def _count(self, about: _WatchedCommunicator, samples: Sequence[LatencySample]) -> None:
-        metrics, rank = self.metrics, about.rank
-        for op, number in lost(samples, about.next_seq).items():
+    def _count(self, about: _WatchedCommunicator, samples: Samples) -> None:
+        metrics, rank, kinds = self.metrics, about.rank, list(by_kind(samples))
+        for op, number in lost(kinds, about.next_seq).items():
             metrics.ep_samples_dropped_total.labels(rank, op).inc(number)
         if about.operations is None:
             durations, waits = metrics.ep_operation_duration_seconds, metrics.ep_peer_wait_seconds_total
             about.operations = OperationCounts(durations, waits, about.transport, (rank,))
-        about.operations.count(samples)
-        for (op, mode), chosen in by_kind(samples):
-            metrics.ep_tokens_total.labels(rank, op, mode).inc(sum(sample.tokens for sample in chosen))
+        about.operations.count(kinds)
+        for one in kinds:
+            metrics.ep_tokens_total.labels(rank, one.op, one.mode).inc(int(one.tokens.sum()))
 
     def _count_received(self, about: _WatchedCommunicator, received: list[int] | None, row_bytes: int) -> None:
         """Count the tokens received since the last call; `received`: the totals, or None where not known at present."""

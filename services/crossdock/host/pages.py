@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
 
@@ -50,6 +51,15 @@ def readiness(
     return not reasons, "; ".join(reasons) or "ready"
 
 
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """A page, and when it was begun, monotonic seconds. Only the last one is kept: callers choose content types."""
+
+    content_type: str
+    body: bytes
+    begun_s: float
+
+
 class HostMetricsPage:
     """The supervisor's metrics and those of its processes, each series with the label `process`.
 
@@ -72,18 +82,17 @@ class HostMetricsPage:
         self._metrics, self._names, self._addresses, self._security = metrics, names, addresses, security
         self._own = page_of(metrics.registry)
         self._lock = threading.Lock()
-        self._begun_s: dict[str, float] = {}
-        self._bodies: dict[str, bytes] = {}
+        self._last = _Page("", b"", 0.0)
 
     def __call__(self, accept: str) -> tuple[bytes, str]:
         """The page in the format that an Accept header asks for, and its content type. Any thread."""
         asked_s = time.monotonic()
         content_type = self._own(accept)[1]
         with self._lock:
-            if self._begun_s.get(content_type, -1.0) < asked_s:
-                self._begun_s[content_type] = time.monotonic()
-                self._bodies[content_type] = self._made(content_type)
-            return self._bodies[content_type], content_type
+            if self._last.content_type != content_type or self._last.begun_s < asked_s:
+                begun_s = time.monotonic()
+                self._last = _Page(content_type, self._made(content_type), begun_s)
+            return self._last.body, content_type
 
     def _made(self, content_type: str) -> bytes:
         where = self._addresses()
@@ -101,7 +110,7 @@ class HostMetricsPage:
             status, text = _ask(name, addresses, "/metrics", SCRAPE_TIMEOUT_S, self._security, content_type)
         except (OSError, HTTPException):
             return ""
-        return text if status == HTTPStatus.OK else ""
+        return text if status == HTTPStatus.OK and text.startswith("# HELP ") else ""
 
 
 def labelled(page: str, process: str) -> str:

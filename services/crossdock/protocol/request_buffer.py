@@ -20,6 +20,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,6 +128,59 @@ class SharedMemory:
         """Free the pages, also where another process still maps them."""
         with contextlib.suppress(OSError):  # then they go with the last mapping
             self._mapping.madvise(mmap.MADV_REMOVE)
+
+
+class RepeatedRequests:
+    """Requests of one buffer as packets. Most differ from the one before in their id alone, the first field: what
+    follows it is neither written nor parsed again. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._fields: tuple[object, ...] = ()
+        self._rest: bytes | None = None
+        self._request = expert_pb2.ForwardRequest()
+
+    def packet_of(
+        self, number: int, fields: tuple[object, ...], make: Callable[[], expert_pb2.ForwardRequest]
+    ) -> bytes:
+        """A request with that id, of which `fields` say all the rest, and `make()` makes it."""
+        if self._rest is None or fields != self._fields:
+            self._rest, self._fields = make().SerializeToString(), fields
+        return _id_field(number) + self._rest
+
+    def request_of(self, packet: bytes) -> tuple[expert_pb2.ForwardRequest, bool]:
+        """The request, valid until the next call, and whether but for its id it is the one before. Raises
+        DecodeError."""
+        number, end = _read_id(packet)
+        if end and packet[end:] == self._rest:
+            self._request.id = number
+            return self._request, True
+        self._request = expert_pb2.ForwardRequest.FromString(packet)
+        self._rest = packet[end:] if end and self._request.id == number else None
+        return self._request, False
+
+
+_ID_TAG, _MORE = 0x08, 0x80
+_ID_BYTES = 11
+"""Of the longest field: its tag, and 64 bits by sevens."""
+
+
+def _id_field(number: int) -> bytes:
+    """The first field of a ForwardRequest, as protobuf writes it: it may be joined with the others."""
+    field = [_ID_TAG]
+    while number >= _MORE:
+        field.append(number % _MORE | _MORE)
+        number //= _MORE
+    return bytes([*field, number])
+
+
+def _read_id(packet: bytes) -> tuple[int, int]:
+    """(id, where the other fields begin); (0, 0): it does not begin with an id."""
+    number = 0
+    for place, byte in enumerate(packet[1:_ID_BYTES] if packet[0] == _ID_TAG else b""):
+        number += byte % _MORE << 7 * place
+        if byte < _MORE:
+            return number % (1 << 64), place + 2
+    return 0, 0
 
 
 def described(dtype: torch.dtype, shape: tuple[int, int]) -> expert_pb2.Tensor:

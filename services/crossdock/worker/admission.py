@@ -6,6 +6,7 @@ Nothing is checked again later: a rank that fails alone in the middle of a step 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ import grpc
 import torch
 
 from crossdock.protocol import wire
-from crossdock.protocol.request_buffer import Places, SharedMemory
+from crossdock.protocol.request_buffer import Places, SharedMemory, SharedRows
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker.checkpoint import ModelSpec
 from crossdock.worker.work import Failure, Refused
 
 REQUEST_BYTES = 1024
 """Accounted overhead of one request, so that empty ones are not free."""
+
+_FEW = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +49,38 @@ class RequestValidator:
     dtype: torch.dtype
     fingerprints: Callable[[], Collection[str]] | None = None
 
-    def validate(
-        self,
-        request: expert_pb2.ForwardRequest,
-        data: Mapping[str, memoryview] | None = None,
-        memory: SharedMemory | None = None,
-    ) -> Tokens:
+    def validate(self, request: expert_pb2.ForwardRequest, data: Mapping[str, memoryview] | None = None) -> Tokens:
         """Check and unpack. Raises Refused: INVALID_ARGUMENT, or FAILED_PRECONDITION for another model.
 
         Args:
             request: what came in.
             data: bytes of its tensors, by field; None: those in the message.
-            memory: where its tensors are instead. x stays there, and its sender may change it; ids and weights are
-                copied before they are checked.
         """
+        self._check_model(request)
+        try:
+            x, ids, weights = self._in_message(request, data or {})
+        except wire.WireError as error:
+            raise _invalid(str(error)) from None
+        self._check_values(ids, weights)
+        return Tokens(x, ids if ids.dtype is torch.int32 else ids.to(torch.int32), weights)
+
+    def rows_in(self, request: expert_pb2.ForwardRequest, memory: SharedMemory) -> SharedRows:
+        """Where the tensors of a request are that lie in shared memory; the request is checked but for what is in
+        them. Raises Refused, as `validate`."""
+        self._check_model(request)
+        try:
+            return self._in_memory(request, memory)
+        except wire.WireError as error:
+            raise _invalid(str(error)) from None
+
+    def taken(self, shared: SharedRows) -> Tokens:
+        """Those tensors. x stays where it is, and its sender may change it; ids and weights are copied before they are
+        checked. Raises Refused."""
+        ids, weights = shared.ids.clone(), shared.weights.clone()
+        self._check_values(ids, weights)
+        return Tokens(shared.x, ids, weights)
+
+    def _check_model(self, request: expert_pb2.ForwardRequest) -> None:
         spec = self.spec
         if request.model:
             known = self.fingerprints() if self.fingerprints is not None else (spec.fingerprint,)
@@ -68,14 +89,6 @@ class RequestValidator:
                 raise Refused(Failure(grpc.StatusCode.FAILED_PRECONDITION, message))
         if request.layer not in spec.moe_layers:
             raise _invalid(f"layer: expected one of {_ranges(spec.moe_layers)}, got {request.layer}")
-        try:
-            x, ids, weights = (
-                self._in_message(request, data or {}) if memory is None else self._in_memory(request, memory)
-            )
-        except wire.WireError as error:
-            raise _invalid(str(error)) from None
-        self._check_values(ids, weights)
-        return Tokens(x, ids if ids.dtype is torch.int32 else ids.to(torch.int32), weights)
 
     def _in_message(
         self, request: expert_pb2.ForwardRequest, data: Mapping[str, memoryview]
@@ -88,7 +101,7 @@ class RequestValidator:
         self._check_shapes(tuple(x.shape), tuple(ids.shape), tuple(weights.shape))
         return x, ids, weights
 
-    def _in_memory(self, request: expert_pb2.ForwardRequest, memory: SharedMemory) -> tuple[torch.Tensor, ...]:
+    def _in_memory(self, request: expert_pb2.ForwardRequest, memory: SharedMemory) -> SharedRows:
         _, rows = wire.check(request.x, name="x", dtypes=(self.dtype,), ndim=2)
         _, ids = wire.check(request.topk_ids, name="topk_ids", dtypes=(torch.int32,), ndim=2)
         _, weights = wire.check(request.topk_weights, name="topk_weights", dtypes=(torch.float32,), ndim=2)
@@ -96,8 +109,7 @@ class RequestValidator:
         hidden, topk = self.spec.hidden_size, self.spec.topk
         if not rows[0] or Places.of(rows[0], hidden, topk, self.dtype.itemsize).num_bytes > memory.num_bytes:
             raise _invalid(f"x: expected 1 to as many rows as {memory.num_bytes} bytes hold, got {rows[0]}")
-        shared = memory.rows(rows[0], hidden, topk, self.dtype)
-        return shared.x, shared.ids.clone(), shared.weights.clone()
+        return memory.rows(rows[0], hidden, topk, self.dtype)
 
     def _check_shapes(self, x: tuple[int, ...], ids: tuple[int, ...], weights: tuple[int, ...]) -> None:
         if x[1] != self.spec.hidden_size:
@@ -109,11 +121,17 @@ class RequestValidator:
     def _check_values(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
         if not ids.numel():
             return
-        low, high = (int(value) for value in ids.aminmax())
+        if ids.numel() <= _FEW:  # each of torch's functions would take longer than all this
+            rows = ids.tolist()
+            low, high = min(map(min, rows)), max(map(max, rows))
+            extremes: list[float] = list(itertools.chain.from_iterable(weights.tolist()))
+        else:
+            low, high = (int(value) for value in ids.aminmax())
+            extremes = [float(value) for value in weights.aminmax()]  # a NaN anywhere makes both NaN
         if low < -1 or high >= self.spec.num_experts:
             got = low if low < -1 else high
             raise _invalid(f"topk_ids: expected -1..{self.spec.num_experts - 1}, got {got}")
-        if not all(math.isfinite(float(value)) for value in weights.aminmax()):  # a NaN anywhere makes both NaN
+        if not all(map(math.isfinite, extremes)):
             raise _invalid("topk_weights: expected finite numbers, got NaN or infinity")
 
 

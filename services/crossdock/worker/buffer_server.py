@@ -7,7 +7,8 @@ the steps while it is awake (`doorbells.py`), else by a thread that waits for al
 What a client can do to its memory: change it at any time, so x is only ever read as numbers, and ids and weights are
 copied before they are checked; not resize it, for it is sealed. Its bytes count, from the offer until the call ends,
 against `max_shared_bytes` and a quarter of that for one client; then the pages are freed, even if the client maps them
-still. A client that sends without reading answers loses its buffer.
+still. A client that sends without reading answers loses its buffer, and so does one whose request has failed after it
+was queued: a step may be writing rows of it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from google.protobuf.message import DecodeError
 from crossdock.common import log, rpc
 from crossdock.common.tasks import call_in_loop
 from crossdock.common.tracing import RequestTrace
-from crossdock.protocol.request_buffer import MAX_BUFFER_BYTES, MAX_PACKET_BYTES, SharedMemory, host_identity
+from crossdock.protocol.request_buffer import (
+    MAX_BUFFER_BYTES,
+    MAX_PACKET_BYTES,
+    RepeatedRequests,
+    SharedMemory,
+    SharedRows,
+    host_identity,
+)
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker import request_trace
 from crossdock.worker.answers import response_of
@@ -43,6 +51,8 @@ SHARE_OF_CLIENT = 4
 """One client gets this part of `max_shared_bytes`."""
 _TICK_S, _REDEEM_S = 0.25, 5.0
 """Interval in which deadlines are looked at; time to redeem a ticket, and to send one after connecting."""
+_PAUSE_S = 0.02
+"""After a connection that could not be accepted."""
 _MAX_STRANGERS = 64
 """Connections that have not sent a ticket."""
 _MAX_TEXT = 1024
@@ -154,25 +164,31 @@ class RequestBuffers:
     def _run(self) -> None:
         while True:
             for key, _ in self._selector.select(_TICK_S):
-                try:
-                    key.data()
-                except Exception:  # one buffer must not end the others
-                    _log.exception("request buffer failed")
+                self._safely(key.data)
             now = time.monotonic()
             if now - self._looked_at >= _TICK_S:
                 self._looked_at = now
                 self.doorbells.look()  # a step may take long
-                self._expire(now)
+                self._safely(functools.partial(self._expire, now))
+
+    def _safely(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # one buffer must not end the others, nor this thread
+            _log.exception("request buffer failed")
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(OSError):
+        try:
             sock, _ = self._listener.accept()
-            sock.setblocking(False)
-            if len(self._strangers) >= _MAX_STRANGERS:
-                self._send_away(next(iter(self._strangers)))
-            self._strangers[sock] = time.monotonic() + _REDEEM_S
-            self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._redeem, sock))
+        except OSError:  # no descriptor is free, for instance: the connection waits
+            time.sleep(_PAUSE_S)
+            return
+        sock.setblocking(False)
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._send_away(next(iter(self._strangers)))
+        self._strangers[sock] = time.monotonic() + _REDEEM_S
+        self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._redeem, sock))
 
     def _send_away(self, stranger: socket.socket) -> None:
         del self._strangers[stranger]
@@ -237,6 +253,8 @@ class _Buffer:
         self.offer, self.sock = offer, sock
         self._backend, self._memory, self._drop = backend, memory, drop
         self._work: Work | None = None
+        self._requests = RepeatedRequests()
+        self._rows: SharedRows | None = None
 
     def read(self) -> None:
         """A packet, or the end."""
@@ -248,10 +266,12 @@ class _Buffer:
             packet = b""
         try:
             if packet:
-                self._take(expert_pb2.ForwardRequest.FromString(packet))
+                self._take(*self._requests.request_of(packet))
                 return
         except DecodeError:
             _log.warning("request buffer ended: unreadable request")
+        except Exception:  # the client would wait for an answer
+            _log.exception("request buffer ended")
         work = self._work
         self._drop(self)
         if work is not None:
@@ -265,8 +285,10 @@ class _Buffer:
             late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline: not served in time")
             self._backend.engine.withdraw(work, late)
 
-    def _take(self, request: expert_pb2.ForwardRequest) -> None:
+    def _take(self, request: expert_pb2.ForwardRequest, repeats: bool) -> None:
+        """repeats: but for its id it is the one before."""
         backend, work = self._backend, self._work
+        self._rows = self._rows if repeats and not request.model else None  # models come and go
         self.offer.progress()
         if request.cancel:
             if work is not None:
@@ -276,13 +298,14 @@ class _Buffer:
             busy = "id: expected no request before the last one is answered"
             self._send(request.id, Failure(grpc.StatusCode.INVALID_ARGUMENT, busy))
             return
+        backend.engine.expect()
         received_ns = time.monotonic_ns()
         trace = request_trace.begin(backend.tracer, request, None, received_ns)
         try:
             backend.check_rate(self.offer.client)
-            self._work = self._work_of(request, trace)
-            request_trace.admitted(self._work, received_ns)
-            backend.engine.submit(self._work)
+            self._work = work = self._work_of(request, trace)
+            request_trace.admitted(work, received_ns)
+            backend.engine.submit(work)
         except Refused as refused:
             self._work = None
             self._send(request.id, refused.failure)
@@ -291,16 +314,18 @@ class _Buffer:
 
     def _work_of(self, request: expert_pb2.ForwardRequest, trace: RequestTrace | None) -> Work:
         """Raises Refused."""
-        reply = functools.partial(self._reply, request.id)
-        tokens = self._backend.validator.validate(request, memory=self._memory)
-        rows, topk = tokens.topk_ids.shape
-        y = self._memory.rows(rows, tokens.x.shape[1], topk, tokens.x.dtype).y
-        return self._backend.work_of(request, tokens, self.offer.client, self, reply, trace, y)
+        validator = self._backend.validator
+        if self._rows is None:
+            self._rows = validator.rows_in(request, self._memory)
+        tokens, reply = validator.taken(self._rows), functools.partial(self._reply, request.id)
+        return self._backend.work_of(request, tokens, self.offer.client, self, reply, trace, self._rows.y)
 
     def _reply(self, request_id: int, answer: Done | Failure) -> None:
         """Any thread."""
         work, self._work = self._work, None
         self._send(request_id, answer)
+        if isinstance(answer, Failure):  # a step may still write its rows: no other request may use that memory
+            _end(self.sock)
         if work is None:
             return
         code, why = (grpc.StatusCode.OK, "") if isinstance(answer, Done) else (answer.code, answer.message)

@@ -45,9 +45,9 @@ class Doorbells:
             self._sockets.unregister(sock)
         self._readers.pop(sock.fileno(), None)
 
-    def look(self) -> None:
-        """Read all sockets that have something, unless another thread does."""
-        if not self._readers or not self._reading.acquire(blocking=False):
+    def look(self, wait: bool = False) -> None:
+        """Read all sockets that have something, unless another thread does. wait: when that one has ended."""
+        if not self._readers or not self._reading.acquire(blocking=wait):
             return
         try:
             for number, _ in self._sockets.poll(0, _MANY):
@@ -59,9 +59,7 @@ class Doorbells:
 
     def answer(self) -> None:
         """As `look`, by the thread that has found this object readable."""
-        with self._reading:
-            pass  # until who reads now has ended: else this would be called again at once
-        self.look()
+        self.look(wait=True)  # at once it would only be called again
 
     def arm(self) -> None:
         """Another thread is to read what comes."""

@@ -100,6 +100,12 @@ class Engine:
         if not work.num_tokens:
             self._answer([work], Done(torch.empty_like(work.x), work.timing))
 
+    def expect(self) -> None:
+        """A request is being read: the other ranks may wake up meanwhile."""
+        comm = self._comm
+        if self._sleeping and comm is not None:
+            comm.call_exchange()
+
     def withdraw(self, work: Work, failure: Failure) -> None:
         """Answer a request with `failure` now; a running step drops its rows."""
         with self._lock:
@@ -194,7 +200,7 @@ class Engine:
             _log.exception("engine failed", epoch=epoch)
             ended, why = Fault(f"engine: {type(error).__name__}: {error}"), error
         self._doorbells.arm()
-        samples = self._telemetry.parted(comm)
+        samples = self._telemetry.epoch_ended(comm)
         if isinstance(ended, Fault) and why is not None and not isinstance(why, AbortedError):
             record = record_of(why, samples, time.monotonic_ns())
             ended = replace(ended, postmortem=_postmortem(record, comm.rank, epoch, self._num_steps))
@@ -256,7 +262,7 @@ class Engine:
             looks += 1
             if looks > _LOOKS:
                 self._telemetry.collect(comm)
-        self._doorbells.look()
+        self._doorbells.look(wait=True)  # a peer may have called because another of its client's requests came here
         if self._steps_are_long:
             self._doorbells.arm()
 
@@ -315,19 +321,20 @@ class Engine:
         self._clear_running()
 
     def _deliver(self, batch: Batch) -> None:
-        row, record = 0, batch.record
+        row, record, alone = 0, batch.record, len(batch.slices) == 1
         for piece in batch.slices:
-            work, rows = piece.work, batch.z[row : row + piece.num_tokens]
+            work, rows = piece.work, batch.z if alone else batch.z[row : row + piece.num_tokens]
             row += piece.num_tokens
             if work.answered:
                 continue
             work.timing = work.timing.plus_step(record.dispatch_ns, record.experts_ns, record.combine_ns)
-            if work.y is None and piece.num_tokens == work.num_tokens:
-                shared = len(batch.slices) > 1 or self._stream.device.type == "cpu"  # with others, or the next step
+            if work.y is None and piece.is_whole:
+                shared = not alone or self._stream.device.type == "cpu"  # with others, or the next step
                 work.y = rows.to(work.x.dtype, copy=shared)
             else:
                 work.y = torch.empty_like(work.x) if work.y is None else work.y
-                work.y[piece.start : piece.stop] = rows
+                if rows is not work.y:  # combine has not written them there
+                    work.y[piece.start : piece.stop] = rows
             if piece.is_last:
                 self._answer([work], Done(work.y, work.timing))
 

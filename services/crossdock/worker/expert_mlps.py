@@ -151,8 +151,9 @@ class ExpertMLPs:
         """Hold other weights for a layer, of the same shapes. Not while a step uses it. checkpoint: its number."""
         self._weights[layer], self.checkpoints[layer] = (first, down), checkpoint
         self.ids[layer] = tuple(expert_ids)
-        if self._loop is not None:
-            self._loop.forget(layer)
+        for computed in (self._loop, self._products):
+            if computed is not None:
+                computed.forget(layer)
 
     @torch.no_grad()
     def forward(
@@ -206,7 +207,7 @@ class ExpertMLPs:
         assert self._products is not None
         rows = out if out is not None and out.dtype is self.dtype and out.is_contiguous() else None
         rows = torch.empty_like(tokens, dtype=self.dtype) if rows is None else rows
-        self._products.forward(self._weights[layer], tokens[:num_rows], offsets, counts, rows[:num_rows])
+        self._products.forward(layer, self._weights[layer], tokens[:num_rows], offsets, counts, rows[:num_rows])
         return rows if rows is out else _given(rows, out, tokens.dtype, num_rows)
 
     @staticmethod

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from crossdock.common.operation_counts import Operations
 from crossdock.protocol.v1 import control_pb2
 from ep_kernels import LatencySample
 
@@ -34,14 +35,12 @@ class _Operation:
         self.totals_ns: list[int] = []
         self.late_ns = np.zeros(0, np.int64)
 
-    def add(self, samples: Sequence[LatencySample]) -> None:
-        totals = [sample.total_ns for sample in samples]
-        self.count += len(samples)
-        self.total_ns += sum(totals)
-        self.totals_ns += totals[: _MAX_TOTALS - len(self.totals_ns)]
-        waits_ns = np.array([sample.peer_wait_ns for sample in samples], np.int64)
-        self.wait_ns += int(waits_ns.max(1).sum())
-        late_ns = late(waits_ns).sum(0)
+    def add(self, found: Operations) -> None:
+        self.count += len(found.seq)
+        self.total_ns += int(found.total_ns.sum())
+        self.totals_ns += found.total_ns[: _MAX_TOTALS - len(self.totals_ns)].tolist()
+        self.wait_ns += int(found.waits_ns.max(1).sum())
+        late_ns = late(found.waits_ns).sum(0)
         self.late_ns = self.late_ns + late_ns if self.late_ns.shape == late_ns.shape else late_ns
 
     def message(self, op: str) -> control_pb2.OperationLatency:
@@ -56,7 +55,7 @@ class LatencySums:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._since_s = time.monotonic()
-        self._recent: deque[LatencySample] = deque(maxlen=_MAX_RECENT)
+        self._recent: deque[Sequence[LatencySample]] = deque()
         self._clear()
 
     def _clear(self) -> None:
@@ -64,15 +63,15 @@ class LatencySums:
         self._report = control_pb2.LatencyReport()
         self._rows: dict[int, int] = {}
 
-    def add_samples(self, samples: Sequence[LatencySample]) -> None:
-        """Count operations. Those of one call are of one communicator."""
+    def add_samples(self, samples: Sequence[LatencySample], kinds: Sequence[Operations]) -> None:
+        """Count operations of one communicator; `kinds`: the same ones by kind."""
         with self._lock:
-            self._recent.extend(samples)
-        for op in OPS:
-            chosen = [sample for sample in samples if sample.op == op]
-            if chosen:
-                with self._lock:
-                    self._ops.setdefault(op, _Operation()).add(chosen)
+            self._recent.append(samples)
+            while sum(map(len, self._recent)) - len(self._recent[0]) >= _MAX_RECENT:
+                self._recent.popleft()
+            for found in kinds:
+                if found.op in OPS:
+                    self._ops.setdefault(found.op, _Operation()).add(found)
 
     def forget_recent(self) -> None:
         """The epoch has ended: numbers of operations begin again."""
@@ -82,14 +81,15 @@ class LatencySums:
     def recent(self) -> list[LatencySample]:
         """The last operations. Any thread."""
         with self._lock:
-            return list(self._recent)
+            batches = list(self._recent)
+        return [sample for batch in batches for sample in batch][-_MAX_RECENT:]
 
-    def add_step(self, step_ns: int, experts_ns: int, num_tokens: int, rows: dict[int, int]) -> None:
-        """Count a step; `rows`: computed, by expert."""
+    def add_steps(self, number: int, steps_ns: int, experts_ns: int, num_tokens: int, rows: dict[int, int]) -> None:
+        """Count steps; `rows`: computed, by expert."""
         with self._lock:
             report = self._report
-            report.steps += 1
-            report.step_s += step_ns * _NS
+            report.steps += number
+            report.step_s += steps_ns * _NS
             report.experts_s += experts_ns * _NS
             report.tokens += num_tokens
             for expert, count in rows.items():

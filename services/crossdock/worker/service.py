@@ -279,6 +279,7 @@ class _Stream:
         if request.cancel:
             self._withdraw(request.id, Failure(grpc.StatusCode.CANCELLED, "cancelled by the client"))
             return
+        self._backend.engine.expect()
         received_ns = time.monotonic_ns()
         trace = request_trace.begin(self._backend.tracer, request, self._parent, received_ns)
         try:

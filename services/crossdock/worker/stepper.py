@@ -8,7 +8,7 @@ Only errors of the communicator about its peers, and a lost GPU, leave `step` as
 
 from __future__ import annotations
 
-import functools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables
 from crossdock.worker.work import Slice
 from crossdock.worker.worker_telemetry import StepRecord
-from ep_kernels import ArgumentError, DispatchHandle, DispatchOutput, ExpertMap, MoECommunicator
+from ep_kernels import ArgumentError, DispatchHandle, DispatchOutput, ExpertMap, MoECommunicator, checks
 
 _log = log.get(__name__)
 
@@ -35,7 +35,7 @@ class Batch:
 
     Attributes:
         slices: of the requests, in the order of the rows of z.
-        z: [T, H] in the communicator's output dtype, in host memory; of a CPU: valid until the next step.
+        z: [T, H] in host memory; of a CPU: valid until the next step, or where a request wants its rows.
         error: of this rank's experts, or empty.
         unsure: a rank may have failed in it: this one, or one whose rows are NaN.
         record: numbers for telemetry.
@@ -70,6 +70,7 @@ class Stepper:
         self._tables = tables
         self._comm, self._experts, config = comm, experts, comm.config
         self._output_dtype = config.resolved_output_dtype
+        self._rounds = checks.rounds_sums(config, stream.device.type)
         self._stream = stream
         self._none: Tokens = (
             torch.empty(0, config.hidden_size, dtype=config.dtype),
@@ -102,8 +103,7 @@ class Stepper:
             stream.mark()
             y, failed = self._compute(layer, max_tokens, out, handle)
             stream.mark()
-            room = stream.room(handle.num_tokens, self._comm.config.hidden_size, self._output_dtype)
-            stream.copy_out(self._comm.combine(y, handle, out=room), out.counts)
+            stream.copy_out(self._comm.combine(y, handle, out=self._room(slices, handle.num_tokens)), out.counts)
             result = stream.wait()
         self._comm.check()
         held = self._tables.held(layer) if self._tables is not None else None
@@ -111,11 +111,19 @@ class Stepper:
         exemplar = next((piece.work.trace.exemplar for piece in slices if piece.work.trace is not None), None)
         if max_tokens not in self._wire_bytes:
             self._wire_bytes[max_tokens] = self._comm.wire_bytes(max_tokens)
-        counts = num_tokens, result.rows_per_expert, functools.partial(self._count_remote_rows, parts[1])
+        counts = num_tokens, result.rows_per_expert, parts[1], self._count_remote_rows
         record = StepRecord(*counts, *result.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
         why = f"layer {layer}: {error or failed}" if error or failed else ""
-        unsure = bool(why) or bool(result.z[:, 0].isnan().any())
+        unsure = bool(why) or any(map(math.isnan, result.z[:, 0].tolist()))
         return Batch(slices, result.z, why, unsure, record, start_ns)
+
+    def _room(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
+        """Where combine writes z [T, H]; of a request that has a place for its rows: there. None: anywhere."""
+        if len(slices) == 1 and num_tokens:
+            work = slices[0].work
+            if work.y is not None and slices[0].is_whole and self._rounds:
+                return work.y
+        return self._stream.room(num_tokens, self._comm.config.hidden_size, self._output_dtype)
 
     def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:
         """Slots of the experts chosen by the tokens of a step."""
@@ -162,11 +170,5 @@ class Stepper:
 
 def _parts(slices: Sequence[Slice]) -> list[list[torch.Tensor]]:
     """The rows of all slices, in order: pieces of x, of topk_ids, of topk_weights. Empty without slices."""
-    rows = [(piece.work, slice(piece.start, piece.stop)) for piece in slices]
-    if not rows:
-        return []
-    return [
-        [work.x[at] for work, at in rows],
-        [work.topk_ids[at] for work, at in rows],
-        [work.topk_weights[at] for work, at in rows],
-    ]
+    rows = [piece.tokens() for piece in slices]
+    return [list(part) for part in zip(*rows, strict=True)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from crossdock.worker.batcher import Head
 
@@ -20,8 +21,7 @@ class DesyncError(RuntimeError):
     """The ranks are not at the same step: the group is broken and must form again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """Message of one rank in an exchange.
 
     Attributes:
@@ -63,8 +63,8 @@ class Proposal:
     def parse(words: Sequence[int]) -> Proposal:
         """Undo `words`."""
         step, layer, waited_ns, num_tokens, flags, placement = words[:6]
-        draining, leaving, failed = (bool(flags & flag) for flag in (_DRAINING, _LEAVING, _FAILED))
-        return Proposal(step, layer, waited_ns, num_tokens, draining, leaving, failed, placement)
+        said = flags & _DRAINING != 0, flags & _LEAVING != 0, flags & _FAILED != 0
+        return Proposal(step, layer, waited_ns, num_tokens, *said, placement)
 
 
 @dataclass(frozen=True, slots=True)

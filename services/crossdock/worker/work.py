@@ -125,6 +125,19 @@ class Slice:
         """True if the request ends with this slice."""
         return self.stop == self.work.num_tokens
 
+    @property
+    def is_whole(self) -> bool:
+        """True if it is all of the request."""
+        return self.start == 0 and self.is_last
+
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows of x, topk_ids and topk_weights."""
+        parts = self.work.x, self.work.topk_ids, self.work.topk_weights
+        if self.is_whole:
+            return parts
+        x, ids, weights = (part[self.start : self.stop] for part in parts)
+        return x, ids, weights
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:

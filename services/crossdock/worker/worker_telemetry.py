@@ -11,29 +11,39 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import attrgetter
+from typing import TypeVar, cast
 
 import grpc
 import torch
 
 from crossdock.common import log
 from crossdock.common.metrics import Counter, WorkerMetrics
-from crossdock.common.operation_counts import PAUSE_S, OperationCounts
+from crossdock.common.operation_counts import OperationCounts, by_kind, lost
 from crossdock.common.tracing import RequestTrace
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.communicator_counts import CommunicatorCounts
 from crossdock.worker.latency_report import LatencySums
 from ep_kernels import LatencySample, MoECommunicator
-from ep_kernels.telemetry import lost
+from ep_kernels.telemetry import Samples
 
 _log = log.get(__name__)
 
-_COLLECT_S = 0.25
-"""The sample ring holds 4096 records, a third as many steps: enough for 5,400 steps a second."""
-_BATCH_S = 0.02
+_COLLECT_S, _COLLECT_STEPS = 0.5, 1000
+"""Samples are collected so often, or after so many steps. The ring holds 4096 records; a step writes three."""
+_BATCH_S = 0.1
 """Records are counted so long after the first of them: a thread that woke up in each step would stop the engine's."""
+_PAUSE_S = 50e-6
+"""In the middle of that work, 0.1 to 0.4 ms each half: the engine's thread may wait for the interpreter."""
+_MAX_BATCH = 1024
+"""Records that are taken from the queue at a time."""
 _MAX_RECORDS = 4096
 """Limit of queued records; further ones are dropped and counted."""
+
+
+R = TypeVar("R")
+RemoteRows = Callable[[Sequence[torch.Tensor]], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +53,8 @@ class StepRecord:
     Attributes:
         num_tokens: of this rank.
         rows_per_expert: int32 [L] rows computed by its experts.
-        remote_rows: counts the rows that its tokens sent to other ranks (one per token and distinct rank).
+        topk_ids: of its tokens, pieces [t, K].
+        remote_rows: counts the rows that tokens with such ids sent to other ranks (one per token and distinct rank).
         dispatch_ns, experts_ns, combine_ns: time in each phase.
         layer: MoE layer number.
         experts: logical expert of each slot in that layer; None: those of `WorkerTelemetry.holds`.
@@ -53,7 +64,8 @@ class StepRecord:
 
     num_tokens: int
     rows_per_expert: torch.Tensor
-    remote_rows: Callable[[], int]
+    topk_ids: Sequence[torch.Tensor]
+    remote_rows: RemoteRows
     dispatch_ns: int
     experts_ns: int
     combine_ns: int
@@ -74,13 +86,13 @@ class _EndedTrace:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """At a communicator's traffic; None: its epoch has ended."""
+class _Collect:
+    """Read the samples and counters of a communicator; None: its epoch has ended."""
 
     comm: MoECommunicator | None
 
 
-_Record = StepRecord | list[LatencySample] | _Look | _EndedTrace
+_Record = StepRecord | Samples | _Collect | _EndedTrace
 
 
 class WorkerTelemetry:
@@ -112,11 +124,12 @@ class WorkerTelemetry:
         ]
         moved = metrics.payload_bytes_total, metrics.wire_bytes_total
         self._payload, self._wire = ([one.labels(op, transport) for op in ("dispatch", "combine")] for one in moved)
-        self._next_collect_s = 0.0
+        self._next_collect_s, self._steps_since_collect = 0.0, 0
         self._num_tokens = self._num_requests = self._num_steps = 0
         self._rate = (time.monotonic(), 0)
         self._expert_ids: tuple[int, ...] = ()
         self._expert_bytes = 0
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._drain, name="telemetry", daemon=True)
         self._thread.start()
 
@@ -150,17 +163,19 @@ class WorkerTelemetry:
         self._put(record)
 
     def collect(self, comm: MoECommunicator) -> None:
-        """Collect the communicator's latency samples and traffic, at intervals (engine's thread)."""
+        """Collect the communicator's latency samples and traffic, at intervals. Called after each step (engine's
+        thread)."""
+        self._steps_since_collect += 1
         now_s = time.monotonic()
-        if now_s >= self._next_collect_s:
-            self._next_collect_s = now_s + _COLLECT_S
-            self._put(_Look(comm))
+        if now_s >= self._next_collect_s or self._steps_since_collect >= _COLLECT_STEPS:
+            self._next_collect_s, self._steps_since_collect = now_s + _COLLECT_S, 0
+            self._put(_Collect(comm))
 
-    def parted(self, comm: MoECommunicator) -> list[LatencySample]:
+    def epoch_ended(self, comm: MoECommunicator) -> list[LatencySample]:
         """The epoch has ended (engine's thread). Returns the last operations."""
         samples = comm.samples()
         self._put(samples)
-        self._queue.put(_Look(None))  # whatever waits there: links of an epoch that has ended are not up
+        self._queue.put(_Collect(None))  # whatever waits there: links of an epoch that has ended are not up
         return [*self._latency.recent(), *samples]
 
     def recent(self) -> list[LatencySample]:
@@ -213,6 +228,7 @@ class WorkerTelemetry:
 
     def close(self) -> None:
         """Count what is in the queue and stop the thread."""
+        self._closing.set()
         self._queue.put(None)
         self._thread.join(timeout=5)
 
@@ -230,62 +246,90 @@ class WorkerTelemetry:
         return True
 
     def _drain(self) -> None:
-        while (record := self._queue.get()) is not None:
-            time.sleep(_BATCH_S)
-            while record is not None:
-                self._count_safely(record)
-                time.sleep(0)  # the engine's thread may have the interpreter
-                if self._queue.empty():
-                    break
-                record = self._queue.get()
-            else:
-                return
+        batch: list[_Record | None] = []
+        while not (batch and batch[-1] is None):
+            batch = [self._queue.get()]
+            self._closing.wait(_BATCH_S)
+            while len(batch) < _MAX_BATCH and not self._queue.empty():
+                batch.append(self._queue.get())
+            for are_steps, records in groupby(batch, lambda record: isinstance(record, StepRecord)):
+                if are_steps:
+                    self._count_safely(self._count_steps, cast(list[StepRecord], list(records)))
+                else:
+                    for record in records:
+                        self._count_safely(self._count, record)
 
-    def _count_safely(self, record: _Record) -> None:
+    def _count_safely(self, count: Callable[[R], None], records: R) -> None:
         try:
-            self._count(record)
-        except Exception:  # one faulty record must not end the thread
-            self._metrics.telemetry_records_dropped_total.inc()
+            count(records)
+        except Exception:  # a faulty record must not end the thread
+            self._metrics.telemetry_records_dropped_total.inc(len(records) if isinstance(records, list) else 1)
             if not self._failed:
                 self._failed = True
                 _log.exception("a record cannot be counted; further ones are counted as dropped")
+        time.sleep(0)  # the engine's thread may have the interpreter
 
-    def _count(self, record: _Record) -> None:
-        if isinstance(record, StepRecord):
-            self._count_step(record)
-        elif isinstance(record, _EndedTrace):
+    def _count(self, record: _Record | None) -> None:
+        if isinstance(record, _EndedTrace):
             record.trace.end(record.code, record.why, record.end_ns)
-        elif not isinstance(record, _Look):
+        elif isinstance(record, Samples):
             self._count_samples(record)
-        elif record.comm is None:
+        elif isinstance(record, _Collect):
             self._count_experts()
-            self._next_seq = {}
-            self._latency.forget_recent()
-            self._counts.parted()
-        else:
-            self._count_experts()
-            self._count_samples(record.comm.samples())
-            self._counts.count(record.comm)
+            if record.comm is None:
+                self._next_seq = {}
+                self._latency.forget_recent()
+                self._counts.epoch_ended()
+            else:
+                self._count_samples(record.comm.samples())
+                self._counts.count(record.comm)
 
-    def _count_step(self, record: StepRecord) -> None:
-        self._metrics.steps_total.inc()
-        self._metrics.step_tokens.observe(record.num_tokens)
+    def _count_steps(self, records: list[StepRecord]) -> None:
+        moved, computed = self._moved(records), self._computed(records)
+        durations = [(record.dispatch_ns, record.experts_ns, record.combine_ns) for record in records]
+        self._metrics.steps_total.inc(len(records))
+        self._metrics.step_tokens.observe_many(record.num_tokens for record in records)
         self._metrics.last_step_timestamp_seconds.set_to_current_time()
-        durations = (record.dispatch_ns, record.experts_ns, record.combine_ns)
-        for histogram, nanoseconds in zip(self._phases, durations, strict=True):
-            histogram.observe(nanoseconds * 1e-9, record.exemplar)
-        remote_rows = record.remote_rows()
-        for counters, row_bytes in ((self._payload, self._row_bytes), (self._wire, record.wire_bytes)):
-            for counter, num_bytes in zip(counters, row_bytes, strict=True):
-                counter.inc(remote_rows * num_bytes)
-        held = self._expert_ids if record.experts is None else record.experts
-        computed = {expert: rows for expert, rows in zip(held, record.rows_per_expert.tolist(), strict=False) if rows}
-        self._latency.add_step(sum(durations), record.experts_ns, record.num_tokens, computed)
+        for histogram, times_ns in zip(self._phases, zip(*durations, strict=True), strict=True):
+            of_steps = list(zip(times_ns, records, strict=True))
+            histogram.observe_many(time_ns * 1e-9 for time_ns, record in of_steps if not record.exemplar)
+            for time_ns, record in of_steps:
+                if record.exemplar:
+                    histogram.observe(time_ns * 1e-9, record.exemplar)
+        for counter, num_bytes in zip((*self._payload, *self._wire), moved, strict=True):
+            counter.inc(num_bytes)
+        by_expert: dict[int, int] = {}
         with self._rows_lock:
-            for expert, rows in computed.items():
+            for (layer, expert), rows in computed.items():
+                by_expert[expert] = by_expert.get(expert, 0) + rows
                 self._expert_rows[expert] = self._expert_rows.get(expert, 0) + rows
-                key = record.layer, expert
-                self._rows[key] = self._rows.get(key, 0) + rows
+                self._rows[layer, expert] = self._rows.get((layer, expert), 0) + rows
+        num_tokens, experts_ns = (sum(map(attrgetter(name), records)) for name in ("num_tokens", "experts_ns"))
+        self._latency.add_steps(len(records), sum(map(sum, durations)), experts_ns, num_tokens, by_expert)
+
+    def _moved(self, records: Sequence[StepRecord]) -> list[int]:
+        """Bytes of dispatch and of combine: payload, and as they travel."""
+        ids: dict[tuple[RemoteRows, tuple[int, int]], list[torch.Tensor]] = {}
+        for record in records:
+            ids.setdefault((record.remote_rows, record.wire_bytes), []).extend(record.topk_ids)
+        moved = [0, 0, 0, 0]
+        for (remote_rows, wire_bytes), topk_ids in ids.items():
+            rows = remote_rows(topk_ids)
+            moved = [so_far + rows * each for so_far, each in zip(moved, (*self._row_bytes, *wire_bytes), strict=True)]
+        return moved
+
+    def _computed(self, records: Sequence[StepRecord]) -> dict[tuple[int, int], int]:
+        """Rows by (layer, expert)."""
+        rows: dict[tuple[int, tuple[int, ...] | None], list[torch.Tensor]] = {}
+        for record in records:
+            rows.setdefault((record.layer, record.experts), []).append(record.rows_per_expert)
+        computed: dict[tuple[int, int], int] = {}
+        for (layer, experts), counts in rows.items():
+            held = self._expert_ids if experts is None else experts
+            for expert, count in zip(held, torch.stack(counts).sum(0).tolist(), strict=False):
+                if count:
+                    computed[layer, expert] = computed.get((layer, expert), 0) + count
+        return computed
 
     def _count_experts(self) -> None:
         """Those rows by expert as a metric: a counter for each, and so not at each step."""
@@ -298,10 +342,11 @@ class WorkerTelemetry:
             self._experts[expert] = self._metrics.expert_rows_total.labels(str(expert))
         return self._experts[expert]
 
-    def _count_samples(self, samples: Sequence[LatencySample]) -> None:
+    def _count_samples(self, samples: Samples) -> None:
         """Count the samples of one communicator."""
-        self._latency.add_samples(samples)
-        time.sleep(PAUSE_S)
-        for op, number in lost(samples, self._next_seq).items():
+        kinds = list(by_kind(samples))
+        self._latency.add_samples(samples, kinds)
+        time.sleep(_PAUSE_S)
+        for op, number in lost(kinds, self._next_seq).items():
             self._metrics.samples_dropped_total.labels(op).inc(number)
-        self._operations.count(samples)
+        self._operations.count(kinds)

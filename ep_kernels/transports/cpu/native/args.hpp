@@ -48,8 +48,10 @@ struct CombineOp {
   int32_t outputs_slot;     // expert output buffer that y is, or -1
   int32_t apply_weights;
   // Receive half.
-  uint8_t* z;               // [T, H] output dtype, out
+  uint8_t* z;               // [T, H], out
   float* weights_home;      // [T, K], out, or null
+  Type z_type;              // of z: the sums, which are fp32, are rounded to it once
+  int32_t pad;
 };
 
 // Waits until no peer reads the slot of the next dispatch any more.

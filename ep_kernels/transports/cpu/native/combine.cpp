@@ -77,7 +77,8 @@ class Adder {
   void sum_up(Span tokens) {
     for (int64_t t = tokens.begin; t < tokens.end; ++t) {
       collect(t);
-      by_domain_ ? sum_by_domain(op_.z + t * c_.map.y_row_bytes) : sum(op_.z + t * c_.map.y_row_bytes);
+      uint8_t* z = op_.z + t * c_.g.hidden * size_of(op_.z_type);
+      by_domain_ ? sum_by_domain(z) : sum(z);
       if (op_.weights_home) carry_weights(t);
     }
   }
@@ -159,7 +160,7 @@ class Adder {
   }
 
   void sum(uint8_t* z) {
-    const Type type = c_.g.out_type;
+    const Type type = op_.z_type;
     const bool weighted = c_.g.exact;
     for (int64_t first = 0; first < c_.g.hidden; first += kColumns) {
       const int64_t n = std::min(kColumns, c_.g.hidden - first);
@@ -200,7 +201,7 @@ class Adder {
         if (i - begin > 1 && domain != c_.host[c_.g.rank]) cross(c_, into, n);
         if (begin > 0) c_.ops.add(total, part, Type::f32, n);
       }
-      c_.ops.store(z + first * size_of(c_.g.out_type), total, c_.g.out_type, n);
+      c_.ops.store(z + first * size_of(op_.z_type), total, op_.z_type, n);
     }
   }
 

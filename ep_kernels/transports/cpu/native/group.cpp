@@ -3,6 +3,9 @@
 // Exchange: two slots by parity are enough, without credit. A rank writes slot e % 2 again in exchange e + 2; it gets
 // there only after every peer has entered e + 1, and a peer enters e + 1 only after it has read all of exchange e.
 //
+// A rank that will enter an exchange soon may say so: peers that sleep then enter it at once, so that it finds their
+// words there. One that enters calls all others in any case, so nobody waits for good if the caller does not come.
+//
 // Agreement: first, what this rank has sent to those of other hosts is out of its region: no late write can meet a new
 // one. Survivors of a lost rank have stopped anywhere. Each publishes its four counters under the new epoch and
 // takes the maximum over all survivors; numbers below it are dead, so no stale word can look like a new one. When a
@@ -59,6 +62,8 @@ Status exchange(Member& m, const int64_t* words, int64_t* all) {
   return m.confirm(Op::exchange);
 }
 
+void call_exchange(Member& m) { m.publish(m.own_meeting->exchange_called, m.upcoming(Op::exchange)); }
+
 Status wait_for_peer(Member& m, int64_t timeout_ns) {
   const int64_t started = now_ns();
   for (;;) {
@@ -67,8 +72,10 @@ Status wait_for_peer(Member& m, int64_t timeout_ns) {
     if (m.wakes.exchange(0) > 0) return kOk;
     if (m.leaver(m.peers(), m.membership) >= 0) return kOk;  // the exchange that follows says so
     for (uint64_t left = m.peers(); left; left &= left - 1) {
-      const auto& latest = m.meeting[__builtin_ctzll(left)]->exchange_latest.v;
-      if (latest.load(std::memory_order_acquire) >= m.next[int(Op::exchange)]) return kOk;
+      const Meeting& theirs = *m.meeting[__builtin_ctzll(left)];
+      const uint64_t next = m.next[int(Op::exchange)];
+      if (theirs.exchange_latest.v.load(std::memory_order_acquire) >= next) return kOk;
+      if (theirs.exchange_called.v.load(std::memory_order_acquire) >= next) return kOk;
     }
     const int64_t remaining = started + timeout_ns - now_ns();
     if (remaining <= 0) return kNothing;

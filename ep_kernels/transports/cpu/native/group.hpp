@@ -8,6 +8,7 @@ Status barrier(Member& m);
 // All-gather of kExchangeWords words: `words` in, `all` [R, kExchangeWords] out (zeros for inactive ranks).
 Status exchange(Member& m, const int64_t* words, int64_t* all);
 // Sleeps until a peer is in an exchange that this rank has not entered, or wake(): kOk; kNothing at the timeout.
+void call_exchange(Member& m);  // any thread
 Status wait_for_peer(Member& m, int64_t timeout_ns);
 // Agreement of the survivors on the next sequence numbers, under a new epoch and mask. kNothing: not within `limit_ns`,
 // or a connection has ended; the same call goes on. 0: no limit but the deadline.

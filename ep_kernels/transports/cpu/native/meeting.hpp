@@ -44,6 +44,7 @@ struct Meeting {
   Word membership;  // tag of the last set_active that the owner has passed; 0 = as born
   Word gone;        // in a mirror: 1 + errno when the connection with the mirror's rank has ended
   Word exchange_latest;
+  Word exchange_called;  // the owner will enter that exchange soon: peers may, too
   ExchangeSlot exchange[2];
   Resync resync[2];
 };

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 
 namespace cd {
 
@@ -144,16 +145,23 @@ Status Member::fail(Want want, int peer_rank, uint64_t seen, Why why, int64_t st
 
 void SampleRing::push(const Sample& sample) {
   pthread_mutex_lock(&mutex_);
-  ring_[int64_t(head_++ % kSize)] = sample;
+  memcpy(&ring_[int64_t(head_++ % kSize)], &sample, sample.used_bytes());
   if (head_ - tail_ > uint64_t(kSize)) tail_ = head_ - kSize;
   pthread_mutex_unlock(&mutex_);
 }
 
-int64_t SampleRing::drain(Sample* out, int64_t most) {
-  int64_t n = 0;
-  pthread_mutex_lock(&mutex_);
-  while (tail_ < head_ && n < most) out[n++] = ring_[int64_t(tail_++ % kSize)];
-  pthread_mutex_unlock(&mutex_);
+int64_t SampleRing::drain(uint8_t* out, int64_t most) {
+  int64_t n = 0, before = -1;
+  while (n < most && n != before) {
+    before = n;
+    pthread_mutex_lock(&mutex_);
+    for (const int64_t end = std::min(most, n + 64); tail_ < head_ && n < end; ++n) {
+      const Sample& oldest = ring_[int64_t(tail_++ % kSize)];
+      memcpy(out, &oldest, oldest.used_bytes());
+      out += oldest.used_bytes();
+    }
+    pthread_mutex_unlock(&mutex_);
+  }
   return n;
 }
 

@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 
@@ -52,7 +53,9 @@ struct Sample {
   int32_t op, mode, tokens, ranks;
   uint64_t seq;
   int64_t start_ns, send_ns, total_ns;
-  int64_t peer_wait_ns[kMaxRanks];
+  int64_t peer_wait_ns[kMaxRanks];  // valid: the first `ranks`
+
+  int64_t used_bytes() const { return int64_t(offsetof(Sample, peer_wait_ns)) + ranks * int64_t(sizeof(int64_t)); }
 };
 
 struct Clock {
@@ -103,7 +106,8 @@ class SampleRing {
   static constexpr int64_t kSize = 4096;
   bool allocate() { return ring_.allocate(kSize); }
   void push(const Sample& sample);
-  int64_t drain(Sample* out, int64_t most);  // oldest first
+  // Moves up to `most` records to `out`, oldest first, of each its used bytes. A push waits for 64 of them at most.
+  int64_t drain(uint8_t* out, int64_t most);
 
  private:
   pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;

@@ -28,6 +28,7 @@ CD_API void cd_wake(cd::Member* m) {
   m->wakes.fetch_add(1);
   m->ring(m->rank);
 }
+CD_API void cd_call_exchange(cd::Member* m) { cd::call_exchange(*m); }
 CD_API void cd_stop(cd::Member* m) {
   m->stop.store(1, std::memory_order_release);
   m->ring(m->rank);
@@ -38,4 +39,4 @@ CD_API void cd_give_up(cd::Member* m, uint64_t ranks) {
 }
 
 CD_API void cd_fault(const cd::Member* m, cd::Fault* out) { *out = m->fault; }
-CD_API int64_t cd_samples(cd::Member* m, cd::Sample* out, int64_t most) { return m->samples.drain(out, most); }
+CD_API int64_t cd_samples(cd::Member* m, uint8_t* out, int64_t most) { return m->samples.drain(out, most); }

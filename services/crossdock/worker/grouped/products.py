@@ -15,7 +15,7 @@ is its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from crossdock.worker.gating import Gating
+from crossdock.worker.grouped.launcher import Launcher
 from crossdock.worker.grouped.product import grouped_product
 from crossdock.worker.grouped.row_quantiser import quantise_rows
 from crossdock.worker.grouped.support import fused_rule
@@ -70,8 +71,43 @@ class ProductRows:
     scales: torch.Tensor | None
 
 
+_quantise_rows, _grouped_product = Launcher(quantise_rows), Launcher(grouped_product)
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    """One of a layer's two stacks as launches take it.
+
+    Attributes:
+        stack: of these weights.
+        weights: where they lie.
+        scales: as the kernel reads them.
+        constants: of the kernel, which are the same in all launches.
+        experts: as the kernel wants it.
+    """
+
+    stack: Stack
+    weights: TensorDescriptor
+    scales: torch.Tensor
+    constants: dict[str, Hashable]
+    experts: int
+
+    @staticmethod
+    def of(stack: Stack, rule: str) -> _Matrices:
+        step, packed = _STEP[stack.format.kind]
+        data = stack.data.view(-1, stack.data.shape[-1])
+        format, scales, scale_rows, apart = _scales(stack, gated=rule != "plain")
+        constants: dict[str, Hashable] = {
+            "format": format, "rule": rule, "has_bias": stack.bias is not None, "columns": stack.columns,
+            "weight_rows": stack.rows, "out_columns": stack.rows // (1 if rule == "plain" else 2),
+            "scale_rows": scale_rows, "scales_apart": apart,
+        }  # fmt: skip
+        experts = max(2, triton.next_power_of_2(stack.data.shape[0]))
+        return _Matrices(stack, TensorDescriptor.from_tensor(data, [BLOCK, step // packed]), scales, constants, experts)
+
+
 class GroupedProducts:
-    """The expert MLPs of one GPU; holds no weights.
+    """The expert MLPs of one GPU. One thread at a time.
 
     Args:
         gating: between the products.
@@ -89,7 +125,9 @@ class GroupedProducts:
         every_tile: bool = False,
     ) -> None:
         self._gating, self._num_processors, self._tiles = gating, num_processors, tiles or TILES
-        self._every_tile = every_tile
+        self._every_tile, self._rule = every_tile, fused_rule(gating)
+        self._limit = math.inf if gating.limit is None else gating.limit
+        self._matrices: dict[int, tuple[_Matrices, _Matrices]] = {}
 
     @staticmethod
     def compiled(weights: tuple[Stack, Stack], gating: Gating, dtype: torch.dtype) -> GroupedProducts:
@@ -99,11 +137,16 @@ class GroupedProducts:
         made = GroupedProducts(gating, num_processors, every_tile=True)
         rows = torch.zeros(BLOCK, columns, dtype=dtype, device=device)
         none = torch.zeros(weights[0].data.shape[0] + 1, dtype=torch.int32, device=device)
-        made.forward(weights, rows, none, none[1:], torch.empty_like(rows))
+        made.forward(0, weights, rows, none, none[1:], torch.empty_like(rows))
         return GroupedProducts(gating, num_processors)
+
+    def forget(self, layer: int) -> None:
+        """The layer has other weights from now on."""
+        self._matrices.pop(layer, None)
 
     def forward(
         self,
+        layer: int,
         weights: tuple[Stack, Stack],
         tokens: torch.Tensor,
         offsets: torch.Tensor,
@@ -113,57 +156,57 @@ class GroupedProducts:
         """Write `out` [N, H], contiguous, in any float dtype.
 
         Args:
+            layer: that has these weights, until it is forgotten.
             weights: of `support.reason_against` None.
             tokens: [N, H] float, columns contiguous.
             offsets, counts: int32 [L + 1], [L], as in `ExpertMLPs.forward`.
         """
         if not tokens.shape[0]:
             return
-        first, down = weights
+        pair = self._matrices.get(layer)
+        if pair is None:
+            pair = self._matrices[layer] = (_Matrices.of(weights[0], self._rule), _Matrices.of(weights[1], "plain"))
+        first, down = pair
         groups = offsets, counts
-        rule = fused_rule(self._gating)
-        rows = self._rows(tokens, first, offsets)
-        if rule == "plain":
-            inner = tokens.new_empty(tokens.shape[0], first.rows, dtype=torch.bfloat16)
-            self._product(first, rows, groups, ProductRows(inner, None), rule)
-            hidden = self._gating(inner, inner.new_empty(inner.shape[0], down.columns))
-            rows = self._rows(hidden, down, offsets)
+        rows = self._rows(tokens, first.stack, offsets)
+        if self._rule == "plain":
+            inner = tokens.new_empty(tokens.shape[0], first.stack.rows, dtype=torch.bfloat16)
+            self._product(first, rows, groups, ProductRows(inner, None))
+            hidden = self._gating(inner, inner.new_empty(inner.shape[0], down.stack.columns))
+            rows = self._rows(hidden, down.stack, offsets)
         else:
-            hidden_rows = _empty(tokens, tokens.shape[0], down)
-            self._product(first, rows, groups, hidden_rows, rule)
+            hidden_rows = _empty(tokens, tokens.shape[0], down.stack)
+            self._product(first, rows, groups, hidden_rows)
             rows = hidden_rows
-        self._product(down, rows, groups, ProductRows(out, None), "plain")
+        self._product(down, rows, groups, ProductRows(out, None))
 
     def _rows(self, tokens: torch.Tensor, stack: Stack, offsets: torch.Tensor) -> ProductRows:
         """Input of a product, as its format takes it."""
         if stack.format.kind == "mxfp4":
             return ProductRows(tokens.to(torch.bfloat16).contiguous(), None)
         rows = _empty(tokens, tokens.shape[0], stack)
-        quantise_rows[(self._num_processors * _QUANTISER_PROGRAMS,)](
+        args = (
             tokens, rows.values, rows.scales, offsets, offsets.shape[0] - 1, tokens.shape[0], tokens.stride(0),
-            columns=stack.columns, tile_rows=_QUANTISER_ROWS,
         )  # fmt: skip
+        constants = {"columns": stack.columns, "tile_rows": _QUANTISER_ROWS}
+        _quantise_rows(self._num_processors * _QUANTISER_PROGRAMS, args, constants, {})
         return rows
 
     def _product(
-        self, stack: Stack, rows: ProductRows, groups: Sequence[torch.Tensor], out: ProductRows, rule: str
+        self, matrices: _Matrices, rows: ProductRows, groups: Sequence[torch.Tensor], out: ProductRows
     ) -> None:
         offsets, counts = groups
-        limit = math.inf if self._gating.limit is None else self._gating.limit
-        data = stack.data.view(-1, stack.data.shape[-1])
-        step, packed = _STEP[stack.format.kind]
-        weights = TensorDescriptor.from_tensor(data, [BLOCK, step // packed])
-        format, scales, scale_rows, apart = _scales(stack, gated=rule != "plain")
-        for least, most, tile in self._launches(stack.format.kind, rows.values.shape[0], stack.data.shape[0]):
-            grouped_product[(self._num_processors * tile.programs,)](
-                TensorDescriptor.from_tensor(rows.values, [tile.rows, step]), rows.scales, weights, scales,
-                stack.bias, out.values, out.scales, offsets, counts, stack.data.shape[0], rows.values.shape[0],
-                least, most, limit, self._gating.alpha,
-                format=format, rule=rule, has_bias=stack.bias is not None, columns=stack.columns,
-                weight_rows=stack.rows, out_columns=out.values.shape[1], scale_rows=scale_rows, scales_apart=apart,
-                swap=tile.swap, tile_rows=tile.rows, experts=max(2, triton.next_power_of_2(stack.data.shape[0])),
-                num_warps=tile.warps, num_stages=tile.stages,
+        stack, (num_experts, *_), num_rows = matrices.stack, matrices.stack.data.shape, rows.values.shape[0]
+        kind = stack.format.kind
+        for least, most, tile in self._launches(kind, num_rows, num_experts):
+            described = TensorDescriptor.from_tensor(rows.values, [tile.rows, _STEP[kind][0]])
+            args = (
+                described, rows.scales, matrices.weights, matrices.scales, stack.bias, out.values, out.scales,
+                offsets, counts, num_experts, num_rows, least, most, self._limit, self._gating.alpha,
             )  # fmt: skip
+            of_tile = {"swap": tile.swap, "tile_rows": tile.rows, "experts": matrices.experts}
+            options = {"num_warps": tile.warps, "num_stages": tile.stages}
+            _grouped_product(self._num_processors * tile.programs, args, matrices.constants | of_tile, options)
 
     def _launches(self, kind: str, num_rows: int, num_experts: int) -> list[tuple[int, int, Tile]]:
         """(least, most rows of an expert, tile): one launch with the first tile that fits the average, whatever single

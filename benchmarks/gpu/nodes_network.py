@@ -1,0 +1,125 @@
+"""The network of `nodes.py`: what must travel, the proxies' time, and the provider's own loop beside it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import network
+from benchmarks.cases import Case
+from ep_kernels import Layout
+from ep_kernels.network import NetworkConfig
+from ep_kernels.network.network import Network
+from ep_kernels.telemetry import quantile
+
+DEADLINE_S = 120.0
+STREAM_ROUNDS = 24
+HEAD_BYTES, LINE_BYTES, PACKET_BYTES, PACKET_ROOM = 16, 128, 1024, 960
+COUNTS_OF_LINE, CHOICES_OF_LINE = 28, 7
+"""What travels: docs/network.md, "GPUs"."""
+
+
+def network_of(rank: int, ranks: int, nodes: int, provider: str, spin_us: int) -> NetworkConfig:
+    """Of a rank of so many hosts."""
+    return NetworkConfig(
+        provider=provider, listen="127.0.0.1:0", domain=f"host {rank * nodes // ranks}", spin_us=spin_us
+    )
+
+
+def remote_of(rank: int, ranks: int, nodes: int) -> list[int]:
+    """Ranks of other hosts."""
+    return [peer for peer in range(ranks) if peer * nodes // ranks != rank * nodes // ranks]
+
+
+def sizes_of(case: Case, op: str, rows: int) -> list[int]:
+    """Bytes of the messages of one operation to one rank of another host, of so many rows."""
+    if op == "combine":
+        packets = -(-case.moved_bytes("combine") // PACKET_ROOM)
+        return [HEAD_BYTES, *([rows * packets * PACKET_BYTES] if rows else [])]
+    per_expert = case.layout in (Layout.EXPERT_MAJOR, Layout.GROUPED)
+    counts = -(-case.experts // case.ranks // COUNTS_OF_LINE) * LINE_BYTES
+    packets = -(-case.moved_bytes("dispatch") // PACKET_ROOM)
+    records = -(-case.topk // CHOICES_OF_LINE) * LINE_BYTES
+    moved = [rows * records, rows * packets * PACKET_BYTES] if rows else []
+    return [HEAD_BYTES, *([counts] if per_expert else []), *moved]
+
+
+class Proxies:
+    """Processor time of the proxy threads of this process."""
+
+    def __init__(self) -> None:
+        self._begun_ns, self._wall_ns = self._now_ns(), time.monotonic_ns()
+
+    def used(self) -> tuple[float, float]:
+        """(us, share of a processor) since this was made."""
+        used, wall = self._now_ns() - self._begun_ns, time.monotonic_ns() - self._wall_ns
+        return used / 1e3, used / wall
+
+    @staticmethod
+    def _now_ns() -> int:
+        tasks = [path for path in Path("/proc/self/task").iterdir() if _read(path / "comm") == "crossdock-net\n"]
+        return sum(map(_used_ns, tasks))
+
+
+def _used_ns(task: Path) -> int:
+    """Of a thread; by the clock's ticks where the kernel keeps nothing finer."""
+    if (task / "schedstat").exists():
+        return int(_read(task / "schedstat").split()[0])
+    user, system = _read(task / "stat").rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+class Streams:
+    """The provider's own loop between ranks of different hosts, by proxies of its own.
+
+    Args:
+        most_bytes: that a rank sends in one round.
+    """
+
+    def __init__(self, config: NetworkConfig, rank: int, ranks: int, nodes: int, most_bytes: int) -> None:
+        self._rank, self._ranks, self._nodes = rank, ranks, nodes
+        self._peers = remote_of(rank, ranks, nodes)
+        self._network = Network(config)
+        self._end = network.End(self._network, rank, ranks, most_bytes)
+        self._end.write(1)
+        tickets: list[Any] = [None] * ranks
+        dist.all_gather_object(tickets, self._end.channel.ticket())
+        self._end.channel.connect({peer: tickets[peer] for peer in self._peers}, DEADLINE_S)
+
+    def us(self, messages: Sequence[tuple[int, int]], expected: int, rounds: int = STREAM_ROUNDS) -> float:
+        """Median of the rounds' slowest ranks, each of which sends those (rank, bytes)."""
+        took = []
+        for _ in range(rounds + 2):
+            self._end.stream([(peer, 0) for peer in self._peers], len(self._peers), 0)  # all are here
+            took.append(self._end.stream(messages, expected, 0) / 1e3)
+        slowest = torch.tensor(took[2:], device="cuda")
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return quantile(slowest.tolist(), 0.5)
+
+    def of_operation(self, case: Case, op: str, table: torch.Tensor) -> float:
+        """As long as its messages take; table int64 [R, R], rows from -> to."""
+        rows = table if op == "dispatch" else table.T
+        sends = [
+            [(peer, size) for peer in remote_of(rank, self._ranks, self._nodes)
+             for size in sizes_of(case, op, int(rows[rank, peer]))]
+            for rank in range(self._ranks)
+        ]  # fmt: skip
+        expected = sum(peer == self._rank for one in sends for peer, _ in one)
+        return self.us(sends[self._rank], expected)
+
+    def close(self) -> None:
+        """Part from all."""
+        dist.barrier()
+        self._end.channel.close()
+        self._end.channel.free()
+        self._network.close()

@@ -1,0 +1,47 @@
+"""The benchmark of GPUs as several hosts: what it says must travel is what the transport's byte map moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.cases import Case
+from benchmarks.gpu.nodes import iterations_of, numbers
+from benchmarks.gpu.nodes_network import network_of, remote_of, sizes_of
+from ep_kernels import MoEConfig
+from ep_kernels.transports.nvlink import plan
+from ep_kernels.types import Layout, Mode
+from tests.groups import LonelyGroup
+
+
+@pytest.mark.parametrize("layout", [Layout.RANK_MAJOR, Layout.EXPERT_MAJOR, Layout.FLAT])
+@pytest.mark.parametrize(("hidden", "topk", "experts"), [(7168, 8, 256), (2056, 6, 60)])
+def test_bytes_are_those_of_the_byte_map(layout: Layout, hidden: int, topk: int, experts: int) -> None:
+    case, rows = Case(Mode.LL, layout, 4, 16, hidden, experts, topk), 11
+    config = MoEConfig(
+        group=LonelyGroup(0, 4), num_experts=experts, hidden_size=hidden, topk=topk, max_tokens_per_rank=16,
+        mode=Mode.LL, layout=layout, network=network_of(0, 4, 2, "tcp", 20),
+    )  # fmt: skip
+    shape = plan.sizes_of(config).shape
+    counts = [128 * -(-experts // 4 // 28)] if layout is Layout.EXPERT_MAJOR else []
+    row = [rows * shape.metadata_lines * 128, rows * shape.row_packets * 1024]
+    assert sizes_of(case, "dispatch", rows) == [16, *counts, *row]
+    assert sizes_of(case, "combine", rows) == [16, rows * shape.combine_packets * 1024]
+    assert sizes_of(case, "dispatch", 0) == [16, *counts]
+    assert sizes_of(case, "combine", 0) == [16]
+
+
+def test_who_is_on_another_host() -> None:
+    assert remote_of(1, 4, 2) == [2, 3]
+    assert remote_of(3, 4, 4) == [0, 1, 2]
+    assert {network_of(rank, 8, 2, "tcp", 20).domain for rank in range(4)} == {"host 0"}
+
+
+def test_long_operations_are_timed_less_often() -> None:
+    case = Case(Mode.HT, Layout.FLAT)
+    assert [iterations_of(Case(case.mode, case.layout, tokens=t), 100) for t in (1, 512, 2048, 8192)] == [
+        100,
+        100,
+        25,
+        10,
+    ]
+    assert numbers("1,128") == (1, 128)
