@@ -41,6 +41,8 @@ X86_VARIANTS = {
     "rows_avx2.cpp": ("-mavx2", "-mprfchw"),
     "rows_avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512", "-mprfchw"),
 }
+ZIG_VARIANTS = {"rows_avx512.cpp": ("-mevex512",)}
+"""What the wheel's clang (18 to 20) wants besides: -mavx512f alone gives it no registers of 512 bits."""
 OLDEST_GLIBC = "2.28"
 """What a library built with zig asks of the machine that runs it."""
 COMPILE_TIMEOUT_S = 600
@@ -131,6 +133,7 @@ class Native:
     def _compile(self, compiler: Sequence[str], source: Path, folder: Path) -> Path:
         made = folder / f"{source.stem}.o"
         flags = [*COMMON, *EXACT, *X86_VARIANTS.get(source.name, ()), f'-DCD_BUILD_ID="{self.build_id()}"']
+        flags += ZIG_VARIANTS.get(source.name, ()) if "ziglang" in compiler else ()
         flags += [f"-I{folder}" for folder in self.included]
         _run([*compiler, *flags, "-c", str(source), "-o", str(made)])
         return made

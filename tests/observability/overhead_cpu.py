@@ -113,7 +113,7 @@ class Ranked:
                 clocked_s += operations_s
             elapsed_s = time.perf_counter() - began
         used_s -= begun_s
-        telemetry.parted(self.comm)
+        telemetry.epoch_ended(self.comm)
         telemetry.close()
         percent = self._metrics_percent(metrics, clocked_s, number)
         return Collected(pairs_s, ran, asked, 100 * used_s / elapsed_s, 1e6 * used_s / (2 * number), percent)

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.worker.engine import Engine
-from crossdock.worker.stepper import Batch
-from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Slice, Work
-from crossdock.worker.worker_telemetry import StepRecord, WorkerTelemetry
+from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Work
+from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
 from ep_kernels.transports.cpu.native import OPS
 from ep_kernels.transports.cpu.transport import CpuTransport
@@ -440,44 +439,3 @@ def test_half_types_come_home_in_float32_and_are_rounded_once(dtype: torch.dtype
     factors = torch.where(ids < 0, 0, (ids + 1) * 1.0)
     first, second = ((x.float() * factors[:, k : k + 1]) * weights[:, k : k + 1] for k in range(K))
     assert torch.equal(answer.y, (first + second).to(dtype))
-
-
-def test_no_row_is_written_into_a_clients_memory_after_its_answer() -> None:
-    """Its next request may lie there."""
-    engine = Engine(M, WorkerTelemetry(WorkerMetrics(), (1, 1)))
-    order: list[str] = []
-    late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "late")
-
-    class Memory:
-        """y of a request, whose deadline passes just as its rows are written."""
-
-        def __setitem__(self, rows: slice, values: torch.Tensor) -> None:
-            expiry = threading.Thread(target=engine.withdraw, args=(work, late))
-            expiry.start()
-            expiry.join(0.3)
-            order.append("written")
-
-    tokens = torch.zeros(1, H), torch.zeros(1, K, dtype=torch.int32), torch.zeros(1, K)
-    y: Any = Memory()
-    work = Work("client", 0, *tokens, 0, 0, lambda _: order.append("answered"), y=y)
-    record = StepRecord(1, torch.ones(1, dtype=torch.int32), [], len, 1, 1, 1)
-    engine._running = [work]
-    engine._finish(Batch([Slice(work, 0, 1)], tokens[0], "", False, record, 0), [])
-    assert order == ["written", "answered"]
-
-
-def test_a_request_whose_memory_a_step_writes_is_answered_after_the_step() -> None:
-    """Combine writes there without a lock, and the sender's next request may lie in the same memory."""
-    engine = Engine(M, WorkerTelemetry(WorkerMetrics(), (1, 1)))
-    answers: dict[str, list[Done | Failure]] = {"given": [], "own": []}
-    late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "late")
-    tokens = torch.zeros(1, H), torch.zeros(1, K, dtype=torch.int32), torch.zeros(1, K)
-    given = Work("client", 0, *tokens, 0, 0, answers["given"].append, y=torch.zeros(1, H))
-    own = Work("client", 0, *tokens, 0, 0, answers["own"].append)
-    engine._running = [given, own]
-    engine.withdraw(given, late)
-    engine.withdraw(own, late)
-    engine.close(Failure(grpc.StatusCode.UNAVAILABLE, "closed"))
-    assert answers == {"given": [], "own": [late]}
-    engine._clear_running()
-    assert answers == {"given": [late], "own": [late]}

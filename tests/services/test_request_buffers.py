@@ -373,17 +373,22 @@ async def test_the_buffer_of_a_dead_client_is_freed(tmp_path: Path) -> None:
         await until(lambda: os.fstat(guest.fd).st_blocks == 0)  # although this end maps it still
 
 
-async def test_a_late_request_is_answered_and_its_buffer_serves_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["late", "cancelled"])
+async def test_a_request_that_fails_in_the_queue_is_answered_and_its_buffer_ends(tmp_path: Path, way: str) -> None:
+    """A step may be writing its rows: the next request would find them in its own."""
     async with world(tmp_path) as made, Guest(made) as guest:
         await guest.redeem()
         guest.write(Batch.random(2))
         made.engine.go.clear()
-        assert (await guest.ask(1, 2, timeout_ms=1)).error.code == LATE
-        guest.tell(2, 2)
-        guest.tell(2, 2, cancel=True)
-        assert (await guest.answer()).error.code == rpc.code_number(grpc.StatusCode.CANCELLED)
-        made.engine.go.set()
-        assert not (await guest.ask(3, 2)).HasField("error")
+        guest.tell(1, 2, timeout_ms=1 if way == "late" else 60_000)
+        if way == "cancelled":
+            guest.tell(1, 2, cancel=True)
+        expected = LATE if way == "late" else rpc.code_number(grpc.StatusCode.CANCELLED)
+        assert (await guest.answer()).error.code == expected
+        with pytest.raises(EOFError):
+            await guest.answer()
+        await until(lambda: made.buffers.num_bytes == 0)
+        assert made.engine.seen[0].answered
 
 
 async def test_a_client_that_reads_no_answers_loses_its_buffer(tmp_path: Path) -> None:
@@ -609,5 +614,24 @@ async def test_a_request_that_ends_before_it_is_queued(tmp_path: Path, monkeypat
         with monkeypatch.context() as slow:
             slow.setattr(buffer_server.request_trace, "admitted", lambda work, _: made.engine.withdraw(work, late))
             assert (await guest.ask(1, 5)).error.code == LATE
-        assert not (await guest.ask(2, 5)).HasField("error")
+        with pytest.raises(EOFError):  # a step may write its rows still
+            await guest.answer()
         assert None not in made.engine.seen
+
+
+async def test_a_request_above_the_rate_wakes_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected: list[None] = []
+    async with world(tmp_path) as made, Guest(made) as guest:
+        await guest.redeem()
+        guest.write(Batch.random(5))
+        monkeypatch.setattr(made.engine, "expect", lambda: expected.append(None))
+        monkeypatch.setattr(Backend, "check_rate", lambda *_: None)
+        assert not (await guest.ask(1, 5)).HasField("error")
+        assert len(expected) == 1
+
+        def refuse(*_: object) -> None:
+            raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many"))
+
+        monkeypatch.setattr(Backend, "check_rate", refuse)
+        assert (await guest.ask(2, 5)).error.code == EXHAUSTED
+        assert len(expected) == 1

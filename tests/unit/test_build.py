@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -174,3 +175,24 @@ def test_the_wheel_is_whole_and_has_nothing_else(wheel: Path) -> None:
     assert sources <= packed, "kernels are compiled from these where no cubin fits"
     assert "ep_kernels/removed_since.py" not in packed
     assert not [name for name in packed if name.endswith((".cpp", ".hpp", ".pyc"))]
+
+
+@pytest.mark.parametrize("compiler", [["g++"], ["python", "-m", "ziglang", "c++"]])
+def test_the_wheels_compiler_gets_the_flags_that_it_needs(
+    compiler: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[Sequence[str]] = []
+    monkeypatch.setattr(build, "_run", commands.append)
+    for name in build.X86_VARIANTS:
+        build.native_of("cpu")._compile(compiler, Path(name), tmp_path)
+    assert ["-mevex512" in command for command in commands] == [False, "ziglang" in compiler]
+
+
+def test_the_wheels_compiler_compiles_the_intrinsics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are built with it, and on hosts without a compiler every install is."""
+    pytest.importorskip("ziglang", reason="the wheel of the compiler is not installed: make test-deploy builds with it")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    compiler, ours = build.find_compiler(), build.native_of("cpu")
+    assert compiler is not None
+    for name in build.X86_VARIANTS:
+        assert ours._compile(compiler, ours.sources / name, tmp_path).stat().st_size

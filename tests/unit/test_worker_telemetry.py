@@ -140,7 +140,7 @@ def test_samples_that_the_ring_has_lost_are_counted_by_their_numbers() -> None:
     telemetry = WorkerTelemetry(metrics, (8, 8), "nvlink")
     telemetry._put(Samples.of([of_op("dispatch", 5), of_op("combine", 5), of_op("dispatch", 6)]))
     telemetry._put(Samples.of([of_op("dispatch", 9), of_op("combine", 6)]))
-    telemetry._put(telemetry_module._Look(None))
+    telemetry._put(telemetry_module._Collect(None))
     telemetry._put(Samples.of([of_op("dispatch", 1), of_op("dispatch", 2)]))  # another communicator begins again
     telemetry.close()
     assert [one.seq for one in telemetry.recent()] == [1, 2], "a trace does not mix epochs"
@@ -238,7 +238,7 @@ def test_the_end_of_an_epoch_is_counted_by_a_thread_that_is_behind(monkeypatch: 
         telemetry.step(step())
     before = dropped(metrics)
     assert before > 0, "the queue is full"
-    telemetry.parted(comm)
+    telemetry.epoch_ended(comm)
     hold.set()
     telemetry.close()
     assert metrics.registry.get_sample_value("crossdock_network_link_up", {"peer": "2"}) is None
@@ -258,7 +258,7 @@ def test_no_link_is_expected_after_an_epoch() -> None:
     metrics, comm = WorkerMetrics(), TalkingComm()
     telemetry = WorkerTelemetry(metrics, (8, 8))
     collected(telemetry, comm)
-    telemetry.parted(comm)
+    telemetry.epoch_ended(comm)
     telemetry.close()
     assert metrics.registry.get_sample_value("crossdock_network_link_up", {"peer": "2"}) is None
     assert metrics.registry.get_sample_value("crossdock_network_sent_bytes_total", {"peer": "2"}) == 0
@@ -268,7 +268,7 @@ def test_steps_together_are_counted_as_one_by_one() -> None:
     rng = random.Random(2)
     records = [
         StepRecord(
-            rng.randrange(9), torch.tensor([rng.randrange(3) for _ in range(4)], dtype=torch.int32),
+            rng.randrange(9), torch.tensor([rng.randrange(3) for _ in range(rng.choice((3, 4)))], dtype=torch.int32),
             [torch.zeros(rng.randrange(3), 2, dtype=torch.int32)], lambda ids: sum(map(len, ids)),
             *(rng.randrange(10**7) for _ in range(3)), rng.randrange(2), rng.choice((None, (7, 1, 0, 9))),
             rng.choice((None, {"trace_id": f"{number:032x}"})), (rng.randrange(2), 3),

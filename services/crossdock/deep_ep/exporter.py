@@ -33,7 +33,7 @@ class _WatchedCommunicator:
     Attributes:
         rank: as a label; read at the start, because the group may end before the communicator.
         received: tokens of each rank, as far as they are counted.
-        puzzling: reading it has failed unexpectedly, which the log shows.
+        failing: reading it has failed unexpectedly, which the log shows.
         next_seq: of each operation's next sample.
         transport: as a label.
         num_dropped: rows dropped, as far as they are counted.
@@ -42,7 +42,7 @@ class _WatchedCommunicator:
 
     rank: str
     received: list[int]
-    puzzling: bool = False
+    failing: bool = False
     next_seq: dict[str, int] = field(default_factory=dict)
     transport: str = "cpu"
     num_dropped: int = 0
@@ -103,8 +103,8 @@ class FrameworkTelemetry:
             except EpError:
                 continue  # closed or broken meanwhile: its calls say so
             except Exception:  # one that cannot be read does not end the counts of the others
-                if not about.puzzling:
-                    about.puzzling = True
+                if not about.failing:
+                    about.failing = True
                     log.exception("counts of a communicator are lost", rank=about.rank)
 
     def _count(self, about: _WatchedCommunicator, samples: Samples) -> None:

@@ -7,7 +7,8 @@ the steps while it is awake (`doorbells.py`), else by a thread that waits for al
 What a client can do to its memory: change it at any time, so x is only ever read as numbers, and ids and weights are
 copied before they are checked; not resize it, for it is sealed. Its bytes count, from the offer until the call ends,
 against `max_shared_bytes` and a quarter of that for one client; then the pages are freed, even if the client maps them
-still. A client that sends without reading answers loses its buffer.
+still. A client that sends without reading answers loses its buffer, and so does one whose request has failed after it
+was queued: a step may be writing rows of it.
 """
 
 from __future__ import annotations
@@ -297,11 +298,11 @@ class _Buffer:
             busy = "id: expected no request before the last one is answered"
             self._send(request.id, Failure(grpc.StatusCode.INVALID_ARGUMENT, busy))
             return
-        backend.engine.expect()
         received_ns = time.monotonic_ns()
         trace = request_trace.begin(backend.tracer, request, None, received_ns)
         try:
             backend.check_rate(self.offer.client)
+            backend.engine.expect()  # not before: it wakes all ranks
             self._work = work = self._work_of(request, trace)
             request_trace.admitted(work, received_ns)
             backend.engine.submit(work)
@@ -323,6 +324,8 @@ class _Buffer:
         """Any thread."""
         work, self._work = self._work, None
         self._send(request_id, answer)
+        if isinstance(answer, Failure):  # a step may still write its rows: no other request may use that memory
+            _end(self.sock)
         if work is None:
             return
         code, why = (grpc.StatusCode.OK, "") if isinstance(answer, Done) else (answer.code, answer.message)

@@ -36,7 +36,7 @@ class CommunicatorCounts:
             else:
                 self._metrics.network_link_up.remove(str(now.peer))
 
-    def parted(self) -> None:
+    def epoch_ended(self) -> None:
         """The communicator's epoch has ended: no link is expected to be up."""
         self._metrics.network_link_up.clear()
 

@@ -108,8 +108,7 @@ class Engine:
             comm.call_exchange()
 
     def withdraw(self, work: Work, failure: Failure) -> None:
-        """Answer a request with `failure`: now, or, if a running step may write into memory that its sender gave, when
-        that step has ended."""
+        """Answer a request with `failure` now; a running step drops its rows."""
         with self._lock:
             self._batcher.remove(work)
             self._lock.notify_all()
@@ -169,8 +168,6 @@ class Engine:
         for work in works:
             with self._lock:
                 first, work.answered = not work.answered, True
-                if first and isinstance(answer, Failure) and work.y is not None and work in self._running:
-                    work.held, first = answer, False  # once it is answered, its sender may use that memory again
             if first:
                 work.reply(answer)
 
@@ -204,7 +201,7 @@ class Engine:
             _log.exception("engine failed", epoch=epoch)
             ended, why = Fault(f"engine: {type(error).__name__}: {error}"), error
         self._doorbells.arm()
-        samples = self._telemetry.parted(comm)
+        samples = self._telemetry.epoch_ended(comm)
         if isinstance(ended, Fault) and why is not None and not isinstance(why, AbortedError):
             record = record_of(why, samples, time.monotonic_ns())
             ended = replace(ended, postmortem=_postmortem(record, comm.rank, epoch, self._num_steps))
@@ -343,13 +340,9 @@ class Engine:
                 self._answer([work], Done(work.y, work.timing))
 
     def _clear_running(self) -> None:
-        """No step is running: failures that were held meanwhile are answered."""
+        """No step is running."""
         with self._lock:
-            held = [(work, work.held) for work in self._running if work.held is not None]
             self._running = []
-        for work, failure in held:
-            work.reply(failure)
-        with self._lock:
             self._lock.notify_all()
 
 

@@ -77,8 +77,7 @@ class Work:
         num_taken: tokens that were given to steps so far.
         y: [T, H] filled by the steps: where its sender wants it, or None until the first one ended.
         stream: of the client; its requests are served in order within a layer, streams of one client take turns.
-        answered: True once `reply` was called (or must not be any more, or will be with `held`).
-        held: the failure that it is answered with when the step that runs has ended.
+        answered: True once `reply` was called (or must not be any more).
         trace: of the request; None: not traced.
     """
 
@@ -95,7 +94,6 @@ class Work:
     y: torch.Tensor | None = None
     timing: Timing = field(default_factory=Timing)
     answered: bool = False
-    held: Failure | None = None
     trace: RequestTrace | None = None
 
     @property

@@ -32,7 +32,7 @@ _log = log.get(__name__)
 
 _COLLECT_S, _COLLECT_STEPS = 0.5, 1000
 """Samples are collected so often, or after so many steps. The ring holds 4096 records; a step writes three."""
-_BATCH_S = 0.02
+_BATCH_S = 0.1
 """Records are counted so long after the first of them: a thread that woke up in each step would stop the engine's."""
 _PAUSE_S = 50e-6
 """In the middle of that work, 0.1 to 0.4 ms each half: the engine's thread may wait for the interpreter."""
@@ -86,13 +86,13 @@ class _EndedTrace:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """At a communicator's traffic; None: its epoch has ended."""
+class _Collect:
+    """Read the samples and counters of a communicator; None: its epoch has ended."""
 
     comm: MoECommunicator | None
 
 
-_Record = StepRecord | Samples | _Look | _EndedTrace
+_Record = StepRecord | Samples | _Collect | _EndedTrace
 
 
 class WorkerTelemetry:
@@ -129,6 +129,7 @@ class WorkerTelemetry:
         self._rate = (time.monotonic(), 0)
         self._expert_ids: tuple[int, ...] = ()
         self._expert_bytes = 0
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._drain, name="telemetry", daemon=True)
         self._thread.start()
 
@@ -168,13 +169,13 @@ class WorkerTelemetry:
         now_s = time.monotonic()
         if now_s >= self._next_collect_s or self._steps_since_collect >= _COLLECT_STEPS:
             self._next_collect_s, self._steps_since_collect = now_s + _COLLECT_S, 0
-            self._put(_Look(comm))
+            self._put(_Collect(comm))
 
-    def parted(self, comm: MoECommunicator) -> list[LatencySample]:
+    def epoch_ended(self, comm: MoECommunicator) -> list[LatencySample]:
         """The epoch has ended (engine's thread). Returns the last operations."""
         samples = comm.samples()
         self._put(samples)
-        self._queue.put(_Look(None))  # whatever waits there: links of an epoch that has ended are not up
+        self._queue.put(_Collect(None))  # whatever waits there: links of an epoch that has ended are not up
         return [*self._latency.recent(), *samples]
 
     def recent(self) -> list[LatencySample]:
@@ -227,6 +228,7 @@ class WorkerTelemetry:
 
     def close(self) -> None:
         """Count what is in the queue and stop the thread."""
+        self._closing.set()
         self._queue.put(None)
         self._thread.join(timeout=5)
 
@@ -247,7 +249,7 @@ class WorkerTelemetry:
         batch: list[_Record | None] = []
         while not (batch and batch[-1] is None):
             batch = [self._queue.get()]
-            time.sleep(_BATCH_S)
+            self._closing.wait(_BATCH_S)
             while len(batch) < _MAX_BATCH and not self._queue.empty():
                 batch.append(self._queue.get())
             for are_steps, records in groupby(batch, lambda record: isinstance(record, StepRecord)):
@@ -272,12 +274,12 @@ class WorkerTelemetry:
             record.trace.end(record.code, record.why, record.end_ns)
         elif isinstance(record, Samples):
             self._count_samples(record)
-        elif isinstance(record, _Look):
+        elif isinstance(record, _Collect):
             self._count_experts()
             if record.comm is None:
                 self._next_seq = {}
                 self._latency.forget_recent()
-                self._counts.parted()
+                self._counts.epoch_ended()
             else:
                 self._count_samples(record.comm.samples())
                 self._counts.count(record.comm)
@@ -318,11 +320,12 @@ class WorkerTelemetry:
 
     def _computed(self, records: Sequence[StepRecord]) -> dict[tuple[int, int], int]:
         """Rows by (layer, expert)."""
-        rows: dict[tuple[int, tuple[int, ...] | None], list[torch.Tensor]] = {}
-        for record in records:
-            rows.setdefault((record.layer, record.experts), []).append(record.rows_per_expert)
+        rows: dict[tuple[int, tuple[int, ...] | None, int], list[torch.Tensor]] = {}
+        for record in records:  # of two epochs, perhaps, with other numbers of experts
+            key = record.layer, record.experts, len(record.rows_per_expert)
+            rows.setdefault(key, []).append(record.rows_per_expert)
         computed: dict[tuple[int, int], int] = {}
-        for (layer, experts), counts in rows.items():
+        for (layer, experts, _), counts in rows.items():
             held = self._expert_ids if experts is None else experts
             for expert, count in zip(held, torch.stack(counts).sum(0).tolist(), strict=False):
                 if count:
