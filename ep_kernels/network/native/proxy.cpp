@@ -30,6 +30,8 @@ constexpr int64_t kShortNapUs = 20, kLongNapUs = 1000, kIdleNapUs = 4000, kIdleN
 // Between questions to epoll while a lane is hot; while what arrives comes by a queue that providers poll themselves.
 constexpr int64_t kAskNs = 2000, kAskPolledNs = 20'000;
 constexpr int64_t kPolledNs = 100'000;  // since the last arrival
+// While a rank is within an operation: awake so long after the last work.
+constexpr int64_t kExpectNs = 500'000;
 
 // epoll_wait with a limit in microseconds, -1: none. By number: older C libraries have no name for the call.
 int wait_for(int epoll_fd, epoll_event* events, int most, int64_t limit_us) {
@@ -132,7 +134,7 @@ void Proxy::run() {
     for (int i = 0; i < n; ++i) happen(events[i].data.u64, events[i].events);
     const int64_t now = now_ns();
     if (busy || n > 0) busy_ns = now;
-    if (now - busy_ns < spin_ns_ || busy || n > 0) {
+    if (busy || n > 0 || now - busy_ns < (expects() ? std::max(spin_ns_, kExpectNs) : spin_ns_)) {
       pthread_mutex_unlock(&mutex_);
       continue;
     }
@@ -277,6 +279,12 @@ bool Proxy::happen(uint64_t tag, uint32_t events) {
 bool Proxy::has_devices() const {
   bool any = false;
   for_each([&](const NetChannel& c) { any |= c.outbox->device.load(std::memory_order_relaxed); });
+  return any;
+}
+
+bool Proxy::expects() const {
+  bool any = false;
+  for_each([&](const NetChannel& c) { any |= c.outbox->expects.load(std::memory_order_relaxed); });
   return any;
 }
 

@@ -118,6 +118,7 @@ struct Proxy {
   void linger(int fd);
   void drop(int& fd);
   bool idle() const;
+  bool expects() const;
   bool has_devices() const;
   static void sent(void* channel, int rank);
   static void arrived(void* channel, int rank, uint32_t imm);
