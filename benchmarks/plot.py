@@ -1,7 +1,8 @@
 """`python -m benchmarks.plot docs/results/<folder>`: plots of one GPU run beside its csv files, as SVG and PNG.
 
 latency (LL pair over T, bound dotted), ll_sms (LL pair over multiprocessors), bandwidth (HT over multiprocessors, for
-each T), throughput (HT as bars). Needs matplotlib.
+each T), throughput (HT as bars); of collectives gathers (over multiprocessors) and reductions (over bytes). Needs
+matplotlib.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import facts, report, table
+from benchmarks import facts, plot_collectives, report, table
 
 Csv = dict[str, str]
 COLOURS = {"crossdock": "#0b6e4f", "nccl": "#8d99ae", "nccl_bare": "#5c677d", "agrs": "#c98686", "deepep": "#7b6fb0"}
@@ -43,22 +44,27 @@ def draw(folder: Path) -> list[Path]:
         "ll_sms": ("ll_sms", _ll_sms),
         "bandwidth": ("sweep", _bandwidth),
         "throughput": ("ht", _throughput),
+        "gathers": ("collectives", plot_collectives.gathers),
+        "reductions": ("collectives", plot_collectives.reductions),
     }
     written = []
     for name, (source, paint) in plots.items():
         lines = report.read(folder, source)
         if lines:
-            written += _figure(folder / name, facts.of_table(run, source), lines, paint)
+            model = "" if source == "collectives" else " · H 7168, E 256, K 8"
+            written += _figure(folder / name, facts.of_table(run, source), lines, paint, model)
     return written
 
 
-def _figure(path: Path, run: dict[str, Any], lines: list[Csv], paint: Callable[[Any, list[Csv]], None]) -> list[Path]:
+def _figure(
+    path: Path, run: dict[str, Any], lines: list[Csv], paint: Callable[[Any, list[Csv]], None], model: str
+) -> list[Path]:
     from matplotlib import pyplot
 
     figure = pyplot.figure(figsize=(10.5, 4.6), layout="constrained")
     paint(figure, lines)
     what = f"{run['num_gpus']} x {run['gpu']} · {str(run['date'])[:10]} · commit {str(run['commit'])[:12]}"
-    figure.supxlabel(f"{what} · H 7168, E 256, K 8", fontsize=8, color="#555555")
+    figure.supxlabel(what + model, fontsize=8, color="#555555")
     written = [path.with_suffix(suffix) for suffix in (".svg", ".png")]
     for target in written:
         figure.savefig(target, dpi=130, metadata={"Date": None} if target.suffix == ".svg" else None)

@@ -46,6 +46,7 @@ KERNELS: Mapping[str, str] = {
     "reduce_scatter": "collectives/reduce_scatter.cuh",
     "all_reduce": "collectives/all_reduce.cuh",
     "copy_wait": "collectives/copy_wait.cuh",
+    "add_terms": "collectives/add_terms.cuh",
 }
 """Entry point -> its file."""
 _INCLUDE = re.compile(r'#include "([^"]+)"')
@@ -125,6 +126,7 @@ def collective_variants(dtypes: Sequence[str] = ("bf16", "f16", "f32")) -> Itera
     yield Variant("copy_wait")
     for dtype in dtypes:
         yield Variant("reduce_scatter", (("X", dtype),))
+        yield Variant("add_terms", (("X", dtype),))
         for kind in (0, 1):  # one-shot, two-shot
             yield Variant("all_reduce", (("KIND", str(kind)), ("X", dtype)))
 

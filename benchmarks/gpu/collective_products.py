@@ -19,8 +19,8 @@ from benchmarks.gpu.collective_cases import CollectiveCase
 from ep_kernels.collectives import CollectiveConfig, Collectives
 
 CHUNKS = 4
-STAGING_BYTES = 64 << 20
-"""Of ours: a chunk of a sum passes in one round."""
+STAGING_BYTES = 128 << 20
+"""Of ours: pieces of a product are large enough to lose little."""
 
 
 def weights(case: CollectiveCase, rank: int) -> torch.Tensor:

@@ -69,6 +69,17 @@ def choose(shape: CollectiveShape, can: CollectiveCapabilities) -> Choice:
     return Choice(next(algorithm for algorithm in (*_wanted(shape, can), *has) if algorithm in has))
 
 
+def copies_terms(num_bytes: int, num_ranks: int, num_sms: int | None, can: CollectiveCapabilities) -> bool:
+    """Whether copy engines bring the terms of a summed matmul; equal on all ranks.
+
+    Args:
+        num_bytes: of a rank's whole product.
+        num_ranks, num_sms: as in CollectiveShape; a caller that names multiprocessors wants them to bring the terms.
+    """
+    least = can.term_min_bytes
+    return num_ranks > 1 and not num_sms and 0 < least <= num_bytes // num_ranks
+
+
 def _wanted(shape: CollectiveShape, can: CollectiveCapabilities) -> Sequence[Algorithm]:
     """In order of preference."""
     if shape.op is CollectiveOp.REDUCE_SCATTER:

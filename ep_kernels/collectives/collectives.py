@@ -18,10 +18,10 @@ from torch.compiler import is_compiling
 
 from ep_kernels.collectives import collective_checks as checks
 from ep_kernels.collectives import collective_ops as ops
-from ep_kernels.collectives import matmul
-from ep_kernels.collectives.choose import BufferPlace, Choice, CollectiveShape, choose
+from ep_kernels.collectives import copied_sums, matmul
+from ep_kernels.collectives.choose import BufferPlace, Choice, CollectiveShape, choose, copies_terms
 from ep_kernels.collectives.collective_config import CollectiveConfig
-from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
+from ep_kernels.collectives.collective_types import SUM_DTYPES, Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.establish import establish, process_group_of, warn_once
 from ep_kernels.collectives.fallback import TorchCollectives
 from ep_kernels.collectives.repeats import Repeats
@@ -35,6 +35,7 @@ from ep_kernels.transports.collective_base import (
     PendingCollective,
     PendingGather,
     ReduceArgs,
+    TermCopies,
 )
 
 
@@ -213,13 +214,16 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if given.shape[0] % self.size:
             raise ArgumentError("x", f"a first dimension that {self.size} ranks divide", list(given.shape))
         self._ready("matmul_reduce_scatter")
+        pieces, terms = matmul.check_chunks(chunks), self._terms(given, w, num_sms)
+        if terms is not None:
+            return self._run(copied_sums.scattered, terms, given, w, self.rank, self.size, pieces)
 
         sms = self._sms_beside(num_sms)
 
         def scatter(rows: torch.Tensor, out: torch.Tensor) -> Work[torch.Tensor]:
             return self.reduce_scatter(rows, out=out, num_sms=sms)
 
-        return matmul.scattered(scatter, given, w, self.size, matmul.check_chunks(chunks))
+        return matmul.scattered(scatter, given, w, self.size, pieces)
 
     def matmul_all_reduce(
         self, x: torch.Tensor, w: torch.Tensor, *, chunks: int = 4, num_sms: int | None = None
@@ -237,13 +241,15 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         matmul.check_weights(x, [w])
         given = checks.contiguous("x", x, self.capabilities.device_type)
         self._ready("matmul_all_reduce")
-
-        sms = self._sms_beside(num_sms)
+        pieces, terms = matmul.check_chunks(chunks), self._terms(given, w, num_sms)
+        sms = self._sms_beside(num_sms) if terms is None else None
 
         def reduce(rows: torch.Tensor) -> Work[torch.Tensor]:
             return self.all_reduce(rows, out=rows, num_sms=sms)
 
-        return matmul.reduced(reduce, given, w, matmul.check_chunks(chunks))
+        if terms is not None:
+            return self._run(copied_sums.reduced, terms, reduce, given, w, self.rank, self.size, pieces)
+        return matmul.reduced(reduce, given, w, pieces)
 
     # Inside.
 
@@ -289,6 +295,16 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
     def _sms_beside(self, asked: int | None) -> int | None:
         """Multiprocessors of a sum beside a product: as the caller or the config says, else few."""
         return matmul.BESIDE_SMS if asked is None and self._config.num_sms is None else asked
+
+    def _terms(self, x: torch.Tensor, w: torch.Tensor, num_sms: int | None) -> TermCopies | None:
+        """Copy engines for the terms of x @ w; None where multiprocessors move them."""
+        num_bytes, sms = x.shape[0] * w.shape[1] * w.itemsize, self._config.num_sms if num_sms is None else num_sms
+        if not all(self._active) or not copies_terms(num_bytes, self.size, sms, self.capabilities):
+            return None
+        if x.dtype not in SUM_DTYPES or torch.cuda.is_current_stream_capturing():
+            return None
+        terms = self._transport.terms
+        return terms if terms is not None and copied_sums.most_rows(terms, w.shape[1], w.dtype) else None
 
     def _own_rank(self) -> checks.OwnRank:
         return checks.OwnRank(self.rank, self.size, self.capabilities.device_type, not all(self._active))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ep_kernels import tuning
 from ep_kernels.collectives.collective_types import CollectiveCapabilities, CollectiveOp
 from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, PeerTimeout, TransportError
-from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs
+from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs, TermCopies
 from ep_kernels.types import LatencySample, PeerTraffic
 
 _REDUCTIONS = {
@@ -96,6 +96,7 @@ class TorchCollectives:
     def __init__(self, group: Any, device_type: str, reason: str) -> None:
         self._group, self._size, self._rank = group.process_group, group.size, group.rank
         on_device = device_type or ("cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
+        self.terms: TermCopies | None = None
         self.capabilities = CollectiveCapabilities(
             device_type=on_device, cross_host=True, graphs=False, abi="torch", algorithms={}, reason=reason
         )

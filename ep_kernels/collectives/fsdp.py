@@ -10,7 +10,8 @@ buffer it lets its streams wait for the copy-out, so a buffer that is used again
 
 A buffer that FSDP has dropped is kept for the next unit of its size, since a new one costs a meeting of all hosts. The
 pool holds what FSDP uses at once: of each size two, and one for each unit that is prefetched. Where it is full, a
-buffer is ordinary memory. Ranks run the same program, so all of this happens on all ranks alike.
+buffer of that size is ordinary memory, and no host is met for one any more. Ranks run the same program, so all of this
+happens on all ranks alike.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class AllGather(_CustomAllGather):  # type: ignore[misc]
     def __init__(self, coll: Gatherer) -> None:
         self._coll = coll
         self._buffers: list[_Buffer] = []
+        self._full: set[int] = set()  # bytes for which the pool has no more room
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of that size: registered, or ordinary where the pool is full. Collective."""
@@ -95,12 +97,13 @@ class AllGather(_CustomAllGather):  # type: ignore[misc]
 
     def _new(self, num_bytes: int) -> _Buffer | None:
         """From the pool, which has room for it once idle ones of other sizes have been returned, or has none."""
-        for _ in range(2 if num_bytes else 0):
+        for _ in range(2 if num_bytes and num_bytes not in self._full else 0):
             try:
                 self._buffers.append(_Buffer(self._coll.empty((num_bytes,), torch.uint8)))
                 return self._buffers[-1]
             except ArgumentError:  # on all ranks, since all have the same pool
                 self._buffers = [one for one in self._buffers if not one.is_idle]
+        self._full.add(num_bytes)
         return None
 
     def __call__(

@@ -1,6 +1,7 @@
 """The two operations of `Mode.AG`: a collective each, with torch operators around it. Nothing here waits for a device.
 
-    dispatch   all-gather of [metadata, tokens, scales] into this dispatch's slot; places become local ids
+    dispatch   all-gather of [metadata, tokens, scales] into this dispatch's slot; places become local ids. Where copy
+               engines alone move tokens, these go first, and the rest is done meanwhile
     combine    rows of tokens without an expert here <- identity; reduce-scatter; z is the first T rows
 
 Why combine gives the bits of `reference.combine`: a reduce-scatter sums in fp32 in ascending rank and rounds once, and
@@ -10,6 +11,7 @@ adding -0.0 changes no value, so ranks that hold no expert of a token leave no t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -31,7 +33,16 @@ from ep_kernels.transports.collective_base import (
 from ep_kernels.types import ScaleFormat
 
 _PULLED = {Algorithm.COPY_PUSH: Algorithm.COPY_PULL}
-"""What copy engines have begun to push cannot be called back when a rank that lives is left out."""
+"""What copy engines have begun to push cannot be called back when a rank that lives is left out: they do where the
+caller wants them."""
+
+
+class Routed(NamedTuple):
+    """A step's routing, and what follows from it here: local expert ids int32 [R, S, K], -1 = not here; bool."""
+
+    state: GatherState
+    ids: torch.Tensor
+    here: torch.Tensor
 
 
 class GatherEngine:
@@ -89,22 +100,35 @@ class GatherEngine:
         self.slots.num_tokens(slot)[rank].fill_(own)
         return valid, invalid
 
-    def gather(self, args: DispatchArgs, slot: int, tokens: int, tag: int) -> PendingCollective:
-        """Begin the all-gather of a step of `tokens`. What of `args` it uses later is x, where `at_once`."""
+    def send_rows(self, x: torch.Tensor, slot: int, tag: int) -> PendingCollective | None:
+        """Begin the all-gather of x alone; None where it goes with the rest, as in a CUDA graph, which has one."""
+        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if captured or not memory.sends_rows_apart(self.config, self._coll.capabilities):
+            return None
+        part = GatherPart(memory.flat_bytes(x), memory.flat_bytes(self.slots.tokens(slot)), x.dtype)
+        with operation_errors():
+            return self._coll.all_gather(GatherArgs((part,), Algorithm.COPY_PUSH, 0, tag))
+
+    def gather(
+        self, x: torch.Tensor | None, scales: torch.Tensor | None, slot: int, tokens: int, tag: int
+    ) -> PendingCollective:
+        """Begin the all-gather of a step of `tokens`: of metadata, and x and scales where they are not None."""
         metadata, rank = self.slots.metadata(slot), self.config.group.rank
         own = metadata[rank, : memory.metadata_bytes(self.config, tokens)]
         parts = [GatherPart(own, metadata.view(-1), torch.uint8)]
-        x, scales = self._payload(args, slot, tokens)
         for shard, out in ((x, self.slots.tokens(slot)), (scales, self.slots.get("scales", slot))):
             if shard is not None and out is not None:
                 parts.append(GatherPart(memory.flat_bytes(shard), memory.flat_bytes(out), shard.dtype))
-        moved = sum(part.x.numel() for part in parts)
-        chosen = self._algorithm(CollectiveOp.ALL_GATHER, moved)
+        chosen, num_sms = Algorithm.KERNEL_PUSH, None
+        if x is not None:
+            moved, num_sms = sum(part.x.numel() for part in parts), self.config.num_sms
+            chosen = self._algorithm(CollectiveOp.ALL_GATHER, moved)
         with operation_errors():
-            return self._coll.all_gather(GatherArgs(tuple(parts), chosen, self.config.num_sms, tag))
+            return self._coll.all_gather(GatherArgs(tuple(parts), chosen, num_sms, tag))
 
-    def _payload(self, args: DispatchArgs, slot: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(x [tokens, H], scales [tokens, S_c] or None): x itself where it may be sent as it is, else a copy."""
+    def payload(self, args: DispatchArgs, slot: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(x [tokens, H], scales [tokens, S_c] or None): x itself where it may be sent as it is, which is `at_once`,
+        else a copy."""
         rank, own, x, scales = self.config.group.rank, args.x.shape[0], args.x, args.scales
         if self.config.quantize:
             packed = self.config.scale_format is ScaleFormat.UE8M0_PACKED
@@ -119,19 +143,25 @@ class GatherEngine:
         rows[:own] = x
         return rows[:tokens], scales
 
-    def routing(self, slot: int, tokens: int, valid: torch.Tensor, invalid: torch.Tensor, origin: int) -> GatherState:
-        """What has arrived, by itself."""
+    def routing(self, slot: int, tokens: int, valid: torch.Tensor, invalid: torch.Tensor, origin: int) -> Routed:
+        """What has arrived, by itself, in a step of `tokens`."""
         active = self.tables.active
         places = torch.where(active[:, None, None], self.slots.places(slot, tokens), -1)
         counts = torch.where(active, self.slots.num_tokens(slot), 0).int()
-        _, here = self.tables.local(places)
+        ids, here = self.tables.local(places)
         reached = (places >= 0).any(-1, keepdim=True)
         identity = torch.where(reached, self._minus_zero, self._zero)
-        return GatherState(places, here.any(-1, keepdim=True), identity, counts, valid, invalid, origin)
+        return Routed(
+            GatherState(places, here.any(-1, keepdim=True), identity, counts, valid, invalid, origin), ids, here
+        )
 
-    def local_choices(self, slot: int, state: GatherState) -> tuple[torch.Tensor, torch.Tensor]:
+    def routed_again(self, state: GatherState) -> Routed:
+        """Of a handle that is used again."""
+        return Routed(state, *self.tables.local(state.places))
+
+    def local_choices(self, slot: int, routed: Routed) -> tuple[torch.Tensor, torch.Tensor]:
         """(local expert ids int32, weights float32), both [R, M, K]."""
-        ids, here = self.tables.local(state.places)
+        state, ids, here = routed
         weights = torch.where(here, self.slots.weights(slot, state.step_tokens), 0.0)
         shape = self.config.group.size, self.config.max_tokens_per_rank, self.config.topk
         return memory.padded(ids, shape, -1), memory.padded(weights, shape, 0.0)

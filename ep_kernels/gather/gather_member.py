@@ -12,6 +12,7 @@ import torch
 from ep_kernels.collectives.collective_types import Algorithm
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import AbortedError, HandleError, PeerTimeout, TransportError
+from ep_kernels.gather import gather_memory as memory
 from ep_kernels.transports.collective_base import CollectiveTransport
 from ep_kernels.types import LatencySample, Mode, PeerTraffic
 
@@ -113,13 +114,16 @@ class GatherMember:
         """See `MemberTransport.samples`. `tokens` is that of the step, S: S rows move for every rank. All collectives
         count on from each other, so a gap in the numbers of one operation says nothing: `missing` does."""
         size, config = self._config.group.size, self._config
+        apart = config.num_sms == 0 and memory.sends_rows_apart(config, self._coll.capabilities)
         row = size * config.hidden_size * config.resolved_output_dtype.itemsize
         found, missing = [], 0
         for sample in self._coll.samples():
             if sample.op not in _NAMES:
                 continue
             missing += self._missing_before(sample)
-            tokens = self._step_tokens(sample.tokens) if sample.op == "all_gather" else sample.tokens // row
+            if apart and sample.op == "all_gather" and sample.mode not in _RINGS:
+                continue  # metadata alone
+            tokens = self._step_tokens(sample.tokens, apart) if sample.op == "all_gather" else sample.tokens // row
             if sample.op == "all_gather" or sample.tokens % row == 0:  # the rest carries gradients of weights
                 op, mode = _NAMES[sample.op], Mode.AG.value
                 found.append(replace(sample, op=op, mode=mode, tokens=tokens, missing=missing))
@@ -131,8 +135,8 @@ class GatherMember:
         expected, self._next_seq[ring] = self._next_seq.get(ring, 0), sample.seq + 1
         return sample.seq - expected if 0 < expected < sample.seq else 0
 
-    def _step_tokens(self, num_bytes: int) -> int:
-        """S of a dispatch that moved `num_bytes` of each rank."""
+    def _step_tokens(self, num_bytes: int, alone: bool) -> int:
+        """S of a dispatch that moved `num_bytes` of each rank; alone: of rows without metadata."""
         raise AssertionError("the transport knows")
 
     def traffic(self) -> list[PeerTraffic]:

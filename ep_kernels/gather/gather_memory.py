@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from ep_kernels.collectives.collective_config import CollectiveConfig
+from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.pool import ALIGN_BYTES
 from ep_kernels.config import MoEConfig
 from ep_kernels.quant import scale_columns
@@ -81,11 +82,18 @@ def metadata_bytes(config: MoEConfig, tokens: int) -> int:
     return _rounded(HEAD_BYTES + 8 * tokens * config.topk, ROUND_BYTES)
 
 
-def step_tokens(config: MoEConfig, num_bytes: int) -> int:
-    """S of a dispatch that moves `num_bytes` of each rank."""
+def step_tokens(config: MoEConfig, num_bytes: int, alone: bool = False) -> int:
+    """S of a dispatch that moves `num_bytes` of each rank; alone: of rows, without metadata and scales."""
+    if alone:
+        return num_bytes // (config.hidden_size * config.payload_dtype.itemsize)
     columns, dtype = scale_row(config)
     row = 8 * config.topk + config.hidden_size * config.payload_dtype.itemsize + columns * dtype.itemsize
     return (num_bytes - HEAD_BYTES) // row
+
+
+def sends_rows_apart(config: MoEConfig, can: CollectiveCapabilities) -> bool:
+    """Whether copy engines alone move tokens, and kernels the rest."""
+    return config.num_sms == 0 and Algorithm.COPY_PUSH in can.algorithms.get(CollectiveOp.ALL_GATHER, ())
 
 
 def scale_row(config: MoEConfig) -> tuple[int, torch.dtype]:

@@ -33,13 +33,17 @@ class GatherDispatch:
         self._counts = torch.empty(config.group.size, dtype=torch.int32, device=engine.device)
         self._packed = engine.blank_scales()
         self._pending: PendingCollective | None = None
+        self._rows: PendingCollective | None = None  # where rows go by themselves
         self._result: tuple[DispatchOutput, DispatchHandle] | None = None
 
     def send(self) -> None:
         """The send half."""
         engine, args = self._engine, self._args
+        x, scales = engine.payload(args, self.slot, self._tokens)
+        self._rows = engine.send_rows(x, self.slot, self._origin)
         self._valid, self._invalid = engine.announce(args, self.slot, self._tokens, self._previous)
-        self._pending = engine.gather(args, self.slot, self._tokens, self._origin)
+        rest = x if self._rows is None else None
+        self._pending = engine.gather(rest, scales, self.slot, self._tokens, self._origin)
         self._stream = engine.stream()
         self._args = None  # type: ignore[assignment]  # it is in the slot, or the operation keeps it
 
@@ -56,18 +60,25 @@ class GatherDispatch:
             with operation_errors():
                 self._pending.wait()
             self._engine.lend(self._stream, self._counts, self._packed, self._valid, self._invalid)
-            self._result = self._finish()
+            result = self._finish()
+            if self._rows is not None:
+                with operation_errors():
+                    self._rows.wait()
+            self._result = result
         return self._result
 
     def _finish(self) -> tuple[DispatchOutput, DispatchHandle]:
-        engine, state = self._engine, self._previous
-        if state is None:
-            state = engine.routing(self.slot, self._tokens, self._valid, self._invalid, self._origin)
+        engine = self._engine
+        if self._previous is None:
+            routed = engine.routing(self.slot, self._tokens, self._valid, self._invalid, self._origin)
+        else:
+            routed = engine.routed_again(self._previous)
+        state = routed.state
         self._counts.copy_(state.counts)
         tokens, scales, counts = self.buffers()
         if self._packed is not None:
             engine.pack(self.slot, self._packed)
-        ids, weights = engine.local_choices(self.slot, state)
+        ids, weights = engine.local_choices(self.slot, routed)
         output = DispatchOutput(
             layout=Layout.RANK_MAJOR,
             tokens=tokens,

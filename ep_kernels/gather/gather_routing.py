@@ -84,8 +84,9 @@ class GatherTables:
         self._replicated = most > experts.num_experts
         self._first = torch.zeros(experts.num_experts + 1, dtype=torch.int32, device=device)
         self._copies = torch.ones(experts.num_experts + 1, dtype=torch.int32, device=device)
-        self._gone = torch.zeros(experts.num_experts + 1, dtype=torch.bool, device=device)
+        self._held = torch.ones(experts.num_experts + 1, dtype=torch.bool, device=device)
         self._places = torch.full((most + 1,), -1, dtype=torch.int32, device=device)
+        self._place_of = torch.full((experts.num_experts + 1,), -1, dtype=torch.int32, device=device)  # of no copies
         turns = rank + torch.arange(config.max_tokens_per_rank, dtype=torch.int32, device=device)
         self._turns = turns[:, None]
         self.active = torch.ones(config.group.size, dtype=torch.bool, device=device)
@@ -94,30 +95,29 @@ class GatherTables:
     def set_active(self, mask: Sequence[bool]) -> None:
         """Ranks whose mask is False hold no expert and bring no token."""
         first, ranks, slots = self._experts.tables(mask)
-        last = len(self._places) - 1  # where "none" is; id E, too, names it
+        last = len(self._places) - 1  # where "none" is; ids E and, from behind, -1 name it
         counts = first.diff()
         places = torch.full((last + 1,), -1, dtype=torch.int32)
         places[: len(ranks)] = ranks * self.stride + slots
         self._first.fill_(last)
         self._first[:-1] = torch.where(counts > 0, first[:-1], last).to(self._first.device)
         self._copies[:-1] = counts.clamp(min=1).to(self._copies.device)
-        self._gone[:-1] = (counts == 0).to(self._gone.device)
+        self._held[:-1] = (counts > 0).to(self._held.device)
         self._places.copy_(places)
+        self._place_of.copy_(self._places[self._first])
         self.active.copy_(torch.tensor(mask, dtype=torch.bool))
 
     def route(self, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(places int32 [T, K], valid bool [T], number of invalid ids int32 [1]) of this rank's ids int32 [T, K]."""
-        known = (topk_ids >= 0) & (topk_ids < self._num_experts)
-        ids = torch.where(known, topk_ids, self._num_experts)
-        at = self._first[ids]
+        unknown = topk_ids != topk_ids.clamp(-1, self._num_experts - 1)
+        ids = torch.where(unknown, -1, topk_ids)
         if self._replicated:
-            at = at + self._turns[: len(ids)] % self._copies[ids]
-        valid = ~self._gone[ids].any(1)
-        invalid = (~known & (topk_ids != -1)).sum(dtype=torch.int32).reshape(1)
-        return self._places[at], valid, invalid
+            places = self._places[self._first[ids] + self._turns[: len(ids)] % self._copies[ids]]
+        else:
+            places = self._place_of[ids]
+        return places, self._held[ids].all(1), unknown.sum(dtype=torch.int32).reshape(1)
 
     def local(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(local expert ids int32, -1 = not here; bool, here), of places in any shape."""
-        ids = places - self.rank * self.stride
-        here = (ids >= 0) & (ids < self.stride)
-        return torch.where(here, ids, -1), here
+        here = torch.div(places, self.stride, rounding_mode="floor") == self.rank
+        return torch.where(here, places - self.rank * self.stride, -1), here

@@ -141,8 +141,8 @@ class GatherTransport(GatherMember):
         """See `Transport.ll_max_tokens`: there is no LL."""
         return 0
 
-    def _step_tokens(self, num_bytes: int) -> int:
-        return memory.step_tokens(self._config, num_bytes)
+    def _step_tokens(self, num_bytes: int, alone: bool) -> int:
+        return memory.step_tokens(self._config, num_bytes, alone)
 
 
 def region_map(config: MoEConfig) -> RegionMap:

@@ -117,6 +117,42 @@ class PendingGather(PendingCollective, Protocol):
         is `wait`. At most once, and not after `wait`; raises what `wait` does."""
 
 
+@dataclass(frozen=True, slots=True)
+class SentTerms:
+    """Terms on their way.
+
+    Attributes:
+        seq: number of the operation.
+        slot: where they go, from the base of every rank's region.
+    """
+
+    seq: int
+    slot: int
+
+
+class TermCopies(Protocol):
+    """Sums whose terms copy engines bring while multiprocessors do other things; every rank takes part. One operation
+    of all ranks each, but for `add`. At most two that were sent may wait for `add`.
+
+    Attributes:
+        row_bytes: most bytes that a rank sends to another in one operation.
+    """
+
+    row_bytes: int
+
+    def send(self, rows: torch.Tensor) -> SentTerms:
+        """Begin to bring rows[p] of [R, m, N] to each rank p, behind what the current stream has now. They are the
+        operation's until `share` has ended, or the `add` of what was sent two operations later has begun."""
+
+    def add(self, sent: SentTerms, own: torch.Tensor, out: torch.Tensor, *, shares: bool = False) -> None:
+        """The current stream waits for what the others sent, and puts the sum with own [m, N] into out [m, N], which
+        may be own: in fp32, in ascending rank, rounded once. shares: `share` follows."""
+
+    def share(self, sent: SentTerms, out: torch.Tensor) -> PendingCollective:
+        """Begin to bring the sums of each other rank p to out[p] of [R, m, N]: the second operation after `send`, and
+        behind the `add` of all ranks."""
+
+
 class CollectivePlan(Protocol):
     """An operation that has run once, checked and planned, to be begun again with like arguments."""
 
@@ -134,6 +170,8 @@ class CollectiveTransport(base.MemberTransport, Protocol):
     """One backend between the ranks of one group, for collectives."""
 
     capabilities: CollectiveCapabilities
+    terms: TermCopies | None
+    """None until `import_regions`, and where `capabilities.term_min_bytes` is 0."""
 
     def allocate(self) -> bytes:
         """Allocate this rank's region (pool, staging, flags); return the ticket by which peers redeem it. Opaque, at

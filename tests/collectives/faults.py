@@ -28,7 +28,7 @@ from tests.transports.lives import holdings
 PATIENCE_S = 3.0
 """Deadline of waits in these tests; a rank that lives is never late by so much."""
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_gather registered", "all_reduce registered", "barrier")
-AHEAD = 8
+AHEAD = 12
 """Processes that start while others are killed: one that uses a GPU takes seconds to start."""
 ELEMENTS = 300_000
 """Of one rank's x: several rounds through the staging of `Seat.config`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -180,6 +181,34 @@ def matmuls(rank: int, size: int, store: Store, transport: str) -> None:
             coll.matmul_all_reduce(w, w)
         with pytest.raises(ArgumentError, match="chunks: expected an int"):
             coll.matmul_all_reduce(w, w.t().contiguous(), chunks=0)
+
+
+def exact_matmuls(rank: int, size: int, store: Store, transport: str) -> None:
+    """Bit by bit, by copy engines where there are any, in many pieces of little staging."""
+    with Seat(rank, size, store, transport).collectives(staging_bytes=1 << 16) as coll:
+        exact_products(coll, size * 40)
+        exact_products(coll, size * 161)
+
+
+def exact_products(coll: Collectives, rows: int) -> None:
+    """Sums of products of small whole numbers, which no GEMM rounds, in bf16, which the sums do; copy engines bring
+    terms of any size."""
+    can = coll._transport.capabilities
+    if can.term_min_bytes:
+        coll._transport.capabilities = replace(can, term_min_bytes=1)
+    for dtype in (torch.bfloat16, torch.float32):
+        xs, ws = (
+            [each.clamp(-1, 1).mul(3).round() for each in everyone(coll, shape, dtype, seed)]
+            for seed, shape in ((rows, (rows, 32)), (1, (32, 100)))
+        )
+        products = [x @ w for x, w in zip(xs, ws, strict=True)]
+        x, w = on_device(coll, xs[coll.rank]), on_device(coll, ws[coll.rank])
+        for chunks in (1, 3):
+            got = coll.matmul_reduce_scatter(x, w, chunks=chunks)
+            want = reference.reduce_scatter([product.flatten() for product in products])[coll.rank]
+            same_bits(got.flatten(), want, f"matmul_reduce_scatter in {chunks}")
+            got = coll.matmul_all_reduce(x, w, chunks=chunks)
+            same_bits(got, reference.all_reduce(products)[coll.rank], f"matmul_all_reduce in {chunks}")
 
 
 def refused(rank: int, size: int, store: Store, transport: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives.choose import BufferPlace, CollectiveShape, choose
 from ep_kernels.collectives.collective_types import CollectiveOp
 from ep_kernels.collectives.fallback import why_not_reduced
+from ep_kernels.collectives.fsdp import AllGather
 from ep_kernels.collectives.pool import ALIGN_BYTES, MAX_BLOCKS, SymmetricPool
 from ep_kernels.errors import ArgumentError, ConfigError, TransportError
 from ep_kernels.transports import collective_base
@@ -281,3 +284,26 @@ def test_gathers_at_once_lie_apart() -> None:
     ):
         with pytest.raises(ArgumentError, match=said):
             checks.disjoint(bad)
+
+
+def test_a_full_pool_is_asked_once_for_each_size() -> None:
+    """Hosts meet for each answer; ranks that differed in who is asked would wait for each other."""
+    asked: list[int] = []
+
+    class Full:
+        rank, size = 0, 2
+
+        def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            asked.append(shape[0])
+            if shape[0] > 64 or asked.count(shape[0]) > 2:
+                raise ArgumentError("shape", "room in the pool", shape)
+            return torch.empty(*shape, dtype=dtype)
+
+    gather = AllGather(cast(Any, Full()))
+    make = functools.partial(gather.allocate, dtype=torch.float32, device=torch.device("cpu"))
+    held = [make((16,)) for _ in range(4)] + [make((32,))]
+    assert asked == [64, 64, 64, 64, 128, 128]
+    held += [make((16,)), make((32,))]
+    assert len(asked) == 6
+    place = held.pop(0).data_ptr()
+    assert make((16,)).data_ptr() == place, "what was dropped is used again"

@@ -59,6 +59,11 @@ def test_matmuls(world: Worlds, transport: str, size: int) -> None:
     world(size).run(stories.matmuls, transport)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_matmuls_bit_by_bit(world: Worlds, transport: str, size: int) -> None:
+    world(size).run(stories.exact_matmuls, transport)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_wrong_arguments_are_refused_before_anything_is_sent(world: Worlds, transport: str, size: int) -> None:
     world(size).run(stories.refused, transport)

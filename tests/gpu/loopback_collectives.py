@@ -162,6 +162,25 @@ class LoopbackCollectives:
         self.check()
         self._compare(outs, reference.all_reduce(xs, active=self.engines[0].active))
 
+    def add_terms(self, xs: Sequence[torch.Tensor], skew: int = 0, shares: bool = False) -> None:
+        """xs[r] [R, n]: its terms for each rank, as copy engines leave them in slots of `copies`."""
+        mine, outs, shared = [self.put(x, skew) for x in xs], [], []
+        for rank, engine in enumerate(self.engines):
+            slot, row = engine.copy_slot(1), int(engine.map.reduce_row)
+            for other, x in enumerate(xs):
+                place = self.memory[rank].view(slot + other * row, x[0].shape, x.dtype)
+                place.copy_(x[rank] if other != rank else torch.full_like(x[0], float("nan")))
+            outs.append(mine[rank][rank] if skew else self.put(torch.full_like(xs[0][0], 7)))
+            shared.append(self.memory[rank].view(slot + rank * row, xs[0][0].shape, xs[0].dtype))
+        own = [mine[rank][rank] for rank in range(self.size)]
+        calls = [[e.add_terms(own[r], outs[r], e.copy_slot(1), shares)] for r, e in enumerate(self.engines)]
+        self.run_active(calls)
+        self.check()
+        told = reference.reduce_scatter([x.flatten() for x in xs], active=self.engines[0].active)
+        self._compare(outs, told)
+        if shares:
+            self._compare(shared, told)
+
     def _compare(self, outs: Sequence[torch.Tensor], told: Sequence[Any]) -> None:
         for rank, (out, want) in enumerate(zip(outs, told, strict=True)):
             if want is None:

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from ep_kernels.collectives import Collectives
+from ep_kernels.collectives import Collectives, copied_sums
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.transports.nvlink import memory
 from tests.collectives.steps import Seat, everyone, on_device, same_bits, values
+from tests.collectives.stories import exact_products
 from tests.worlds import RankDied, World
 
 pytestmark = pytest.mark.gpu(1)
@@ -142,6 +143,20 @@ def polled(rank: int, size: int, store: Any) -> None:
 
 def test_late_ranks_and_polling(world: World) -> None:
     world.run(polled, timeout_s=60)
+
+
+def summed(rank: int, size: int, store: Any) -> None:
+    """All terms by copies: no kernel sums last rows."""
+    copied_sums.TAIL = 1 << 30
+    with seated(rank, size, store, staging_bytes=1 << 16) as coll:
+        coll.barrier()
+        exact_products(coll, size * 160)
+        assert {sample.mode for sample in coll.samples() if sample.op == "reduce_scatter"} == {"copy_push"}
+        coll.barrier()
+
+
+def test_terms_of_matmuls(world: World) -> None:
+    world.run(summed, timeout_s=60)
 
 
 def lost(rank: int, size: int, store: Any, way: str, dies: bool) -> tuple[int, bool, float] | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import plot
 from benchmarks.gpu.collective_cases import BACKENDS, OPS, PRODUCTS, CollectiveCase, bound_us, cases
 from benchmarks.gpu.collective_tables import Taken, line_of, wrong
 from benchmarks.gpu.collective_targets import Line, Target, judged, with_ratios
@@ -84,6 +86,15 @@ def number(text: str) -> float | int | str:
         except ValueError:
             continue
     return text
+
+
+def test_plots_of_a_published_run(tmp_path: Path) -> None:
+    for name in ("run.json", "collectives.csv"):
+        shutil.copy(STANDING / name, tmp_path)
+    written = plot.draw(tmp_path)
+    names = [f"{name}.{kind}" for name in ("gathers", "reductions") for kind in ("svg", "png")]
+    assert [path.name for path in written] == names
+    assert all(path.stat().st_size > 10_000 for path in written)
 
 
 def test_published_ratios_and_judgements_follow_from_the_published_times() -> None:

@@ -79,6 +79,17 @@ def test_all_reduce(size: int, dtype: torch.dtype, algorithm: Algorithm, generat
             loop.all_reduce(rows(size, n, dtype, generator), algorithm, place, dtype.itemsize * (n % 3))
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_terms_that_copies_have_brought(size: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """In a slot that nobody blanks; in place where x is skewed; the own row of the slot is nobody's."""
+    loop = LoopbackCollectives(size, Emulated(8))
+    for n in (1, 7, 8, 100, 256 // dtype.itemsize):
+        for shares in (False, True):
+            xs = [x.view(size, n) for x in rows(size, size * n, dtype, generator)]
+            loop.add_terms(xs, dtype.itemsize * (n % 3), shares)
+
+
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_many_operations_in_any_order(size: int, generator: torch.Generator) -> None:
     """Each leaves its bytes in slots that another kind uses two operations later; numbers of operations pass 32

@@ -12,23 +12,29 @@ import torch
 
 from crossdock.common.operation_counts import by_kind, lost
 from ep_kernels import quant, reference
-from ep_kernels.collectives.collective_types import Algorithm
+from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import AbortedError, ConfigError, HandleError, PeerTimeout, TransportError
 from ep_kernels.gather import gather_memory as memory
 from ep_kernels.gather.gather_engine import GatherEngine
 from ep_kernels.gather.gather_member import GatherMember, renamed
+from ep_kernels.gather.gather_operations import GatherDispatch
 from ep_kernels.gather.gather_routing import GatherTables
 from ep_kernels.network import NetworkConfig
 from ep_kernels.routing import route
 from ep_kernels.telemetry import Samples
-from ep_kernels.transports.base import region_map
+from ep_kernels.transports.base import DispatchArgs, region_map
+from ep_kernels.transports.collective_base import GatherArgs
 from ep_kernels.transports.nvlink.signature import signature, tags
 from ep_kernels.types import LatencySample, Layout, Mode, ScaleFormat
 from tests.cases import KINDS, RoutingCase, draw_seed, replicated
 from tests.gpu.loopback_group import LoopGroup
 
 CASE = RoutingCase(7, 3, 64, (4, 0, 5), "single_none", draw_seed(), max_tokens=6)
+
+
+def sample(op: str, mode: str, seq: int, num_bytes: int) -> LatencySample:
+    return LatencySample(op, mode, seq, num_bytes, seq, 1, (0, 1, 1), 3)
 
 
 def config(case: RoutingCase = CASE, rank: int = 0, **changes: Any) -> MoEConfig:
@@ -144,9 +150,6 @@ def test_samples_that_a_ring_has_lost_are_counted_once() -> None:
     """Collectives count on from each other, those by copy engines by themselves; the rest of a combine is no sample."""
     row = 3 * config().hidden_size * 2
 
-    def sample(op: str, mode: str, seq: int, num_bytes: int) -> LatencySample:
-        return LatencySample(op, mode, seq, num_bytes, seq, 1, (0, 1, 1), 3)
-
     def gathered(seq: int, mode: str = "pull") -> LatencySample:
         return sample("all_gather", mode, seq, 4096)
 
@@ -154,7 +157,7 @@ def test_samples_that_a_ring_has_lost_are_counted_once() -> None:
         return sample("reduce_scatter", "pull", seq, num_bytes)
 
     member = GatherMember(config(), cast(Any, None))
-    member._step_tokens = lambda num_bytes: 5  # type: ignore[method-assign]
+    member._step_tokens = lambda num_bytes, alone: 5  # type: ignore[method-assign]
     next_seq: dict[str, int] = {}
 
     def told(*samples: LatencySample) -> dict[str, int]:
@@ -183,3 +186,60 @@ def test_copy_engines_alone_are_for_this_mode() -> None:
     )
     GatherEngine.reduce(cast(Any, engine), torch.ones(3, 2), torch.ones(1, 2), 1)
     assert asked == [None]
+
+
+class OneRank:
+    """Collectives of a single rank that has copy engines: a gather is a copy, done when it is waited for."""
+
+    def __init__(self) -> None:
+        gathers = {CollectiveOp.ALL_GATHER: (Algorithm.KERNEL_PUSH, Algorithm.COPY_PUSH, Algorithm.COPY_PULL)}
+        self.capabilities = CollectiveCapabilities("cpu", False, True, "", gathers, copy_min_bytes=1 << 30)
+        self.seen: list[tuple[str, list[int], int | None]] = []
+
+    def all_gather(self, args: GatherArgs) -> Any:
+        self.seen.append((args.algorithm.value, [part.x.numel() for part in args.parts], args.num_sms))
+
+        def wait() -> None:
+            self.seen.append((f"{args.algorithm.value} done", [], None))
+            for part in args.parts:
+                part.out[: part.x.numel()] = part.x
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_rows_go_first_and_come_last_where_copy_engines_alone_move_them(at_once: bool) -> None:
+    case = RoutingCase(7, 3, 64, (4,), "single_none", draw_seed(), max_tokens=6)
+    x, ids, weights = case.x(0, torch.bfloat16), case.topk_ids(0), case.topk_weights(0)
+    args = DispatchArgs(x, None, ids, weights, Mode.AG, None, at_once, 4)
+    found = []
+    for num_sms in (0, None):
+        c, coll = config(case, num_sms=num_sms), OneRank()
+        engine = GatherEngine(c, cast(Any, coll), torch.zeros(memory.arrays(c)[1], dtype=torch.uint8))
+        pending = GatherDispatch(engine, args, 1, 0)
+        pending.send()
+        out, _ = pending.wait()
+        found.append(out)
+        metadata, rows = memory.metadata_bytes(c, 4), x.nbytes
+        whole = [("kernel_push", [metadata, rows], None), ("kernel_push done", [], None)]
+        apart = [
+            ("copy_push", [rows], 0), ("kernel_push", [metadata], None),
+            ("kernel_push done", [], None), ("copy_push done", [], None),
+        ]  # fmt: skip
+        assert coll.seen == (apart if num_sms == 0 else whole)
+        assert memory.step_tokens(c, rows, alone=True) == memory.step_tokens(c, rows + metadata) == 4
+    assert torch.equal(found[0].tokens[0, :4].view(torch.int16), x.view(torch.int16))
+    for name in ("tokens", "counts", "topk_ids", "topk_weights", "valid", "num_rows"):
+        first, second = (getattr(out, name) for out in found)
+        assert torch.equal(first.view(torch.uint8), second.view(torch.uint8)), name
+
+
+def test_records_where_rows_go_by_themselves() -> None:
+    """Those of copies say how many rows; kernels carried metadata alone, and none of either is missing."""
+    member = GatherMember(config(num_sms=0), cast(Any, None))
+    member._step_tokens = lambda num_bytes, alone: num_bytes if alone else -1  # type: ignore[method-assign]
+    listed = [sample("all_gather", *rest) for rest in (("kernel_push", 1, 99), ("copy_push", 1, 5))]
+    listed += [sample("reduce_scatter", "kernel_pull", 2, 0), sample("all_gather", "kernel_push", 3, 99)]
+    member._coll = cast(Any, SimpleNamespace(samples=lambda: listed, capabilities=OneRank().capabilities))
+    told = member.samples()
+    assert [(one.op, one.tokens, one.missing) for one in told] == [("dispatch", 5, 0), ("combine", 0, 0)]

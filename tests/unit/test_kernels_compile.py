@@ -156,7 +156,7 @@ def test_all_variants_are_all_that_can_be_launched() -> None:
 def test_all_collective_variants_are_all_that_can_be_launched() -> None:
     wanted = {collective_plan.gather_variant(), collective_plan.copy_wait_variant()}
     for dtype in SUM_DTYPES:
-        wanted.add(collective_plan.reduce_variant("reduce_scatter", dtype))
+        wanted |= {collective_plan.reduce_variant(kernel, dtype) for kernel in ("reduce_scatter", "add_terms")}
         for kind in (collective_plan.ONE_SHOT, collective_plan.TWO_SHOT):
             wanted.add(collective_plan.reduce_variant("all_reduce", dtype, kind))
     assert wanted == set(jit.collective_variants())

@@ -181,7 +181,7 @@ class Ranks:
             own.copy_(x)
             parts.append(CopyPart(x.data_ptr(), POOL + out if pushes else out.data_ptr(), slot, n, n))
             slot += -(-n // 16) * 16
-        return engine.all_gather(parts, signature, pushes, [shards, outs])
+        return engine.begin(parts, signature, pushes, [shards, outs])
 
     def out(self, rank: int, offset: int, num_bytes: int) -> torch.Tensor:
         return self.regions[rank][POOL + offset :][:num_bytes]
@@ -452,3 +452,14 @@ def test_who_reads_late_loses_the_oldest_records(ranks: Callable[..., Ranks]) ->
     assert [sample.seq for sample in loop.engines[0].samples()] == list(range(11, RING + 11))
     loop.engines[1].restart(500, (True, True))
     assert loop.engines[1].samples() == [], "what was before is void"
+
+
+@pytest.mark.parametrize(
+    ("to", "source", "n"), [(0, 0, 80), (8, 16, 64), (0, 1, 64), (8, 0, 63), (3, 5, 17), (8, 8, 0)]
+)
+def test_bytes_of_any_alignment_are_copied_within_a_gpu(to: int, source: int, n: int) -> None:
+    room, found = torch.randint(0, 256, (100,), dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    copies.copy_by_kernel(found[to : to + n], room[source : source + n])
+    want = torch.zeros_like(found)
+    want[to : to + n] = room[source : source + n]
+    assert torch.equal(found, want)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.errors import AbortedError, ArgumentError
 from ep_kernels.transports.collective_base import ReduceArgs
 from ep_kernels.transports.nvlink import launch
-from ep_kernels.transports.nvlink.collective_repeat import KernelPlan
+from ep_kernels.transports.nvlink.collective_repeat import CopyPlan, KernelPlan
 from ep_kernels.transports.nvlink.repeat_records import DISTURBED, KernelRepeat, Quiet
 from tests.cases import draw_seed
 from tests.collectives.steps import same_bits
@@ -136,6 +137,9 @@ class Owner:
     def undisturbed(self) -> Any:
         return SimpleNamespace(cuda_stream=7, device=torch.device("cpu")) if self.is_quiet else None
 
+    def untroubled(self) -> int | None:
+        return 7 if self.is_quiet else None
+
     def note_capture(self) -> None:
         self.num_captured += 1
 
@@ -192,3 +196,27 @@ def test_a_planned_kernel_sums_what_it_is_given(monkeypatch: pytest.MonkeyPatch,
     library.answer = 0
     assert plan.begin(xs[0], outs[0], 1, 2) is None
     assert library.started == []
+
+
+def test_a_planned_copy_keeps_memory_and_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP's buffers are used again when the tensor that FSDP had is gone, long before the host sees the copies end."""
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    kept, owner = list[Any](), Owner()
+
+    def push_again(template: Any, keep: Any, behind: int) -> int:
+        kept.append((keep, behind))
+        return len(kept)
+
+    engines: Any = SimpleNamespace(arrivals=lambda: [1], push_again=push_again)
+    template: Any = SimpleNamespace(kind=SimpleNamespace(arrivals=()))
+    plan, memory = CopyPlan(owner, engines, lambda: template, 0), torch.zeros(8)
+    out = memory.view(8)
+    lent = weakref.ref(out)
+    assert plan.begin(out[:4], out, 0, 0) is not None
+    del out
+    assert lent() is None
+    assert kept[0][0].data_ptr() == memory.data_ptr()
+    assert kept[0][1] == 7
+    owner.is_quiet = False
+    assert plan.begin(memory[:4], memory, 0, 0) is None
+    assert len(kept) == 1

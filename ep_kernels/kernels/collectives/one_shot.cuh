@@ -5,7 +5,8 @@
 //   every rank: out, packet i = sum over r, ascending, of lines[slot][r][i]; its own from x
 //
 // Warps take packets in turn, those of one warp spread over the blocks: 9 packets keep 9 blocks busy. A warp first
-// sends all its packets, then receives them. out may be x: a warp reads a packet of x again only before it writes it.
+// sends all its packets, then receives them; it loads the first one beside the counters of the operation, and once. out
+// may be x: a warp reads a packet of x again only before it writes it.
 //
 // Memory order: none between packets. Slots: collective_abi.py.
 #pragma once
@@ -39,12 +40,13 @@ __device__ __forceinline__ ll::Packet load_packet(const CollectiveArgs& args, i3
   return packet;
 }
 
+// `own`: this warp's first packet.
 __device__ __forceinline__ void send_packets(const CollectiveArgs& args, Team team, i32 num_packets,
-                                             const Operation& op) {
+                                             const ll::Packet& own, const Operation& op) {
   const World& world = args.world;
 #pragma unroll 1
   for (i32 i = first_item(team); i < num_packets; i += num_items_at_once(team)) {
-    const ll::Packet packet = load_packet(args, i);
+    const ll::Packet packet = i == first_item(team) ? own : load_packet(args, i);
 #pragma unroll 1
     for (i32 p = 0; p < world.size - 1; ++p) {
       const i32 peer = rank_at_offset(world, p);
@@ -82,9 +84,9 @@ __device__ __forceinline__ bool poll_packets(const CollectiveArgs& args, const O
   return ok;
 }
 
-// out, packet i. False after a failed wait.
-__device__ __forceinline__ bool receive_packet(const CollectiveArgs& args, const Operation& op, i32 i, u8* shared) {
-  const ll::Packet own = load_packet(args, i);
+// out, packet i, of which this rank's part is `own`. False after a failed wait.
+__device__ __forceinline__ bool receive_packet(const CollectiveArgs& args, const Operation& op, i32 i,
+                                               const ll::Packet& own, u8* shared) {
   Sum first = no_terms(), second = no_terms();
 #pragma unroll 1
   for (i32 r = 0; r < num_active(); r += kPollUnroll) {
@@ -106,14 +108,18 @@ __device__ __forceinline__ bool receive_packet(const CollectiveArgs& args, const
 
 __device__ __forceinline__ void one_shot_team(const CollectiveArgs& args, Team team, u8* shared) {
   Operation op;
-  if (!begin(args, team, shared, OP_ALL_REDUCE, 0, &op)) return;
   const i32 num_packets = static_cast<i32>((args.num_bytes + ll::kPacketData - 1) / ll::kPacketData);
-  send_packets(args, team, num_packets, op);
+  ll::Packet own = {{0, 0}, {0, 0}};
+  auto load_first = [&] {
+    if (first_item(team) < num_packets) own = load_packet(args, first_item(team));
+  };
+  if (!begin(args, team, shared, OP_ALL_REDUCE, 0, &op, load_first)) return;
+  send_packets(args, team, num_packets, own, op);
   finish_send(args, team, op);
   bool ok = true;
 #pragma unroll 1
   for (i32 i = first_item(team); ok && i < num_packets; i += num_items_at_once(team))
-    ok = receive_packet(args, op, i, shared);
+    ok = receive_packet(args, op, i, i == first_item(team) ? own : load_packet(args, i), shared);
   end(args, team, op, shared, __syncthreads_or(!ok) == 0);
 }
 

@@ -72,9 +72,10 @@ __device__ __forceinline__ u8* gather_slot_at(const CollectiveArgs& args, i32 at
 }
 
 // Begins operation `op`; all threads. False: the rank is stopped, and nothing may be touched. Block 0 tells the peers
-// that this rank has come here, and with what.
+// that this rank has come here, and with what. `early` runs once x is there, beside the reading of the counters.
+template <class Early>
 __device__ __forceinline__ bool begin(const CollectiveArgs& args, Team team, u8* shared, u32 op, u32 mode,
-                                      Operation* found) {
+                                      Operation* found, Early early) {
   const World& world = args.world;
   load_active(world);
   for (i32 i = threadIdx.x; i < world.size; i += THREADS) waits_at(shared)[i] = 0;
@@ -82,6 +83,7 @@ __device__ __forceinline__ bool begin(const CollectiveArgs& args, Team team, u8*
   list_active(world);
   ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
+  early();
   const u64 stop = ptx::load_cached(&world.state->aborted), last = ptx::load_cached(&world.state->combine_seq);
   const u64 number = ptx::load_cached(&world.state->sample_head);
   if (is_stopped(stop, last, number)) return false;
@@ -94,6 +96,11 @@ __device__ __forceinline__ bool begin(const CollectiveArgs& args, Team team, u8*
         ptx::store_pair(signature_at(args, peer, found->slot, world.rank), found->seq, args.signature);
   }
   return true;
+}
+
+__device__ __forceinline__ bool begin(const CollectiveArgs& args, Team team, u8* shared, u32 op, u32 mode,
+                                      Operation* found) {
+  return begin(args, team, shared, op, mode, found, [] {});
 }
 
 // Everything that this block stores for peers in a stage is stored: its flag goes to all of them. All threads.

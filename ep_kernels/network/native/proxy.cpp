@@ -83,6 +83,7 @@ void Proxy::stop() {
   const uint64_t one = 1;
   (void)!write(event_fd_, &one, sizeof one);
   pthread_join(thread_, nullptr);
+  for (int i = 0; i < retired_count_; ++i) retired_[i]->close();
   for (int i = 0; i < lingering_count_; ++i) close(lingering_[i].fd);
   close(epoll_fd_);
   close(event_fd_);
@@ -95,6 +96,7 @@ void Proxy::close_in_child() {
     }
     c.provider->close_in_child();
   });
+  for (int i = 0; i < retired_count_; ++i) retired_[i]->close_in_child();
   for (int i = 0; i < lingering_count_; ++i) close(lingering_[i].fd);
   close(epoll_fd_);
   close(event_fd_);
@@ -110,7 +112,7 @@ void Proxy::run() {
   for (;;) {
     if (stop_.load(std::memory_order_relaxed)) {
       if (!stop_ns) stop_ns = now_ns() + kStopNs;
-      if (lingering_count_ == 0 || now_ns() > stop_ns) return;
+      if (lingering_count_ + retired_count_ == 0 || now_ns() > stop_ns) return;
     }
     while (waiting_.load(std::memory_order_relaxed)) sched_yield();
     pthread_mutex_lock(&mutex_);
@@ -177,6 +179,7 @@ bool Proxy::turn() {
     } else {
       at(again);
     }
+    at(c.provider->part(now));
     for (int rank = 0; rank < c.memory.ranks; ++rank) {
       NetPeer& p = c.peers[rank];
       if (!p.up || !p.ends_ns) continue;
@@ -184,6 +187,16 @@ bool Proxy::turn() {
       if (p.up) at(p.ends_ns);
     }
   });
+  for (int i = 0; i < retired_count_;) {
+    const int64_t again = retired_[i]->part(now);
+    at(again);
+    if (again >= 0) {
+      ++i;
+      continue;
+    }
+    retired_[i]->close();
+    retired_[i] = retired_[--retired_count_];
+  }
   for (int i = 0; i < lingering_count_;) {
     ssize_t got = 1;
     for (int turns = 0; turns < 16 && got > 0; ++turns) {

@@ -21,7 +21,7 @@ from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.pool import SymmetricPool
 from ep_kernels.errors import ArgumentError, ClosedError, ConfigError, HandleError, TransportError
-from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs, other_tag
+from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs, TermCopies, other_tag
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
 from ep_kernels.transports.cpu.native_collectives import (
@@ -105,6 +105,7 @@ class CpuCollectives(CpuMember[NativeCollectives]):
         self._pending: deque[CpuCollective] = deque()
         self._moving = threading.RLock()  # `close` may drain in another thread than that of the operations
         sums = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
+        self.terms: TermCopies | None = None
         self.capabilities = CollectiveCapabilities(
             device_type="cpu",
             cross_host=False,

@@ -181,5 +181,16 @@ class CollectiveEngine:
             calls.append(Call(variant, launch, args, [x, out]))
         return calls
 
+    def add_terms(self, own: torch.Tensor, out: torch.Tensor, slot: int, shares: bool) -> Call:
+        """Sum of this rank's own terms [...] and those that stand in a slot, by rank, into out [...]; shares: into the
+        own row of the slot as well."""
+        args = self._record(0, own.nbytes)
+        args.x, args.out, args.num_bytes = own.data_ptr(), out.data_ptr(), own.nbytes
+        args.map.reduce = slot
+        if shares:
+            args.out_offset = slot + self.group.rank * int(self.map.reduce_row)
+        launch = plan.add_launch(self._blocks(own.nbytes, plan.REDUCE_BLOCKS, None), self.group.size)
+        return Call(plan.reduce_variant("add_terms", own.dtype), launch, args, [own, out])
+
     def _blocks(self, num_bytes: int, most: int, num_sms: int | None) -> int:
         return plan.num_blocks(num_bytes, most, num_sms, self.available)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,13 +62,18 @@ def reduce_launch(blocks: int, size: int) -> Launch:
     return Launch(blocks, _HEAD_BYTES + (size + 1) // 2 * 16, 0, 0)
 
 
+def add_launch(blocks: int, size: int) -> Launch:
+    """Of the kernel that sums what copy engines have brought: it starts when they are done."""
+    return replace(reduce_launch(blocks, size), overlapped=False)
+
+
 def gather_variant() -> jit.Variant:
     """The all-gather kernel."""
     return jit.Variant("all_gather")
 
 
 def reduce_variant(kernel: str, dtype: torch.dtype, kind: int | None = None) -> jit.Variant:
-    """kernel: reduce_scatter | all_reduce, which has a `kind`."""
+    """kernel: reduce_scatter | add_terms | all_reduce, which has a `kind`."""
     kinds = () if kind is None else (("KIND", str(kind)),)
     return jit.Variant(kernel, (*kinds, ("X", CPP_TYPES[dtype])))
 

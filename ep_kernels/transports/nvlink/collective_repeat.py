@@ -1,9 +1,9 @@
 """An operation like an earlier one: its records are filled but for two addresses, and one call launches it.
 
 A plan is valid for arguments of the same shape, dtype, registered offset and options, and only as long as
-the same ranks take part. A plan begins nothing where there may be something to tell, where launches have been on
-several streams, or, for copy engines, under graph capture: it says None, and the operation takes the long way, which
-sees to all of that.
+the same ranks take part. A plan begins nothing where there may be something to tell, where launches of kernels have
+been on several streams, or, for copy engines, under graph capture: it says None, and the operation takes the long way,
+which sees to all of that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class PlanOwner(WorkOwner, Protocol):
     """What a plan asks of its transport."""
 
     def undisturbed(self) -> torch.cuda.Stream | None:
-        """The current stream, where an operation may begin on it as far as Python knows; else None."""
+        """The current stream, where a kernel may begin on it as far as Python knows; else None."""
+
+    def untroubled(self) -> int | None:
+        """The current CUstream, where copies may begin behind it, whatever others are behind; else None."""
 
     def note_capture(self) -> None:
         """A CUDA graph has captured an operation."""
@@ -93,13 +96,14 @@ class CopyPlan:
 
     def begin(self, x: torch.Tensor, out: torch.Tensor, x_at: int, out_at: int) -> CopyWork | None:
         """See `collective_base.CollectivePlan`."""
-        current = self._owner.undisturbed()
+        current = self._owner.untroubled()
         if current is None or torch._C._cuda_isCurrentStreamCapturing():
             return None
         template = self._template or self._made()
         if template is None:
             return None
-        seq = self._engines.push_again(template, (x, out), current.cuda_stream)
+        kept = out.untyped_storage()  # x, too, is in it; not the tensor, for whose end its owner may watch
+        seq = self._engines.push_again(template, kept, current)
         if not seq:
             return None
         splits = bool(template.kind.arrivals)

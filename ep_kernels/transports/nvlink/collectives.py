@@ -35,11 +35,14 @@ from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cud
 from ep_kernels.transports.nvlink.plan import Launch
 from ep_kernels.transports.nvlink.repeat_records import Quiet
 from ep_kernels.transports.nvlink.signature import difference, tags
+from ep_kernels.transports.nvlink.term_copies import NvlinkTerms
 from ep_kernels.types import LatencySample
 
 COPY_MIN_BYTES = 128 << 20
 """Bytes that a rank sends from which copy engines are chosen. They move 8 % more a second than stores, and an operation
 takes 40 us longer: on 2 H100 it took as long as with stores at 128 MiB, and 0.96 of that at 512."""
+TERM_MIN_BYTES = 4 << 20
+"""What a rank sends to another of a matmul from which copy engines bring it: it takes longer than the 40 us on top."""
 _SMALLER = "smaller pool_bytes or staging_bytes make it smaller"
 _NUM_SMS = struct.Struct("<I")
 """Head of a ticket: multiprocessors of the rank's GPU."""
@@ -62,6 +65,7 @@ def _capabilities(fingerprint: str, size: int) -> CollectiveCapabilities:
             CollectiveOp.ALL_REDUCE: (Algorithm.TWO_SHOT, Algorithm.ONE_SHOT),
         },
         one_shot_max_bytes={1: plan.one_shot_max_bytes(size)}, copy_min_bytes=COPY_MIN_BYTES,
+        term_min_bytes=TERM_MIN_BYTES,
     )  # fmt: skip
 
 
@@ -81,6 +85,7 @@ class NvlinkCollectives(NvlinkMember):
         super().__init__(config, fingerprint)
         self.capabilities = _capabilities(fingerprint, config.group.size)
         self._size: int = config.group.size
+        self.terms: NvlinkTerms | None = None
         self._pool = SymmetricPool(config.pool_bytes)
         self._keeps_peers = False  # a graph reads their memory
         self._tagged = False  # operations have tags
@@ -127,11 +132,13 @@ class NvlinkCollectives(NvlinkMember):
             places, self._tables.host, self._config.timeout_s, self._copy_stream.cuda_stream, launch.load(), flags,
             CopyTimes(size, driver.TimedEvents()),
         )  # fmt: skip
+        self.terms = NvlinkTerms(self, self._engine, self._copies, self._streams.enter, self._launch)
         self._gathers = GatherCopies(
             self, self._engine, self._copies, self._copy_stream, self._domain.region.mapping, self._region_offset
         )
 
     def _detach(self) -> None:
+        self.terms = None  # it has this object
         if hasattr(self, "_copies"):
             self._copies.close()
         if hasattr(self, "_gathers"):
@@ -196,9 +203,13 @@ class NvlinkCollectives(NvlinkMember):
 
     def undisturbed(self) -> torch.cuda.Stream | None:
         """See `collective_repeat.PlanOwner`."""
-        if self._found is not None or not self._copies.is_quiet():
+        return None if self.untroubled() is None else self._streams.alone_on()
+
+    def untroubled(self) -> int | None:
+        """See `collective_repeat.PlanOwner`."""
+        if self._found is not None or not self._copies.is_quiet() or torch._C._cuda_getDevice() != self._index:
             return None
-        return self._streams.alone_on() if torch._C._cuda_getDevice() == self._index else None
+        return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def _quiet(self) -> Quiet:
         """What an operation that repeats looks at first, until `set_active`: nothing has failed, was found, or is

@@ -1,4 +1,4 @@
-"""All-gather by copy engines: one ordered stream, and a thread that ends its waits at a deadline or with a peer.
+"""What copy engines move: one ordered stream, and a thread that ends its waits at a deadline or with a peer.
 
 The stream's waits have no deadline of their own. The thread sees in host memory which operation the stream has begun
 and ended (copy_schedule.py). When one lasts too long, or a peer that it needs is gone, the thread notes the error,
@@ -45,6 +45,7 @@ class _Open:
     signature: int
     pushes: bool
     keep: Any
+    op: str
     since: float | None = None  # when the stream was first seen to have begun it
 
 
@@ -132,21 +133,28 @@ class CopyEngines:
 
     # Operations; one thread calls these.
 
-    def all_gather(
-        self, parts: Sequence[CopyPart], signature: int, pushes: bool, keep: Any, behind: int | None = None
+    def begin(
+        self,
+        parts: Sequence[CopyPart],
+        signature: int,
+        pushes: bool,
+        keep: Any,
+        behind: int | None = None,
+        op: str = "all_gather",
     ) -> int:
-        """Put an all-gather on the stream; its number. Raises TransportError.
+        """Put an operation on the stream; its number. Raises TransportError.
 
         Args:
             keep: what holds the memory until it has ended.
             behind: CUstream whose present work comes before it; None: the copies' own.
+            op: its name in errors and records.
         """
         places, seq = self._places, self.seq + 1
         steps_of, mode = (copy_schedule.push, _PUSH) if pushes else (copy_schedule.pull, _PULL)
         arrivals = copy_schedule.marked(places, parts) if pushes else tuple(places.others(1))
         steps = steps_of(places, seq, signature, parts, self._times.marks(seq, arrivals))
-        self._times.note(seq, TimedKind(mode, sum(part.num_bytes for part in parts), arrivals, self._peers))
-        self._begin(signature, pushes, keep)
+        self._times.note(seq, TimedKind(mode, sum(part.num_bytes for part in parts), arrivals, self._peers, op))
+        self._note(signature, pushes, keep, op)
         behind = self._stream if behind is None else behind
         launch.run_steps_behind(steps, self._stream, behind, self._times.behind(seq), self._library)
         return seq
@@ -165,23 +173,23 @@ class CopyEngines:
         return PushTemplate(self._places, kind, signature, graphs, self._stream, quiet)
 
     def push_again(self, template: PushTemplate, keep: Any, behind: int) -> int:
-        """As `all_gather`; 0: it is not quiet, and nothing was begun."""
+        """As `begin`; 0: it is not quiet, and nothing was begun."""
         seq = self.seq + 1
         status = self._library.cd_repeat_copies(template.address, seq, behind, self._times.address(seq))
         if status == DISTURBED:
             return 0
         self._times.note(seq, template.kind)
-        self._begin(template.signature, True, keep)
+        self._note(template.signature, True, keep, template.kind.op)
         if status:
             launch.raise_refused(launch.COPIES, status, self._library)
         return seq
 
-    def _begin(self, signature: int, pushes: bool, keep: Any) -> None:
+    def _note(self, signature: int, pushes: bool, keep: Any, op: str) -> None:
         with self._lock:
             if self._open and self._words[_ENDED] > self._looked:
                 self._forget_ended()
             self.seq += 1
-            self._open.append(_Open(self.seq, signature, pushes, keep))
+            self._open.append(_Open(self.seq, signature, pushes, keep, op))
             self.has_pushed = self.has_pushed or pushes
             if self._sleeps:
                 self._lock.notify()
@@ -243,7 +251,7 @@ class CopyEngines:
             for peer in self._peers:
                 seq, theirs = row[2 * peer : 2 * peer + 2]
                 if seq == done.seq and theirs not in (0, done.signature):
-                    self._found = self._found or Mismatch("all_gather", peer, done.signature, theirs)
+                    self._found = self._found or Mismatch(done.op, peer, done.signature, theirs)
 
     def _watch(self) -> None:
         while True:
@@ -296,7 +304,7 @@ class CopyEngines:
                 peer = silent[0]
                 gone = self._host.is_gone(peer)
                 return PeerTimeout(
-                    peer=peer, op="all_gather", phase=phase, expected=open_.seq,
+                    peer=peer, op=open_.op, phase=phase, expected=open_.seq,
                     seen=row[peer], waited_s=waited, gone=gone,
                     given_up=peer in lost and not gone,
                 )  # fmt: skip
@@ -358,9 +366,13 @@ class CopyEngines:
 
 def copy_by_kernel(to: torch.Tensor, source: torch.Tensor) -> None:
     """uint8 [n] to another place of this GPU, by multiprocessors: a copy engine moves bytes within one GPU at a
-    fraction of its memory's speed. Nothing where both are the same place."""
-    if to.numel() and to.data_ptr() != source.data_ptr():
-        torch.bitwise_or(source, 0, out=to)
+    fraction of its memory's speed. Eight bytes at a time where they are aligned: torch's kernels of single bytes are
+    slow. Nothing where both are the same place."""
+    if not to.numel() or to.data_ptr() == source.data_ptr():
+        return
+    if (to.data_ptr() | source.data_ptr() | to.numel()) % 8 == 0:
+        to, source = to.view(torch.int64), source.view(torch.int64)
+    torch.bitwise_or(source, 0, out=to)
 
 
 def flag_row(map_: Any, name: str, size: int) -> int:

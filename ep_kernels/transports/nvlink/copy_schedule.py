@@ -19,6 +19,8 @@ between them stand side by side, which makes them one call:
     begun, wait READY[p] of all p; launch for all p: out of p, shard r <- x; SHARD[r] of p <- word
     wait SHARD[p] of all p; ...
 
+With a stride of x each peer gets another shard: terms of a sum, into its slot.
+
 Pull (outs anywhere): the shard lies in the slot of `copies` that the parity of seq names. SHARD is sent first; then,
 for p in r + 1, r + 2, ...: wait SHARD[p]; out, shard p <- slot of p. Two slots suffice: kernels/collective_abi.py says
 why.
@@ -63,6 +65,7 @@ class CopyPart:
         num_bytes: of the shard that move.
         stride: bytes from one shard of `out` to the next.
         slot_stride: pull: bytes from one shard to the next, from `slot` on.
+        x_stride: push: bytes from what one rank gets to what the next gets, from `x` on; 0: all get the same.
     """
 
     x: int
@@ -71,6 +74,7 @@ class CopyPart:
     num_bytes: int
     stride: int
     slot_stride: int = 0
+    x_stride: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +216,7 @@ def _permission(places: CopyPlaces, peer: int, seq: int) -> CopyStep:
 def _shard(places: CopyPlaces, peer: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
     region = places.regions[peer]
     copies = [
-        (COPY, region + part.out + places.rank * part.stride, part.x, part.num_bytes)
+        (COPY, region + part.out + places.rank * part.stride, part.x + peer * part.x_stride, part.num_bytes)
         for part in parts
         if part.num_bytes
     ]

@@ -40,12 +40,14 @@ class TimedKind(NamedTuple):
         mode, num_bytes: `mode` and `tokens` of their records.
         arrivals: peers whose shards are marked one by one.
         peers: all that take part.
+        op: that of their records.
     """
 
     mode: str
     num_bytes: int
     arrivals: Sequence[int]
     peers: Sequence[int]
+    op: str = "all_gather"
 
 
 class CopyTimes:
@@ -112,7 +114,7 @@ class CopyTimes:
         if ago is None or send is None or total is None or self._newest - seq >= RING:
             return None
         tokens = min(kind.num_bytes, _MOST)
-        return LatencySample("all_gather", kind.mode, seq, tokens, now_ns - ago, send, tuple(waits), total)
+        return LatencySample(kind.op, kind.mode, seq, tokens, now_ns - ago, send, tuple(waits), total)
 
     def restart(self) -> None:
         """A new epoch begins: what was under way has no record."""

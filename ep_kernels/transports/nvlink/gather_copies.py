@@ -58,7 +58,7 @@ class GatherCopies:
         """Into registered outs."""
         listed, word = self._pushed(parts, tag)
         behind = torch.cuda.current_stream().cuda_stream
-        seq = self._engines.all_gather(listed, word, True, list(parts), behind)
+        seq = self._engines.begin(listed, word, True, _storages(parts), behind)
         return self._work(parts, seq, not copy_schedule.is_small(listed))
 
     def pull(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
@@ -122,7 +122,7 @@ class GatherCopies:
         seq = self._engines.seq + 1
         with torch.cuda.stream(self._stream):
             listed = self._stage(parts, ranges, self._engine.copy_slot(seq), self._slots[seq % collective_abi.SLOTS])
-        return self._engines.all_gather(listed, word, False, list(parts))
+        return self._engines.begin(listed, word, False, _storages(parts))
 
     def _stage(
         self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], slot: int, staged: torch.Tensor
@@ -143,3 +143,9 @@ class GatherCopies:
             copies.copy_by_kernel(self.own(part), part.x)
         placed = torch.cuda.current_stream().record_event() if apart else None
         return CopyWork(self._owner, seq, self._rank, self._engines.arrivals(), splits, placed, self._owner.epoch)
+
+
+def _storages(parts: Sequence[GatherPart]) -> list[Any]:
+    """What holds their memory. Not the tensors: the caller may watch for their end, to use the memory again in the
+    order of streams, long before the host sees that the copies have ended."""
+    return [tensor.untyped_storage() for part in parts for tensor in (part.x, part.out)]
