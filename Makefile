@@ -146,13 +146,14 @@ bench-overhead: $(DEV) ## What latency records cost an operation: with and witho
 soak: $(DEV) ## Kills, reconnects and moves for minutes; what survives may not grow (ARGS="--minutes 10")
 	$(PY) -m tests.soak $(ARGS)
 
+BENCH_ONE = benchmarks.run --device cuda $(if $(CASES),--cases $(CASES))
+BENCH_GPU = $(if $(NODES),benchmarks.gpu.nodes --nodes $(NODES),$(if $(filter collectives,$(CASES)),benchmarks.gpu.collective_tables,$(BENCH_ONE)))
 bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv, plots (CASES=ll, ht or collectives; NODES=2: as two hosts)
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.device_count() and "make bench-gpu: needs NVIDIA GPUs, this machine has none")'
 	NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 \
 	  $(PY) -m torch.distributed.run --standalone \
 	  --nproc-per-node $$($(PY) -c 'import torch; print(torch.cuda.device_count())') \
-	  -m $(if $(NODES),benchmarks.gpu.nodes --nodes $(NODES),$(if $(filter collectives,$(CASES)),benchmarks.gpu.collective_tables,\
-	  benchmarks.run --device cuda $(if $(CASES),--cases $(CASES)))) --note NCCL_NVLS_ENABLE=0 $(ARGS)
+	  -m $(BENCH_GPU) --note NCCL_NVLS_ENABLE=0 $(ARGS)
 
 # PYTHON: of an environment that has vLLM and Crossdock.
 bench-vllm: ## On 2 or more GPUs: step times of vLLM's MoE backends, ours and its own (ARGS="--tokens mixtral": do they say the same?)

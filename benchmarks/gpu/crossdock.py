@@ -19,6 +19,7 @@ from ep_kernels import Layout, MoECommunicator, MoEConfig, Overflow, quant
 from ep_kernels.network import NetworkConfig
 from ep_kernels.routing import delivered
 from ep_kernels.transports.nvlink import plan
+from ep_kernels.transports.nvlink.network_plan import network_blocks
 from ep_kernels.types import PeerTraffic
 
 
@@ -126,7 +127,7 @@ class Crossdock:
 def _filled(config: MoEConfig) -> dict[str, int]:
     """Multiprocessors that each kernel fills."""
     num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    most, sizes = min(num_sms, config.num_sms or num_sms), plan.sizes_of(config)
+    most, sizes = network_blocks(config, min(num_sms, config.num_sms or num_sms)), plan.sizes_of(config)
     return {
         "dispatch": plan.dispatch_launch(config, sizes, config.mode, most).num_blocks,
         "combine": plan.combine_launch(config, sizes, config.mode, most).num_blocks,

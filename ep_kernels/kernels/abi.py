@@ -100,6 +100,8 @@ Network = _record(
     ("tail", "u64", "descriptors that kernels have pushed"),
     ("rows", f"u64[{MAX_RANKS}]", "rows that the dispatch that runs has for a rank"),
     ("map", "RegionMap", "byte map of a box: a region's part that belongs to one source"),
+    ("looking", f"u64[{MAX_RANKS}]", "1 = a thread reads a word of that rank"),
+    ("seen", f"u64[{len(FLAGS) * MAX_RANKS}]", "[FLAGS, MAX_RANKS] words as a kernel last read them"),
 )
 State = _record(
     "State",

@@ -95,8 +95,10 @@ struct Network {
   u64 tail;  // descriptors that kernels have pushed
   u64 rows[64];  // rows that the dispatch that runs has for a rank
   RegionMap map;  // byte map of a box: a region's part that belongs to one source
+  u64 looking[64];  // 1 = a thread reads a word of that rank
+  u64 seen[576];  // [FLAGS, MAX_RANKS] words as a kernel last read them
 };
-static_assert(sizeof(Network) == 864, "Network: host and GPU differ");
+static_assert(sizeof(Network) == 5984, "Network: host and GPU differ");
 struct State {
   u64 items_taken[32];  // LL: work counters of the send warps: of dispatch at 0, of combine at 16
   u64 dispatch_seq;  // dispatches sent; lives on the device, so that a replayed graph goes on counting
@@ -115,7 +117,7 @@ struct State {
   u64 combine_slot_seq[66];  // seq that used a combine slot last
   Network network;  // NETWORK variants: how ranks of other hosts are reached; last, for the others' sake
 };
-static_assert(sizeof(State) == 2280, "State: host and GPU differ");
+static_assert(sizeof(State) == 7400, "State: host and GPU differ");
 struct Postmortem {
   u64 status;  // index into STOPS; written last
   u64 op;  // index into OPS

@@ -33,6 +33,7 @@ inline void store_release_sys(u64* at, u64 value) { stored(at, value); }
 inline void store_relaxed_sys(u64* at, u64 value) { stored(at, value); }
 inline void store_relaxed_block(u64* at, u64 value) { stored(at, value); }
 inline void store_volatile(u64* at, u64 value) { stored(at, value); }
+inline void store_release_gpu(u64* at, u64 value) { stored(at, value); }
 inline u64 add_release_sys(u64* at, u64 value) { return added(at, value); }
 inline u64 add_acq_rel_gpu(u64* at, u64 value) { return added(at, value); }
 inline u64 take_relaxed_gpu(u64* at, u64 value) { return added(at, value); }

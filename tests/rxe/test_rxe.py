@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,33 +30,45 @@ SMALL = (
     "export FI_UNIVERSE_SIZE=8 FI_OFI_RXM_MSG_TX_SIZE=64 FI_OFI_RXM_MSG_RX_SIZE=64 FI_VERBS_TX_SIZE=64 "
     "FI_VERBS_RX_SIZE=64;"
 )
-TIMEOUT_S = 600.0
-BLOCKS, BANDWIDTH, LATENCY = 5, 0.9, 1.2
-"""Of the yardstick: least bandwidth, greatest latency (of libfabric's none is asked for)."""
-NAMES = ("ours", "yardstick")
+TIMEOUT_S, LIVES = 600.0, 30
+BLOCKS = 9
+"""Of each figure in one guest; in a second one as many again where the first leaves a goal open."""
+PROVIDERS = ("verbs", "libfabric(verbs;ofi_rxm)", "libfabric(tcp;ofi_rxm)")
+GOALS = {"us": {"verbs": 1.2}, "mib_per_s": dict.fromkeys(PROVIDERS, 0.9)}
+"""Of the yardstick: greatest latency, least bandwidth."""
+SURE = 0.95
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Medians of the blocks, and ours by the yardstick's."""
+    """One figure of a provider.
+
+    Attributes:
+        what: us, or mib_per_s.
+        ours, yardstick: medians of the blocks.
+        ratio: median of the quotients of neighbouring blocks; from low to high: where it is with probability SURE.
+        goal: of the ratio; none: 0.
+        met: yes; no, if the goal lies outside of that interval; "not shown", if the ratio misses it and it lies within.
+    """
 
     provider: str
-    us: float
-    yardstick_us: float
-    latency: float
-    mib_per_s: float
-    yardstick_mib_per_s: float
-    bandwidth: float
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the targets are."""
-        return self.bandwidth >= BANDWIDTH and (self.latency <= LATENCY or self.provider != "verbs")
+    what: str
+    ours: float
+    yardstick: float
+    ratio: float
+    low: float
+    high: float
+    blocks: int
+    goal: float
+    met: str
 
 
 @pytest.fixture(autouse=True)
 def asked(request: pytest.FixtureRequest) -> None:
     """Only where it is asked for, and can run."""
+    if "tmp_path" not in request.fixturenames:
+        return  # arithmetic
     if not request.config.getoption("--rxe"):
         pytest.skip("a guest takes minutes: make test-rxe")
     if why := guest.missing():
@@ -88,25 +101,84 @@ def test_faults(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
+def test_lives_survive_their_close(tmp_path: Path) -> None:
+    """libfabric 1.17 ended 13 of 30 such processes when an endpoint closed to which its peer still sent."""
+    assert f"LIVES {LIVES} DEATHS 0 " in inside(tmp_path, "closing.py", ["libfabric(verbs;ofi_rxm)", str(LIVES)])
+
+
+@pytest.mark.timeout(6 * TIMEOUT_S)
 def test_yardsticks(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Fails where a goal is missed for sure: processors without KVM scatter, and so does whatever runs beside them."""
     bare = guest.BUILT / "bare_fabric"
     source = guest.HERE / "bare_fabric.cpp"
     include = guest.ROOT / "ep_kernels" / "network" / "native"
     command = ["g++", "-std=c++17", "-O2", f"-I{include}", str(source), "-ldl", "-o", str(bare)]
     subprocess.run(command, check=True, timeout=120)
-    printed = inside(tmp_path, "yardsticks.py", [str(bare), str(BLOCKS)])
-    rows = [json.loads(line[4:]) for line in printed.splitlines() if line.startswith("ROW ")]
-    found = [beside(provider, rows) for provider in dict.fromkeys(row["provider"] for row in rows)]
-    print(*found, sep="\n")
+    found: list[Beside] = []
+    for provider in PROVIDERS:
+        rows = measured(tmp_path, bare, provider)
+        if any(one.met == "not shown" for one in figures(provider, rows)):
+            rows += measured(tmp_path, bare, provider)
+        found += figures(provider, rows)
+        print(*figures(provider, rows), sep="\n")
     if out := pytestconfig.getoption("--rxe-out"):
         config = {"blocks": BLOCKS, "guest": "QEMU without KVM, 2 processors, Soft-RoCE over veth"}
         facts.keep(Path(out), "yardsticks", Beside, found, facts.of_control(["--rxe"], config, "tests.rxe"))
-    assert all(one.is_met for one in found), found
+    assert all(one.met != "no" for one in found), found
 
 
-def beside(provider: str, rows: list[dict[str, Any]]) -> Beside:
-    """The medians of a provider's rows."""
-    here = {name: [row for row in rows if (row["provider"], row["of"]) == (provider, name)] for name in NAMES}
-    us = [statistics.median(row["us"] for row in here[name]) for name in NAMES]
-    rate = [statistics.median(row["mib_per_s"] for row in here[name]) for name in NAMES]
-    return Beside(provider, *(round(value, 3) for value in (*us, us[0] / us[1], *rate, rate[0] / rate[1])))
+def measured(out: Path, bare: Path, provider: str) -> Rows:
+    """The blocks of one guest."""
+    printed = inside(out, "yardsticks.py", [str(bare), str(BLOCKS), provider])
+    return [json.loads(line[4:]) for line in printed.splitlines() if line.startswith("ROW ")]
+
+
+def figures(provider: str, rows: Rows) -> list[Beside]:
+    """Of a provider's blocks."""
+    return [figure(provider, what, [row for row in rows if row["what"] == what]) for what in GOALS]
+
+
+def figure(provider: str, what: str, rows: Rows) -> Beside:
+    """See `Beside`."""
+    ours, theirs = ([row["value"] for row in rows if row["of"] == of] for of in ("ours", "yardstick"))
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    ratio, goal = statistics.median(ratios), GOALS[what].get(provider, 0.0)
+    low, high = interval(ratios)
+    best, is_met = (low, ratio <= goal) if what == "us" else (high, ratio >= goal)
+    is_missed = best > goal if what == "us" else best < goal
+    met = "" if not goal else "yes" if is_met else "no" if is_missed else "not shown"
+    values = (statistics.median(ours), statistics.median(theirs), ratio, low, high)
+    return Beside(provider, what, *(round(value, 3) for value in values), len(ratios), goal, met)
+
+
+def interval(ordered: Sequence[float]) -> tuple[float, float]:
+    """Where the median of that population is with probability SURE, at least: between two of the ordered values, for
+    as many lie on each side of it as heads of a coin."""
+    n, outside, cut = len(ordered), 0.0, 0
+    while cut < (n - 1) // 2 and outside + math.comb(n, cut) / 2**n <= (1 - SURE) / 2:
+        outside += math.comb(n, cut) / 2**n
+        cut += 1
+    return ordered[max(0, cut - 1)], ordered[n - max(1, cut)]
+
+
+@pytest.mark.parametrize(("count", "cut"), [(5, 0), (9, 1), (18, 4)])
+def test_where_a_median_is(count: int, cut: int) -> None:
+    values = [float(number) for number in range(count)]
+    assert interval(values) == (values[cut], values[count - 1 - cut])
+
+
+@pytest.mark.parametrize(
+    ("what", "ratios", "met"),
+    [
+        ("us", [1.1] * 9, "yes"),
+        ("us", [1.3] * 9, "no"),
+        ("us", [1.0, 1.1, 1.1, 1.1, 1.3, 1.3, 1.4, 1.5, 1.6], "not shown"),
+        ("mib_per_s", [0.95] * 9, "yes"),
+        ("mib_per_s", [0.7] * 9, "no"),
+        ("mib_per_s", [0.7, 0.7, 0.8, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1], "not shown"),
+    ],
+)
+def test_what_is_missed(what: str, ratios: list[float], met: str) -> None:
+    sides = [("ours", ratios), ("yardstick", [1.0] * len(ratios))]
+    rows = [{"what": what, "of": of, "value": value} for of, values in sides for value in values]
+    assert figure("verbs", what, rows).met == met

@@ -1,9 +1,11 @@
 """In the guest: ring, proxy and provider beside what others measure on the same devices. Prints lines of JSON.
 
-    python tests/rxe/yardsticks.py BARE_FABRIC [BLOCKS]
+    python tests/rxe/yardsticks.py BARE_FABRIC BLOCKS PROVIDER...
 
-verbs: beside ib_write_lat and ib_write_bw. libfabric: beside a bare loop of fi_writedata. Both take turns, so whatever
-else the machine does, it does to both. A message is one that each end's proxy thread answers.
+verbs: beside ib_write_lat and ib_write_bw. libfabric: beside a bare loop of fi_writedata. Short blocks take turns, ours
+first in every other one, so whatever else the machine does, it does to both. A message is one that each end's proxy
+thread answers; for latency both spin, as the yardsticks' ends do. A stream has the proxies as they are by default: the
+guest has two processors, one of which ib_write_bw's other end leaves to the kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,9 @@ from ep_kernels.network.network import Channel, Network
 from ep_kernels.network.providers import Mark
 from tests.unit.network_ends import devices_of
 
-PING_BYTES, BULK_BYTES, ROUNDS, COUNT, WAIT_S = 8, 65536, 1000, 400, 120.0
+PING_BYTES, BULK_BYTES, ROUNDS, COUNT, WAIT_S = 8, 65536, 400, 160, 120.0
+SPIN_US = {"us": 100_000, "mib_per_s": NetworkConfig().spin_us}
 MIB, NAP_NS = 1 << 20, 20_000
-PROVIDERS = ("verbs", "libfabric(verbs;ofi_rxm)", "libfabric(tcp;ofi_rxm)")
 
 
 class Pong(ctypes.Structure):
@@ -51,9 +54,9 @@ class Pong(ctypes.Structure):
 class Side:
     """One of two ranks."""
 
-    def __init__(self, rank: int, provider: str) -> None:
+    def __init__(self, rank: int, provider: str, spin_us: int) -> None:
         self.rank = rank
-        fields: dict[str, Any] = {"listen": "127.0.0.1:0", "spin_us": 100_000, **devices_of(provider, rank)}
+        fields: dict[str, Any] = {"listen": "127.0.0.1:0", "spin_us": spin_us, **devices_of(provider, rank)}
         self.network = Network(NetworkConfig(provider=provider, **fields))
         size = COUNT * BULK_BYTES
         self._own, self._landing = ctypes.create_string_buffer(size), ctypes.create_string_buffer(2 * size)
@@ -90,33 +93,26 @@ class Side:
         return COUNT * BULK_BYTES / MIB / (took / 1e9)
 
 
-def answer(pipe: Connection, provider: str) -> None:
-    """The other rank."""
-    side = Side(1, provider)
+def answer(pipe: Connection, provider: str, what: str) -> None:
+    """The other rank. Of a stream, it answers nothing."""
+    side = Side(1, provider, SPIN_US[what])
+    if what != "us":
+        side.pong.rank = -1
     side.join(pipe)
-    pipe.recv()
-    side.pong.rank = -1
-    pipe.send("counts")
     pipe.recv()
 
 
 class Ours:
-    """Both ranks, for a block of measurements."""
+    """Both ranks, for one of the two figures."""
 
-    def __init__(self, provider: str) -> None:
+    def __init__(self, provider: str, what: str) -> None:
         context = mp.get_context("spawn")
         self.pipe, there = context.Pipe()
-        self.other = context.Process(target=answer, args=(there, provider), daemon=True)
+        self.other = context.Process(target=answer, args=(there, provider, what), daemon=True)
         self.other.start()
-        self.side = Side(0, provider)
+        self.side = Side(0, provider, SPIN_US[what])
         self.side.join(self.pipe)
-
-    def measure(self) -> tuple[float, float]:
-        """Latency in us, bandwidth in MiB/s."""
-        latency = self.side.latency_us()
-        self.pipe.send("count")
-        self.pipe.recv()
-        return latency, self.side.mib_per_s()
+        self.measure = self.side.latency_us if what == "us" else self.side.mib_per_s
 
     def end(self) -> None:
         """Let the other process go."""
@@ -148,28 +144,32 @@ def _listens(port: int) -> bool:
     return any(f":{port:04X} 00000000:0000 0A" in line for line in Path("/proc/net/tcp").read_text().splitlines())
 
 
-def theirs(provider: str, bare: str) -> tuple[float, float]:
-    """Latency in us, bandwidth in MiB/s, of the yardstick."""
+def theirs(provider: str, what: str, bare: str) -> float:
+    """Latency in us, or bandwidth in MiB/s, of the yardstick."""
+    if provider == "verbs" and what == "us":
+        return float(perftest("ib_write_lat", "-s", str(PING_BYTES), "-n", str(ROUNDS))[4])
     if provider == "verbs":
-        latency = float(perftest("ib_write_lat", "-s", str(PING_BYTES), "-n", str(ROUNDS))[4])
-        return latency, float(perftest("ib_write_bw", "-s", str(BULK_BYTES), "-n", str(COUNT))[3])
+        return float(perftest("ib_write_bw", "-s", str(BULK_BYTES), "-n", str(COUNT))[3])
     name = provider[len("libfabric(") : -1]
-    arguments = [name, devices_of(provider, 0)["listen"].split(":")[0], ROUNDS, PING_BYTES, BULK_BYTES, COUNT]
+    rounds, count = (ROUNDS, 1) if what == "us" else (1, COUNT)
+    arguments = [name, devices_of(provider, 0)["listen"].split(":")[0], rounds, PING_BYTES, BULK_BYTES, count]
     done = subprocess.run([bare, *map(str, arguments)], capture_output=True, text=True, timeout=WAIT_S, check=True)
     latency, mb = map(float, done.stdout.split())
-    return latency, mb * 1e6 / MIB
+    return latency if what == "us" else mb * 1e6 / MIB
 
 
-def main(bare: str, blocks: int) -> None:
-    """Every provider, block by block."""
-    for provider in PROVIDERS:
-        for block in range(blocks):
-            ours = Ours(provider)
-            for name, (latency, bandwidth) in (("ours", ours.measure()), ("yardstick", theirs(provider, bare))):
-                row = {"provider": provider, "block": block, "of": name, "us": latency, "mib_per_s": bandwidth}
-                print("ROW " + json.dumps(row), flush=True)
+def main(bare: str, blocks: int, providers: list[str]) -> None:
+    """Every provider and figure, block by block."""
+    for provider in providers:
+        for what in SPIN_US:
+            ours = Ours(provider, what)
+            for block in range(blocks):
+                turns = [("ours", ours.measure), ("yardstick", partial(theirs, provider, what, bare))]
+                for name, measure in turns if block % 2 == 0 else reversed(turns):
+                    row = {"provider": provider, "block": block, "of": name, "what": what, "value": measure()}
+                    print("ROW " + json.dumps(row), flush=True)
             ours.end()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 5)
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -19,6 +19,8 @@ from crossdock.worker.engine import Engine
 from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Work
 from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
+from ep_kernels.transports.cpu.native import OPS
+from ep_kernels.transports.cpu.transport import CpuTransport
 
 R, E, H, K, M = 2, 4, 16, 2, 8
 WAIT_S = 120
@@ -159,6 +161,25 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         threading.Event().wait(0.002)
+
+
+def test_a_request_that_is_being_read_calls_the_others(ranks: list[Rank]) -> None:
+    """They enter an exchange, and so does this rank, whether or not the request turns out to be one."""
+
+    def entered() -> list[int]:
+        transports = [cast(CpuTransport, rank.comm._transport) for rank in ranks if rank.comm is not None]
+        return [each.lib.cd_next(each.native().pointer, OPS.index("exchange")) for each in transports]
+
+    until(lambda: all(rank.engine._sleeping for rank in ranks))
+    before = entered()
+    assert before[0] == before[1]
+    ranks[0].engine.expect()
+    until(lambda: min(entered()) > before[0])
+    until(lambda: all(rank.engine._sleeping for rank in ranks))
+    asked = Asked(3)
+    ranks[0].engine.expect()
+    ranks[0].engine.submit(asked.work)
+    assert isinstance(asked.answers.get(timeout=WAIT_S), Done)
 
 
 def test_requests_of_both_ranks_are_answered(ranks: list[Rank]) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -19,6 +20,8 @@ import torch
 from google.protobuf.message import DecodeError
 
 from crossdock.client import AsyncClient, Client, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, direct
+from crossdock.client.direct import BufferPool
+from crossdock.client.directory import ServingWorkers
 from crossdock.client.retry import RetryBudget
 from crossdock.common import rpc
 from crossdock.common.access import METHODS, RateLimiter
@@ -205,6 +208,17 @@ async def test_a_client_of_this_host_opens_one_by_itself(tmp_path: Path) -> None
         answers = await asyncio.gather(*(client.forward(1, *_tensors(Batch.random(5))) for _ in range(20)))
         assert len(answers) == 20
     await until(lambda: made.buffers.num_bytes == 0)
+
+
+async def test_all_buffers_that_a_call_lacks_are_opened_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would take one call by gRPC for each of them."""
+    client, opened = AsyncClient("nowhere:1", min_tokens_per_worker=1), list[int]()
+    workers = ServingWorkers(1, ((0, "a:1"), (1, "b:1"), (2, "c:1")))
+    client._directory, client._pool = SimpleNamespace(now=workers), BufferPool(asyncio.get_running_loop())  # type: ignore[assignment]
+    monkeypatch.setattr(client, "_open_buffer", lambda service, worker, num_bytes: opened.append(worker))
+    assert client.begin(client.batch_of(1, _tensors(Batch.random(3)), TIMEOUT_S)) is None
+    await until(lambda: len(opened) == 3)
+    assert sorted(opened) == [0, 1, 2]
 
 
 async def test_threads_share_one_client(tmp_path: Path) -> None:
@@ -603,3 +617,21 @@ async def test_a_request_that_ends_before_it_is_queued(tmp_path: Path, monkeypat
         with pytest.raises(EOFError):  # a step may write its rows still
             await guest.answer()
         assert None not in made.engine.seen
+
+
+async def test_a_request_above_the_rate_wakes_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected: list[None] = []
+    async with world(tmp_path) as made, Guest(made) as guest:
+        await guest.redeem()
+        guest.write(Batch.random(5))
+        monkeypatch.setattr(made.engine, "expect", lambda: expected.append(None))
+        monkeypatch.setattr(Backend, "check_rate", lambda *_: None)
+        assert not (await guest.ask(1, 5)).HasField("error")
+        assert len(expected) == 1
+
+        def refuse(*_: object) -> None:
+            raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many"))
+
+        monkeypatch.setattr(Backend, "check_rate", refuse)
+        assert (await guest.ask(2, 5)).error.code == EXHAUSTED
+        assert len(expected) == 1

@@ -9,6 +9,7 @@ from benchmarks.gpu.nodes import iterations_of, numbers
 from benchmarks.gpu.nodes_network import network_of, remote_of, sizes_of
 from ep_kernels import MoEConfig
 from ep_kernels.transports.nvlink import plan
+from ep_kernels.transports.nvlink.network_plan import network_blocks
 from ep_kernels.types import Layout, Mode
 from tests.groups import LonelyGroup
 
@@ -45,3 +46,15 @@ def test_long_operations_are_timed_less_often() -> None:
         10,
     ]
     assert numbers("1,128") == (1, 128)
+
+
+def test_few_tokens_have_few_blocks_over_a_network() -> None:
+    def of(tokens: int, **fields: object) -> MoEConfig:
+        shape = {"num_experts": 8, "hidden_size": 64, "topk": 2, "max_tokens_per_rank": tokens}
+        return MoEConfig(group=LonelyGroup(0, 2), **shape, **fields)  # type: ignore[arg-type]
+
+    network = network_of(0, 2, 2, "tcp", 20)
+    assert [network_blocks(of(t, network=network), 132) for t in (1, 32, 128, 8192)] == [4, 8, 32, 132]
+    assert network_blocks(of(1, network=network), 2) == 2
+    assert network_blocks(of(1), 132) == 132, "of one domain: as ever"
+    assert network_blocks(of(1, network=network, num_sms=16), 16) == 16, "as the caller says"

@@ -77,6 +77,15 @@ def test_scales_of_the_caller(layout: Layout, mode: Mode, join: Joined) -> None:
         check(loop, replace(case, seed=draw_seed()), algorithm)
 
 
+@pytest.mark.parametrize(("mode", "said"), [(Mode.LL, "ll"), (Mode.HT, "ht"), (Mode.AUTO, "ll")])
+def test_records_name_the_mode_that_was_asked_for(mode: Mode, said: str, join: Joined) -> None:
+    """Of AUTO, that of the kernels."""
+    case = RoutingCase(6, 2, 16, (7, 2), "uniform", draw_seed())
+    loop = join(case, mode=mode, layout=Layout.RANK_MAJOR)
+    check(loop, case, Mode.LL if mode is Mode.AUTO else mode)
+    assert [sample.mode for sample in loop.engines[0].tables.samples()] == [said, said]
+
+
 @needs_libfabric
 def test_steps_by_a_provider_that_registers_memory(join: Joined) -> None:
     network = msgspec.structs.replace(TCP, provider="libfabric(tcp;ofi_rxm)")

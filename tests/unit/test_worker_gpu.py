@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,7 +162,9 @@ def test_steps_come_home_and_a_failed_one_is_zeros(comm: MoECommunicator, dtype:
     kept = []
     for number in range(1, M):
         slices = pieces(number)
-        batch = Stepper(comm, Doubles(dtype), stream).step(0, M, slices)  # type: ignore[arg-type]
+        queued = Mock()
+        batch = Stepper(comm, Doubles(dtype), stream, queued=queued).step(0, M, slices)  # type: ignore[arg-type]
+        queued.assert_called_once_with()
         work = slices[0].work
         expected = 2 * work.x.float() * work.topk_weights.sum(1, keepdim=True)
         kept.append((batch.z, expected))

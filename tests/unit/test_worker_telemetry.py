@@ -268,7 +268,7 @@ def test_steps_together_are_counted_as_one_by_one() -> None:
     rng = random.Random(2)
     records = [
         StepRecord(
-            rng.randrange(9), torch.tensor([rng.randrange(3) for _ in range(4)], dtype=torch.int32),
+            rng.randrange(9), torch.tensor([rng.randrange(3) for _ in range(rng.choice((3, 4)))], dtype=torch.int32),
             [torch.zeros(rng.randrange(3), 2, dtype=torch.int32)], lambda ids: sum(map(len, ids)),
             *(rng.randrange(10**7) for _ in range(3)), rng.randrange(2), rng.choice((None, (7, 1, 0, 9))),
             rng.choice((None, {"trace_id": f"{number:032x}"})), (rng.randrange(2), 3),

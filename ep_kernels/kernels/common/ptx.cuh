@@ -120,6 +120,10 @@ __device__ __forceinline__ u64 load_acquire_gpu(const u64* address) {
   return value;
 }
 
+__device__ __forceinline__ void store_release_gpu(u64* address, u64 value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 __device__ __forceinline__ u64 add_acq_rel_gpu(u64* address, u64 value) {
   u64 old;
   asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(address), "l"(value) : "memory");

@@ -125,7 +125,7 @@ __device__ __forceinline__ bool has_arrived(const World& world, u32 kind, i32 so
   if (!is_remote(world, source)) return true;
   u32* arrived = arrived_from() + source;
   if (ptx::load_acquire_block(arrived) != 0) return true;
-  if (ptx::load_acquire_sys(flag_at(world, world.rank, kind, source)) < seq) return false;
+  if (look(world, kind, source, seq) < seq) return false;
   ptx::store_release_block(arrived, 1);
   return true;
 }

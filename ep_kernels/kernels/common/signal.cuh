@@ -85,6 +85,12 @@ struct Credit {
 
 __device__ __forceinline__ Credit warp_load_credit(const World& world, u32 kind, const u64* slot_seq) {
   Credit credit = {ptx::load_cached(slot_seq), 0};
+#if NETWORK
+  if (lane_idx() < world.size && is_remote(world, lane_idx())) {
+    credit.seen = ptx::load_cached(net::seen_at(world, kind, lane_idx()));
+    return credit;
+  }
+#endif
   if (lane_idx() < world.size) credit.seen = ptx::load_cached(flag_at(world, world.rank, kind, lane_idx()));
   return credit;
 }
@@ -93,9 +99,18 @@ __device__ __forceinline__ Credit warp_load_credit(const World& world, u32 kind,
 // warp; false after a failed wait.
 __device__ __forceinline__ bool warp_await_credit(const World& world, u32 kind, Credit credit, u64 value, u32 op) {
   bool ok = true;
+#if NETWORK
+#pragma unroll 1
+  for (i32 base = 0; base < world.size; base += 32) {
+    const i32 peer = base + lane_idx();
+    const bool awaited = peer < world.size && is_active(peer) && is_remote(world, peer);
+    ok &= spin::warp_wait(world, value, op, PHASE_CREDIT, peer,
+                          [&] { return !awaited || net::look(world, kind, peer, value) >= value; });
+  }
+#endif
 #pragma unroll 1
   for (i32 peer = lane_idx(); peer < world.size; peer += 32)
-    if (is_active(peer) && (peer >= 32 || credit.seen < value))
+    if (is_active(peer) && !is_remote(world, peer) && (peer >= 32 || credit.seen < value))
       ok &= spin::wait_for(world, flag_at(world, world.rank, kind, peer), value, op, PHASE_CREDIT, peer);
   return __all_sync(~0u, ok);
 }

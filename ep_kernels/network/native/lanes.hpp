@@ -8,9 +8,14 @@
 // most `depth` writes out that the peer has not said to have received and to have posted receives for anew. It says so
 // after each half of them.
 //
+// Parting: some libraries must not close a connection while the peer may still send on it (`parts_late`). Such a lane
+// lives on, writes nothing, and what comes is thrown away, until the peer has ended its TCP connection, or a second.
+//
 // Memory: what goes to a peer, and its mirror, is registered when it joins; without boxes, what goes to all at once.
 #pragma once
 #include <errno.h>
+#include <fcntl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,6 +23,7 @@
 #include <cstring>
 #include <new>
 
+#include "clock.hpp"
 #include "exchange.hpp"
 #include "provider.hpp"
 #include "ring.hpp"
@@ -36,6 +42,9 @@ struct Window {
   bool owes(int depth) const { return consumed - told >= uint32_t(depth / 2); }
 };
 
+constexpr int kPartings = 64;  // at once; what is more is closed at once
+constexpr int64_t kPartingNs = 1'000'000'000, kPartingTickNs = 1'000'000;
+
 template <typename CardOf>
 struct LaneOf {
   using Card = CardOf;
@@ -45,6 +54,9 @@ struct LaneOf {
   uint32_t out = 0;    // writes posted, not completed
   bool is_up = false;  // the peer is ready
   int error = 0;       // it has failed; told in `advance`
+  // While it parts: the TCP connection, whose end is awaited; until when.
+  int parting_fd = -1, parting_peer = 0;
+  int64_t parting_until_ns = 0;
 };
 
 // `Self` has:
@@ -58,6 +70,8 @@ struct LaneOf {
 //   int credit(int peer, int lane, Lane&);      // tells the peer `window.consumed`; as post
 //   void drain(int peer, int lane);             // takes all that has come until now
 //   void shut(Lane&);                           // of what it has out nothing is read any more
+//   bool parts_late() const;                    // see above
+//   void discard(Lane&);                        // throws away what has come
 //   Region* reg(const uint8_t* address, uint64_t bytes, bool lands, int number);  // `number`: in memory_.dma_bufs;
 //                                                                                 // null: errno, `about_`
 //   void unreg(Region*);
@@ -83,6 +97,12 @@ class Lanes : public Provider {
     if (!self().is_alive()) return false;
     Lane*& l = lanes_[peer][lane];
     drop(peer, l, true);
+    for (int i = parting_count_ - 1; i >= 0; --i) {  // nothing of an earlier one may come behind what a new one brings
+      Lane* earlier = parting_[i];
+      if (earlier->parting_peer != peer) continue;
+      parting_[i] = parting_[--parting_count_];
+      finish(earlier);
+    }
     void* memory = malloc(sizeof(Lane));
     if (!memory) return errno = ENOMEM, false;
     l = new (memory) Lane;
@@ -125,8 +145,28 @@ class Lanes : public Provider {
     }
     return n;
   }
+  bool retire() override {
+    if (parting_count_) unreg_all();
+    return parting_count_ != 0;
+  }
+  int64_t part(int64_t now) override {
+    for (int i = 0; i < parting_count_;) {
+      Lane* l = parting_[i];
+      self().discard(*l);
+      uint8_t byte;
+      const ssize_t got = recv(l->parting_fd, &byte, 1, MSG_DONTWAIT);
+      if (now < l->parting_until_ns && (got > 0 || (got < 0 && errno == EAGAIN))) {
+        ++i;
+        continue;
+      }
+      parting_[i] = parting_[--parting_count_];
+      finish(l);
+    }
+    return parting_count_ ? now + kPartingTickNs : -1;
+  }
   void close() override {
     for (int peer = 0; peer < kNetRanks; ++peer) disconnect(peer);
+    while (parting_count_) finish(parting_[--parting_count_]);
     self().end();
     free(this);
   }
@@ -138,6 +178,7 @@ class Lanes : public Provider {
         free(l);
       }
     }
+    for (int i = 0; i < parting_count_; ++i) ::close(parting_[i]->parting_fd);
     free(this);
   }
   const char* about() const override { return about_.at; }
@@ -232,10 +273,26 @@ class Lanes : public Provider {
     Lane* gone = l;
     l = nullptr;
     if (!gone) return;
-    gone->exchange.end(epoll_fd_, close_fd);
-    self().shut(*gone);
     for (; gone->out > 0; --gone->out) sink_.sent(sink_.owner, peer);
-    free(gone);
+    const int fd = gone->exchange.fd;
+    gone->exchange.end(epoll_fd_, false);
+    const bool parts = self().parts_late() && gone->is_up && !gone->error && parting_count_ < kPartings;
+    if (parts && (gone->parting_fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)) >= 0) {
+      if (close_fd) shutdown(fd, SHUT_WR);
+      gone->parting_peer = peer;
+      gone->parting_until_ns = now_ns() + kPartingNs;
+      parting_[parting_count_++] = gone;
+    } else {
+      finish(gone);
+    }
+    if (close_fd && fd >= 0) ::close(fd);  // after the lane's own connection: a peer that sees it may close its own
+  }
+
+  void finish(Lane* l) {
+    self().discard(*l);
+    self().shut(*l);
+    if (l->parting_fd >= 0) ::close(l->parting_fd);
+    free(l);
   }
 
   NetSettings settings_;
@@ -246,6 +303,8 @@ class Lanes : public Provider {
   Lane* lanes_[kNetRanks][kMaxLanes] = {};
   Region *sources_[kNetRanks] = {}, *mirrors_[kNetRanks] = {};
   uint64_t failed_ = 0;  // bit per peer with a lane that is to be told of
+  Lane* parting_[kPartings];
+  int parting_count_ = 0;
   Text about_, why_;
 
  private:

@@ -101,7 +101,11 @@ void Proxy::remove(NetChannel* c) {
     p.up = false;
     p.backlog.free_memory();
   }
-  c->provider->close();
+  if (retired_count_ < kRetired && c->provider->retire()) {
+    retired_[retired_count_++] = c->provider;
+  } else {
+    c->provider->close();
+  }
   c->provider = nullptr;
   channels_[c->index] = nullptr;
   while (num_channels_ > 0 && !channels_[num_channels_ - 1]) --num_channels_;

@@ -92,6 +92,10 @@ class Provider {
   virtual void disconnect(int) {}                                  // its writes are given up: `sent` for each of them
   // Lets go of a peer in order: its descriptors, which the caller closes when the peer has; returns how many.
   virtual int release(int, int*) { return 0; }
+  // Of connections that may not close yet, after `disconnect` or `release`: goes on with them. When to be called again.
+  virtual int64_t part(int64_t) { return -1; }
+  // After all were released: the channel's memory and sink are used no more. True: `part` until it says -1, then close.
+  virtual bool retire() { return false; }
   virtual void close() {}                                          // closes all; frees itself
   virtual void close_in_child() { close(); }                              // in a forked child: closes its copies only
   virtual uint64_t most_bytes() const { return 1 << 30; }          // of one write

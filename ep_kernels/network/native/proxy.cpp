@@ -30,6 +30,8 @@ constexpr int64_t kShortNapUs = 20, kLongNapUs = 1000, kIdleNapUs = 4000, kIdleN
 // Between questions to epoll while a lane is hot; while what arrives comes by a queue that providers poll themselves.
 constexpr int64_t kAskNs = 2000, kAskPolledNs = 20'000;
 constexpr int64_t kPolledNs = 100'000;  // since the last arrival
+// While a rank is within an operation: awake so long after the last work.
+constexpr int64_t kExpectNs = 500'000;
 
 // epoll_wait with a limit in microseconds, -1: none. By number: older C libraries have no name for the call.
 int wait_for(int epoll_fd, epoll_event* events, int most, int64_t limit_us) {
@@ -81,6 +83,7 @@ void Proxy::stop() {
   const uint64_t one = 1;
   (void)!write(event_fd_, &one, sizeof one);
   pthread_join(thread_, nullptr);
+  for (int i = 0; i < retired_count_; ++i) retired_[i]->close();
   for (int i = 0; i < lingering_count_; ++i) close(lingering_[i].fd);
   close(epoll_fd_);
   close(event_fd_);
@@ -93,6 +96,7 @@ void Proxy::close_in_child() {
     }
     c.provider->close_in_child();
   });
+  for (int i = 0; i < retired_count_; ++i) retired_[i]->close_in_child();
   for (int i = 0; i < lingering_count_; ++i) close(lingering_[i].fd);
   close(epoll_fd_);
   close(event_fd_);
@@ -108,7 +112,7 @@ void Proxy::run() {
   for (;;) {
     if (stop_.load(std::memory_order_relaxed)) {
       if (!stop_ns) stop_ns = now_ns() + kStopNs;
-      if (lingering_count_ == 0 || now_ns() > stop_ns) return;
+      if (lingering_count_ + retired_count_ == 0 || now_ns() > stop_ns) return;
     }
     while (waiting_.load(std::memory_order_relaxed)) sched_yield();
     pthread_mutex_lock(&mutex_);
@@ -130,7 +134,7 @@ void Proxy::run() {
     for (int i = 0; i < n; ++i) happen(events[i].data.u64, events[i].events);
     const int64_t now = now_ns();
     if (busy || n > 0) busy_ns = now;
-    if (now - busy_ns < spin_ns_ || busy || n > 0) {
+    if (busy || n > 0 || now - busy_ns < (expects() ? std::max(spin_ns_, kExpectNs) : spin_ns_)) {
       pthread_mutex_unlock(&mutex_);
       continue;
     }
@@ -174,6 +178,7 @@ bool Proxy::turn() {
     } else {
       at(again);
     }
+    at(c.provider->part(now));
     for (int rank = 0; rank < c.memory.ranks; ++rank) {
       NetPeer& p = c.peers[rank];
       if (!p.up || !p.ends_ns) continue;
@@ -181,6 +186,16 @@ bool Proxy::turn() {
       if (p.up) at(p.ends_ns);
     }
   });
+  for (int i = 0; i < retired_count_;) {
+    const int64_t again = retired_[i]->part(now);
+    at(again);
+    if (again >= 0) {
+      ++i;
+      continue;
+    }
+    retired_[i]->close();
+    retired_[i] = retired_[--retired_count_];
+  }
   for (int i = 0; i < lingering_count_;) {
     ssize_t got = 1;
     for (int turns = 0; turns < 16 && got > 0; ++turns) {
@@ -264,6 +279,12 @@ bool Proxy::happen(uint64_t tag, uint32_t events) {
 bool Proxy::has_devices() const {
   bool any = false;
   for_each([&](const NetChannel& c) { any |= c.outbox->device.load(std::memory_order_relaxed); });
+  return any;
+}
+
+bool Proxy::expects() const {
+  bool any = false;
+  for_each([&](const NetChannel& c) { any |= c.outbox->expects.load(std::memory_order_relaxed); });
   return any;
 }
 

@@ -73,7 +73,7 @@ struct NetChannel {
 
 struct Proxy {
   static constexpr int kChannels = 1024;
-  static constexpr int kLingering = 4096;
+  static constexpr int kLingering = 4096, kRetired = 64;
   static constexpr int kHot = 2;
 
   bool start(int64_t spin_ns, const int32_t* cpus, int num_cpus);
@@ -118,6 +118,7 @@ struct Proxy {
   void linger(int fd);
   void drop(int& fd);
   bool idle() const;
+  bool expects() const;
   bool has_devices() const;
   static void sent(void* channel, int rank);
   static void arrived(void* channel, int rank, uint32_t imm);
@@ -137,6 +138,9 @@ struct Proxy {
   uint32_t generations_;
   int num_channels_;  // one more than the highest index in use
   NetChannel* channels_[kChannels];
+  // Of channels that were removed: their last connections may not close yet.
+  int retired_count_;
+  Provider* retired_[kRetired];
   int lingering_count_;
   Lingering lingering_[kLingering];
 };

@@ -49,6 +49,7 @@ struct Outbox {
   alignas(64) std::atomic<uint64_t> popped;
   alignas(64) std::atomic<uint32_t> asleep;  // the proxy waits for its event descriptor
   int32_t event_fd;
+  std::atomic<bool> expects;  // the rank is within an operation: the proxy stays awake for longer
   // Several lanes: bytes of one place of the region always take the same lane, the one of their stripe, so that a later
   // write of them cannot be overtaken by an earlier one. No descriptor crosses a stripe.
   uint64_t stripe;

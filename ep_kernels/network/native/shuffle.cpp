@@ -70,6 +70,8 @@ class Shuffle final : public Provider {
     give_up(peer);
     return inner_->release(peer, fds);
   }
+  int64_t part(int64_t now) override { return inner_->part(now); }
+  bool retire() override { return inner_->retire(); }
   void close() override {
     inner_->close();
     free(this);

@@ -61,6 +61,8 @@ class Verbs final : public Lanes<Verbs, Lane, Region> {
   void shut(Lane& l) {
     if (l.pair) port_.lib->destroy_qp(l.pair);
   }
+  bool parts_late() const { return false; }
+  void discard(Lane&) {}
 
   Region* reg(const uint8_t* address, uint64_t bytes, bool lands, int number) {
     const int access = lands ? kLocalWrite | kRemoteWrite : kLocalWrite;

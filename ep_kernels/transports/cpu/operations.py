@@ -49,31 +49,34 @@ class CpuDispatch:
         self._transport, self._args = transport, args
         self._comm = transport.native()
         self._epoch = transport.epoch
-        geometry, config = transport.geometry, transport.config
+        config = transport.config
         self.slot = transport.next_slot(0)
         self._buffers = self._comm.buffers[self.slot]
         previous: RoutingState | None = None if args.previous is None else args.previous.state
         tokens = args.topk_ids.shape[0]
         self._state = FreshState(self._comm.places, tokens) if previous is None else again(previous)
-        self._ids, self._weights = self._received_ids(geometry)
         state, scales = self._state, self._buffers.scale_bytes()
         *routing, valid, counts, offsets = state.addresses()
         self._op = native.dispatch_op(
             (*routing, state.origin), (tokens, _MODES.index(args.mode)),
             (args.x.data_ptr(), _address(args.scales), args.topk_ids.data_ptr(), args.topk_weights.data_ptr()),
             (previous is None, config.exact_shapes),
-            (valid, self._buffers.tokens().data_ptr(), _address(scales), _address(self._ids), _address(self._weights),
-             counts, offsets),
+            (valid, self._buffers.tokens().data_ptr(), _address(scales), 0, 0, counts, offsets),
         )  # fmt: skip
         if previous is not None:
             self._op.num_rows, self._op.num_dropped, self._op.num_invalid = previous.totals
+        self._ids: torch.Tensor | None = None
+        self._weights: torch.Tensor | None = None
         self._result: tuple[DispatchOutput, DispatchHandle] | None = None
 
-    def _received_ids(self, geometry: native.Geometry) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _make_ids(self) -> None:
+        """Room for what rank-wise layouts say of a row, made while routes are under way."""
         if self._buffers.layout.per_expert:
-            return None, None
-        ids = torch.empty(geometry.capacity, geometry.topk, dtype=torch.int32)
-        return ids, torch.empty(geometry.capacity, geometry.topk)
+            return
+        geometry = self._transport.geometry
+        self._ids = torch.empty(geometry.capacity, geometry.topk, dtype=torch.int32)
+        self._weights = torch.empty(geometry.capacity, geometry.topk)
+        self._op.out_ids, self._op.out_weights = self._ids.data_ptr(), self._weights.data_ptr()
 
     def send(self) -> None:
         """The send half."""
@@ -93,6 +96,7 @@ class CpuDispatch:
             _same_epoch(self._transport, self._epoch)
             self._transport.native()
             comm = self._comm
+            self._make_ids()
             self._transport.ended(self)
             self._transport.judge(comm.lib.cd_dispatch_place(comm.pointer, ctypes.byref(self._op)))
             result = self._finish()  # while rows of other hosts are under way

@@ -37,10 +37,11 @@ _PART_S = 0.1
 """What is left to be sent to a rank that is left out gets so long."""
 THREADS = 3
 """Processors for each rank of a host from which on it gets a second hand: itself, the proxy thread, the hand."""
-SPIN_NS, SHORT_NS = 100_000, 3_000
+SPIN_NS, SHORT_NS, LONG_NS = 100_000, 3_000, 500_000
 """Where there is a processor for each rank of a host, a wait of dispatch and combine spins this long before it sleeps:
 a sleeper is woken after 50 us or more, a rank that spins sees its peer at once. So does a meeting where there are two:
-a peer that is woken up may want the processor of the rank that has woken it."""
+a peer that is woken up may want the processor of the rank that has woken it. With a second hand, the rows of other
+hosts come in parts, which are further apart."""
 _QUIET_S = 0.0002
 """Between two looks whether the network has sent everything."""
 _RENEW_S, _REDIAL_S = 0.05, 1.0
@@ -123,17 +124,24 @@ class CpuTransport(CpuMember[NativeComm]):
         for rank, ticket in enumerate(read):
             if rank != own and hosts[rank] == hosts[own]:
                 self._map(comm, rank, ticket)
-        here, processors = hosts.count(hosts[own]), len(os.sched_getaffinity(0))
-        each = 1 if comm.channel is None else 2  # a proxy thread needs its own
-        if here > 1 and processors >= each * here:
-            self.lib.cd_set_spin(comm.pointer, SPIN_NS, SPIN_NS if processors >= 2 * each * here else SHORT_NS)
         if comm.channel is not None:
             tickets_of = {rank: ticket.network for rank, ticket in enumerate(read) if hosts[rank] != hosts[own]}
             self._remote = {rank: ticket for rank, ticket in tickets_of.items() if ticket is not None}
-            if self._remote and processors >= THREADS * here:
-                self.lib.cd_give_hand(comm.pointer)  # if there can be no thread, the rank does it all
+        self._use_processors(comm, hosts.count(hosts[own]))
+        if comm.channel is not None:
             comm.channel.connect(self._remote, self.config.timeout_s)
         self.lib.cd_activate(comm.pointer, mask_of(self.active))
+
+    def _use_processors(self, comm: NativeComm, here: int) -> None:
+        """How long waits spin, and a second hand, by the number of ranks of this host."""
+        processors = len(os.sched_getaffinity(0))
+        each = 1 if comm.channel is None else 2  # a proxy thread needs its own
+        spare = bool(self._remote) and processors >= THREADS * here
+        if spare or (here > 1 and processors >= each * here):
+            meet_ns = SPIN_NS if processors >= 2 * each * here else SHORT_NS
+            self.lib.cd_set_spin(comm.pointer, LONG_NS if spare else SPIN_NS, meet_ns)
+        if spare:
+            self.lib.cd_give_hand(comm.pointer)  # if there can be no thread, the rank does it all
 
     def _why(self, peer: int) -> str:
         channel = self.native().channel

@@ -17,6 +17,7 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan, routing_state
 from ep_kernels.transports.nvlink.addresses import RecordAddresses
 from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
+from ep_kernels.transports.nvlink.network_plan import network_blocks
 from ep_kernels.transports.nvlink.outputs import Memory, Outputs
 from ep_kernels.transports.nvlink.record_template import RecordTemplate
 from ep_kernels.transports.nvlink.routing_state import DispatchState, Span
@@ -110,6 +111,7 @@ class LaunchEngine:
         self, config: MoEConfig, device: torch.device, num_sms: int, block_bytes: int = plan.SHARED_BYTES
     ) -> None:
         self.config, self._device = config, device
+        num_sms = network_blocks(config, num_sms)
         self.sizes = plan.sizes_of(config)
         self.tables = Tables(config, self.sizes, device, num_sms)
         self.outputs = Outputs(config, self.sizes, device)

@@ -96,6 +96,7 @@ class RankTables:
         words[_WORD["combine_seq"]] = combine
         words[_WORD["barrier_seq"]] = barrier
         words[_WORD["network"] :] = self.state[_WORD["network"] :]
+        words[_WORD["network"] + abi.Network.seen.offset // words.itemsize :] = 0
         self.state.copy_(words)
         self._ring.skip()
         self.host.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.transports.nvlink.rank_tables import RankTables
-from ep_kernels.types import Mode, Overflow
+from ep_kernels.types import LatencySample, Mode, Overflow
 
 _GONE_RANK = -2
 """Routing: every copy of the expert is on ranks that take no part."""
@@ -55,6 +56,13 @@ class Tables(RankTables):
             experts=self._experts.data_ptr(), replica_ranks=self._copies[0].data_ptr(),
             replica_slots=self._copies[1].data_ptr(), map=abi.region_map(shape),
         )  # fmt: skip
+
+    def samples(self) -> list[LatencySample]:
+        """See `RankTables.samples`. Where LL's kernels run HT's steps, too, its records say HT."""
+        found, asked = super().samples(), self._config.mode
+        if asked is plan.algorithm(self._config, asked) or asked is Mode.AUTO:
+            return found
+        return [dataclasses.replace(sample, mode=asked.value) for sample in found]
 
     def set_active(self, mask: Sequence[bool]) -> None:
         """Route around ranks whose mask is False, and wait for them no more. In place: graphs captured before go on."""

@@ -153,16 +153,19 @@ class AsyncClient:
             return None
         x, ids, _ = batch.parts
         shares = split(x.shape[0], len(service.workers), batch.turn, x.shape[0], self._min_tokens)
-        call = DirectCall(self._pool, torch.empty_like(x), batch.deadline)
+        call, is_complete = DirectCall(self._pool, torch.empty_like(x), batch.deadline), True
         for share in shares:
             address = service.workers[share.worker][1]
             num_bytes = Places.of(share.stop - share.start, x.shape[1], ids.shape[1], x.element_size()).num_bytes
             buffer = self._pool.take(address, num_bytes)
             if buffer is None:
+                is_complete = False
                 call_in_loop(self._pool.loop, self._open_buffer, service, share.worker, num_bytes)
-                call.give_back()
-                return None
-            call.add(share, buffer)
+            else:
+                call.add(share, buffer)
+        if not is_complete:
+            call.give_back()
+            return None
         return call if call.send(batch.layer, batch.parts, self._model) else None
 
     async def finish(self, call: DirectCall) -> torch.Tensor | None:
@@ -219,15 +222,19 @@ class AsyncClient:
                     self._directory.recheck()
                 raise
 
-        if not self._retry:
+        try:
+            return await once()  # as a rule the only one: a policy costs as much as the rest of a call's client
+        except (Unavailable, Overloaded) as error:
+            if not self._retry:
+                raise
+            failed: list[ClientError] = [error]
+
+        async def again() -> Result:
+            if failed:
+                raise failed.pop()
             return await once()
-        policy = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type((Unavailable, Overloaded)),
-            stop=tenacity.stop_before_delay(timeout_s),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
-            reraise=True,
-        )
-        return await policy(once)
+
+        return await _retrying(deadline - time.monotonic())(again)
 
     async def _share(self, batch: ForwardCall, share: Share, out: torch.Tensor, refused: Overloaded | None) -> None:
         """Compute some rows; each retry goes to the next worker."""
@@ -284,8 +291,10 @@ class AsyncClient:
     def _open_buffer(self, service: ServingWorkers, worker: int, num_bytes: int) -> None:
         """Open one more request buffer of a worker, beside the calls."""
         pool, address = self._pool, service.workers[worker][1]
-        if pool is not None and not self._closed and pool.wants(address, num_bytes):
-            background(pool.open_one(self._stream(service, worker), num_bytes), "opening a request buffer")
+        if pool is not None and not self._closed:
+            stream = self._stream(service, worker)
+            if pool.claim(address, num_bytes):
+                background(pool.open_one(stream, num_bytes), "opening a request buffer")
 
     async def _is_alive(self, address: str) -> bool:
         stream = self._streams.get(address)
@@ -302,6 +311,16 @@ class AsyncClient:
             self._streams[address] = stream
         stream.epoch = service.epoch
         return stream
+
+
+def _retrying(timeout_s: float) -> tenacity.AsyncRetrying:
+    """The policy for errors that a later time may cure."""
+    return tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type((Unavailable, Overloaded)),
+        stop=tenacity.stop_before_delay(timeout_s),
+        wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
+        reraise=True,
+    )
 
 
 async def _all(coroutines: list[Coroutine[Any, Any, None]]) -> None:

@@ -167,15 +167,20 @@ class BufferPool:
             if now - idle[0].used_at > _IDLE_S:
                 idle.popleft().close()
 
-    def wants(self, address: str, num_bytes: int) -> bool:
-        """Whether to open a buffer of that size for a worker now."""
+    def claim(self, address: str, num_bytes: int) -> bool:
+        """Whether to open a buffer of that size for a worker now; then no other is, until `open_one` has ended. Not if
+        one is idle: this is asked late."""
+        if any(buffer.num_bytes >= num_bytes for buffer in tuple(self._idle.get(address, ()))):
+            return False
         may = address not in self._opening and time.monotonic() >= self._not_before.get(address, 0.0)
-        return may and not self._closed and num_bytes <= MAX_BUFFER_BYTES
+        if not may or self._closed or num_bytes > MAX_BUFFER_BYTES:
+            return False
+        self._opening.add(address)
+        return True
 
     async def open_one(self, stream: WorkerStream, num_bytes: int) -> None:
-        """Open one more buffer, if the worker lets us."""
+        """Open one more buffer, if the worker lets us. It was claimed."""
         address, size = stream.address, max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length())
-        self._opening.add(address)
         try:
             async with asyncio.timeout(_OPEN_S):
                 await self._open(stream, min(size, MAX_BUFFER_BYTES))
@@ -221,22 +226,22 @@ class BufferPool:
         finally:
             for fd in fds:
                 socket.close(fd)
-        background(self._until_ended(stream.address, sock, memory, call), "a request buffer")
-
-    async def _until_ended(self, address: str, sock: socket.socket, memory: SharedMemory, call: Any) -> None:
-        """The life of a buffer: as long as its call."""
         ended = asyncio.Event()
-        buffer = RequestBuffer(address, sock, memory, lambda: call_in_loop(self.loop, ended.set))
+        buffer = RequestBuffer(stream.address, sock, memory, lambda: call_in_loop(self.loop, ended.set))
         self._all.add(buffer)
-        self.give_back(buffer)
+        self.give_back(buffer)  # before the next is wanted
         call.add_done_callback(lambda _: ended.set())
+        background(self._until_ended(buffer, call, ended), "a request buffer")
+
+    async def _until_ended(self, buffer: RequestBuffer, call: Any, ended: asyncio.Event) -> None:
+        """The life of a buffer: as long as its call."""
         try:
             await ended.wait()
         finally:
             self._all.discard(buffer)
             buffer.close()
             with contextlib.suppress(ValueError, IndexError):  # not idle, or taken meanwhile
-                self._idle[address].remove(buffer)
+                self._idle[buffer.address].remove(buffer)
             call.cancel()
 
 

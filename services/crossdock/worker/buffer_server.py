@@ -298,11 +298,11 @@ class _Buffer:
             busy = "id: expected no request before the last one is answered"
             self._send(request.id, Failure(grpc.StatusCode.INVALID_ARGUMENT, busy))
             return
-        backend.engine.expect()
         received_ns = time.monotonic_ns()
         trace = request_trace.begin(backend.tracer, request, None, received_ns)
         try:
             backend.check_rate(self.offer.client)
+            backend.engine.expect()  # not before: it wakes all ranks
             self._work = work = self._work_of(request, trace)
             request_trace.admitted(work, received_ns)
             backend.engine.submit(work)

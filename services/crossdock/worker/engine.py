@@ -51,7 +51,8 @@ _LOOKS, _SPARE = 20, 2
 """How often a rank looks for requests and peers itself before it sleeps, about 100 us; processors beside those of the
 host's ranks from which on it does: a client that is woken up needs one."""
 _LONG_NS = 1_000_000
-"""In steps that take so long, another thread reads requests."""
+"""In steps that take so long, another thread reads requests; in those of a GPU, once all is queued there: what it does
+before delays the launches."""
 
 
 class Engine:
@@ -191,7 +192,7 @@ class Engine:
         why: Exception | None = None
         try:
             self._stream.enter()
-            ended = self._loop(comm, Stepper(comm, experts, self._stream, tables))
+            ended = self._loop(comm, Stepper(comm, experts, self._stream, tables, self._doorbells.arm))
         except PeerTimeout as error:
             ended, why = Fault(str(error), (error.peer,)), error
         except (EpError, DesyncError) as error:
@@ -263,7 +264,7 @@ class Engine:
             if looks > _LOOKS:
                 self._telemetry.collect(comm)
         self._doorbells.look(wait=True)  # a peer may have called because another of its client's requests came here
-        if self._steps_are_long:
+        if self._steps_are_long and self._stream.device.type == "cpu":
             self._doorbells.arm()
 
     def _propose(self, batch: Batch | None) -> Proposal:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,7 @@ class Stepper:
         experts: of this rank, in slot order; None if it has no slots.
         stream: of the communicator's device; entered.
         tables: expert of each slot; None: slot and expert numbers are equal.
+        queued: called when a GPU has all work of a step, and this thread has only to wait for it.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class Stepper:
         experts: ExpertMLPs | None,
         stream: DeviceStream,
         tables: ExpertTables | None = None,
+        queued: Callable[[], None] | None = None,
     ) -> None:
-        self._tables = tables
+        self._tables, self._queued = tables, queued
         self._comm, self._experts, config = comm, experts, comm.config
         self._output_dtype = config.resolved_output_dtype
         self._rounds = checks.rounds_sums(config, stream.device.type)
@@ -104,6 +106,8 @@ class Stepper:
             y, failed = self._compute(layer, max_tokens, out, handle)
             stream.mark()
             stream.copy_out(self._comm.combine(y, handle, out=self._room(slices, handle.num_tokens)), out.counts)
+            if self._queued is not None and stream.device.type == "cuda":
+                self._queued()
             result = stream.wait()
         self._comm.check()
         held = self._tables.held(layer) if self._tables is not None else None

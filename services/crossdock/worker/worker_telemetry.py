@@ -320,11 +320,12 @@ class WorkerTelemetry:
 
     def _computed(self, records: Sequence[StepRecord]) -> dict[tuple[int, int], int]:
         """Rows by (layer, expert)."""
-        rows: dict[tuple[int, tuple[int, ...] | None], list[torch.Tensor]] = {}
-        for record in records:
-            rows.setdefault((record.layer, record.experts), []).append(record.rows_per_expert)
+        rows: dict[tuple[int, tuple[int, ...] | None, int], list[torch.Tensor]] = {}
+        for record in records:  # of two epochs, perhaps, with other numbers of experts
+            key = record.layer, record.experts, len(record.rows_per_expert)
+            rows.setdefault(key, []).append(record.rows_per_expert)
         computed: dict[tuple[int, int], int] = {}
-        for (layer, experts), counts in rows.items():
+        for (layer, experts, _), counts in rows.items():
             held = self._expert_ids if experts is None else experts
             for expert, count in zip(held, torch.stack(counts).sum(0).tolist(), strict=False):
                 if count:

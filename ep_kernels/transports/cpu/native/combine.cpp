@@ -251,8 +251,7 @@ class Home {
   static void help(void* self) {
     auto& home = *static_cast<Home*>(self);
     Adder adder(home.c_, home.op_, home.from_);
-    while (home.sum_one(adder, home.here())) {
-    }
+    Hand::help([&] { return home.missing_.left() != 0; }, [&] { return home.sum_one(adder, home.here()); });
   }
 
   uint32_t here() const {
@@ -313,6 +312,7 @@ Status combine_receive(Comm& c, CombineOp& op) {
   }
   c.publish(c.own.control().combine_consumed[slot], op.seq);
   send_word(c, Imm::combine_consumed, slot, op.seq);
+  expect(c, false);
   const Status together = c.confirm(Op::combine);
   return together == kOk ? same : together;
 }

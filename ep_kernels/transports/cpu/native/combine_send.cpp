@@ -107,6 +107,7 @@ void stage_row_weights(Comm& c, const CombineOp& op, int slot) {
 
 Status combine_send(Comm& c, CombineOp& op) {
   op.clock.start_ns = now_ns();
+  expect(c, true);
   op.seq = c.next[int(Op::combine)];
   const int slot = c.slot_of(op.seq);
   if (op.seq > c.base[int(Op::combine)] + c.g.in_flight) {

@@ -48,7 +48,9 @@ int Comm::attach_peer(int r, int region_fd, int process_fd, uint64_t nonce) {
 
 int Comm::attach_network(uint8_t* own_landing) {
   landing = own_landing;
-  return landings.allocate(int64_t(2) * g.ranks * g.in_flight) && goes_to.allocate(g.max_tokens) ? 0 : ENOMEM;
+  const bool ok = landings.allocate(int64_t(2) * g.ranks * g.in_flight) && goes_to.allocate(g.max_tokens) &&
+                  host_of.allocate(int64_t(g.ranks) * g.stride);
+  return ok ? 0 : ENOMEM;
 }
 
 void Comm::set_hosts(const int32_t* lowest) {

@@ -36,7 +36,8 @@ struct Comm : Member {
   int rails[kMaxRanks];                         // the ranks, one on each other host, that get what this rank sends
   int num_rails = 0;
   Array<Landing> landings;                      // [2][R][F], of dispatch and combine; the proxy's
-  Array<uint64_t> goes_to;                      // [M], other hosts that a token of this rank goes to: bit of the lowest
+  Array<uint64_t> goes_to;                      // [M], hosts that a token of this rank goes to: bit of the lowest rank
+  Array<uint64_t> host_of;                      // [R * stride], host of a place: the same bit
   Sent traffic[3] = {};                         // by Kind
   std::atomic<uint64_t> down{0};                // bit per rank whose connection with this one has ended
   std::atomic<int64_t> down_ns[kMaxRanks] = {};

@@ -24,8 +24,9 @@
 namespace cd {
 namespace {
 
-// What a rank receives of this size is not found in the caches by those who read it next.
-constexpr int64_t kCached = 4 << 20;
+// What a rank receives of this size is not found in the caches by those who read it next; smaller, it is, and experts
+// and combine are slower without it.
+constexpr int64_t kCached = 8 << 20;
 
 // Copy number (source + token) % n of each expert's n active copies.
 void route(Comm& c, DispatchOp& op) {
@@ -45,7 +46,7 @@ void route(Comm& c, DispatchOp& op) {
       if (copies == 0) {
         valid = false;
       } else {
-        r.dest[i] = c.places[first + (c.g.rank + t) % copies];
+        r.dest[i] = c.places[copies == 1 ? first : first + (c.g.rank + t) % copies];
       }
     }
     op.valid[t] = valid;
@@ -79,8 +80,8 @@ void stage_routes(Comm& c, const DispatchOp& op, int slot) {
   meta.seq = op.seq;
 }
 
-void stage_rows(Comm& c, const DispatchOp& op, int slot, int64_t begin, int64_t end) {
-  for (int64_t t = begin; t < end; ++t) {
+void stage_rows(Comm& c, const DispatchOp& op, int slot, Span tokens) {
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
     const int32_t* dest = op.routing.dest + t * c.g.topk;
     const bool needed = std::any_of(dest, dest + c.g.topk, [](int32_t place) { return place >= 0; });
     if (needed) stage_row(c, op, slot, t);
@@ -206,15 +207,15 @@ void deliver_ids(const Comm& c, const DispatchOp& op, const int32_t* dest, const
   }
 }
 
-// The rows of tokens begin .. end of source s from its slot to their places.
-void deliver(Comm& c, const DispatchOp& op, int slot, int s, int64_t begin, int64_t end) {
+// The rows of these tokens of source s from its slot to their places.
+void deliver(Comm& c, const DispatchOp& op, int slot, int s, Span tokens) {
   const Geometry& g = c.g;
   const bool rank_wise = !per_expert(g.layout);
   const int width = rank_wise ? 1 : g.topk;
   const auto copy = op.num_rows * g.row_bytes > kCached ? c.ops.stream : c.ops.copy;
   const RegionView<const uint8_t>& from = c.peer[s];
   const int32_t* rows = op.routing.rows + int64_t(s) * g.max_tokens * width;
-  for (int64_t t = begin; t < end; ++t) {
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
     for (int k = 0; k < width; ++k) {
       const int64_t row = rows[t * width + k];
       if (row < 0) continue;
@@ -233,13 +234,13 @@ void deliver_weights(Comm& c, const DispatchOp& op, int slot) {
   }
 }
 
-// Which chunks have been placed, and which can be. A rank with a hand gives it rows of this host.
+// Which chunks have been placed, and which can be. A rank with a hand shares them with it.
 class Delivery {
  public:
   Delivery(Comm& c, const DispatchOp& op, int slot) : c_(c), op_(op), slot_(slot) {
     for (int s = 0; s < c.g.ranks; ++s) {
-      const int64_t tokens = op.routing.source_tokens[s], step = chunk_tokens(tokens, c.g.row_bytes);
-      missing_[s].fill(int((tokens + step - 1) / step));
+      const int64_t tokens = op.routing.source_tokens[s];
+      missing_[s].fill(tokens ? num_chunks(tokens, c.g.row_bytes) : 0);
     }
     if (c.hand.is_there() && op.num_rows * c.g.row_bytes > kHandBytes) c.hand.begin(&Delivery::help, this);
   }
@@ -269,8 +270,12 @@ class Delivery {
 
  private:
   static void help(void* self) {
-    while (static_cast<Delivery*>(self)->place_local()) {
-    }
+    auto& mine = *static_cast<Delivery*>(self);
+    Hand::help([&] { return mine.is_left(); }, [&] { return mine.step(); });
+  }
+
+  bool is_left() const {
+    return std::any_of(missing_, missing_ + c_.g.ranks, [](const Chunks& of) { return of.left() != 0; });
   }
 
   bool place_local() {
@@ -284,8 +289,7 @@ class Delivery {
   bool place_one(int s, uint32_t among) {
     const int chunk = missing_[s].take(among);
     if (chunk < 0) return false;
-    const Span tokens = chunk_of(op_.routing.source_tokens[s], c_.g.row_bytes, chunk);
-    deliver(c_, op_, slot_, s, tokens.begin, tokens.end);
+    deliver(c_, op_, slot_, s, chunk_of(op_.routing.source_tokens[s], c_.g.row_bytes, chunk));
     return true;
   }
 
@@ -319,6 +323,7 @@ void record(Comm& c, const DispatchOp& op, int slot) {
 Status give_back(Comm& c, const DispatchOp& op, int slot, Status status) {
   c.publish(c.own.control().dispatch_consumed[slot], op.seq);
   send_word(c, Imm::dispatch_consumed, slot, op.seq);
+  expect(c, false);
   const Status together = c.confirm(Op::dispatch);
   return together == kOk ? status : together;
 }
@@ -335,6 +340,7 @@ Status dispatch_free(Comm& c) {
 
 Status dispatch_send(Comm& c, DispatchOp& op) {
   op.clock.start_ns = now_ns();
+  expect(c, true);
   op.seq = c.next[int(Op::dispatch)];
   const int slot = c.slot_of(op.seq);
   if (const Status status = outputs_free(c, slot, Op::dispatch); status != kOk) return status;
@@ -347,11 +353,10 @@ Status dispatch_send(Comm& c, DispatchOp& op) {
   memcpy(op.routing.weights, op.weights, int64_t(op.routing.tokens) * c.g.topk * 4);
   stage_routes(c, op, slot);
   send_routes(c, op, slot);
-  const int64_t tokens = op.routing.tokens, step = chunk_tokens(tokens, c.g.row_bytes);
-  for (int64_t begin = 0; begin < tokens; begin += step) {
-    const int64_t end = std::min(tokens, begin + step);
-    stage_rows(c, op, slot, begin, end);
-    send_rows(c, op, slot, int(begin / step), begin, end);
+  for (int chunk = 0; chunk < num_chunks(op.routing.tokens, c.g.row_bytes); ++chunk) {
+    const Span tokens = chunk_of(op.routing.tokens, c.g.row_bytes, chunk);
+    stage_rows(c, op, slot, tokens);
+    send_rows(c, op, slot, chunk, tokens);
   }
   c.own.dispatch_meta(slot)->published_ns = now_ns();
   c.publish(c.own.control().dispatch_published[slot], op.seq);

@@ -6,10 +6,14 @@
 #include <atomic>
 #include <cstdint>
 
+#include "clock.hpp"
+
 namespace cd {
 
 // Operations of fewer bytes do not wake it.
 constexpr int64_t kHandBytes = 1 << 20;
+// It looks for work so long after the last, then leaves the rest to the rank.
+constexpr int64_t kHandSpinNs = 500'000;
 
 class Hand {
  public:
@@ -22,6 +26,9 @@ class Hand {
   // Calls work(with) on the thread, which has nothing to do now.
   void begin(void (*work)(void*), void* with);
   void finish();  // that has returned, or will not be called
+  // What such work does: steps, while something is left. step(): false if nothing can be done just now.
+  template <typename Left, typename Step>
+  static void help(Left left, Step step);
 
  private:
   enum class State { idle, given, taken };
@@ -38,6 +45,19 @@ class Hand {
   void (*work_)(void*) = nullptr;
   void* with_ = nullptr;
 };
+
+template <typename Left, typename Step>
+void Hand::help(Left left, Step step) {
+  for (int64_t last_ns = now_ns(); left();) {
+    if (step()) {
+      last_ns = now_ns();
+    } else if (now_ns() - last_ns < kHandSpinNs) {
+      relax();
+    } else {
+      return;
+    }
+  }
+}
 
 // Chunks of an operation that a rank and its hand take in turns: a bit for each that nobody has taken.
 class Chunks {

@@ -77,7 +77,7 @@ struct Want {
 struct Waiting {
   uint64_t missing;  // bit per peer that has not arrived
   int64_t started, looked;  // 0: it has not begun
-  int64_t began = 0;        // the first look, where the deadline counts from before it
+  int64_t began = 0;        // the first look, or the last work: it spins from then on
 };
 
 // A zeroed array of plain values. The library needs nothing of the C++ runtime: so any C++ compiler's output loads
@@ -241,7 +241,10 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
       return fail(want, r, seen(r), Why::given_up, waiting.started);
     }
     if (!block) return kNothing;
-    if (now - waiting.started < timeout_ns && work()) continue;
+    if (now - waiting.started < timeout_ns && work()) {
+      waiting.began = now_ns();
+      continue;
+    }
     if (now - waiting.began < (want.op <= Op::combine ? step_spin_ns : meet_spin_ns)) {
       relax();
       continue;

@@ -18,7 +18,7 @@
 
 namespace cd {
 
-constexpr uint32_t kAbi = 4;  // raise when the meaning of a byte changes without its offset
+constexpr uint32_t kAbi = 5;  // raise when the meaning of a byte changes without its offset
 constexpr int kMaxSlots = 64;
 constexpr int kChunks = 16;
 
@@ -65,20 +65,28 @@ struct Parts {
   int32_t rows[kChunks];
 };
 
-// A chunk: the tokens of one rank that a bit of `arrived` stands for. At least 256 KiB of rows, the last one apart.
-constexpr int64_t chunk_tokens(int64_t tokens, int64_t row_bytes) {
-  const int64_t least = ((256 << 10) + row_bytes - 1) / row_bytes, even = (tokens + kChunks - 1) / kChunks;
-  return even > least ? even : least;
+// A chunk: the tokens of one rank that a bit of `arrived` stands for. As many as there are 256 KiB of rows.
+constexpr int num_chunks(int64_t tokens, int64_t row_bytes) {
+  const int64_t n = tokens * row_bytes / (256 << 10);
+  return n < 1 ? 1 : n < kChunks ? int(n) : kChunks;
 }
 
 struct Span {
   int64_t begin, end;
 };
 
-// Tokens of chunk `i` of a message of `tokens` tokens.
+// Tokens of chunk `i` of a message of `tokens` tokens: none from the last chunk on. The first and the last have a
+// quarter of the tokens of others, those beside them a half: rows leave early, and few are left when all have come.
 constexpr Span chunk_of(int64_t tokens, int64_t row_bytes, int i) {
-  const int64_t step = chunk_tokens(tokens, row_bytes), begin = i * step, end = begin + step;
-  return {begin < tokens ? begin : tokens, end < tokens ? end : tokens};
+  const int n = num_chunks(tokens, row_bytes);
+  int64_t before = 0, own = 0, all = 0;  // quarters
+  for (int j = 0; j < n; ++j) {
+    const int edge = j < n - 1 - j ? j : n - 1 - j, share = edge < 2 ? 1 << edge : 4;
+    before += j < i ? share : 0;
+    own += j == i ? share : 0;
+    all += share;
+  }
+  return {tokens * before / all, tokens * (before + own) / all};
 }
 
 // Head of a dispatch or combine slot; valid once the slot's `published` word carries its sequence number.

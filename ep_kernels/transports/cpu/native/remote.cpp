@@ -59,19 +59,19 @@ int post(Comm& c, int to, Kind kind, uint64_t offset, int64_t bytes, uint32_t im
   return messages;
 }
 
-// Calls fn(offset in the region, bytes) for each run of tokens of begin .. end that go to the host: rows, then scales.
+// Calls fn(offset in the region, bytes) for each run of these tokens that go to the host: rows, then scales.
 template <typename Fn>
-void for_each_run(const Comm& c, int slot, int lowest, int64_t begin, int64_t end, Fn fn) {
+void for_each_run(const Comm& c, int slot, int lowest, Span tokens, Fn fn) {
   const Geometry& g = c.g;
   const uint64_t rows = uint64_t(c.own.d(slot) + c.map.d_rows), scales = uint64_t(c.own.d(slot) + c.map.d_scales);
   const auto goes = [&](int64_t t) { return c.goes_to[t] >> lowest & 1; };
-  for (int64_t t = begin; t < end;) {
+  for (int64_t t = tokens.begin; t < tokens.end;) {
     if (!goes(t)) {
       ++t;
       continue;
     }
     const int64_t first = t;
-    while (t < end && goes(t)) ++t;
+    while (t < tokens.end && goes(t)) ++t;
     fn(rows + uint64_t(first * g.row_bytes), (t - first) * g.row_bytes);
     if (g.scale_bytes) fn(scales + uint64_t(first * g.scale_bytes), (t - first) * g.scale_bytes);
   }
@@ -231,6 +231,7 @@ bool is_told(const Comm& c, int r, Want want) {
 }  // namespace
 
 void set_rails(Comm& c) {
+  for (int place = 0; place < c.g.ranks * c.g.stride; ++place) c.host_of[place] = 1ull << c.host[place / c.g.stride];
   c.num_rails = 0;
   for (int r = 0; r < c.g.ranks; ++r) {
     if (c.host[r] == r && !c.is_here(r)) {
@@ -243,6 +244,12 @@ void set_rails(Comm& c) {
     c.peer[r] = {landing + int64_t(r) * c.map.mirror, &c.map};
     c.meeting[r] = &c.peer[r].control().meeting;
   }
+}
+
+void expect(Comm& c, bool begins) {
+  if (c.num_rails == 0 || !c.hand.is_there()) return;
+  c.outbox->expects.store(begins, std::memory_order_relaxed);
+  if (begins) wake(*c.outbox);
 }
 
 void send_word(Comm& c, Imm kind, int slot, uint64_t seq) {
@@ -274,21 +281,20 @@ void send_routes(Comm& c, const DispatchOp& op, int slot) {
   for (int64_t t = 0; t < tokens; ++t) {
     uint64_t hosts = 0;
     for (const int32_t *p = op.routing.dest + t * c.g.topk, *end = p + c.g.topk; p < end; ++p) {
-      if (*p >= 0) hosts |= 1ull << c.host[*p / c.g.stride];
+      if (*p >= 0) hosts |= c.host_of[*p];
     }
     c.goes_to[t] = hosts;
   }
   SlotMeta& meta = *c.own.dispatch_meta(slot);
-  const int64_t step = chunk_tokens(tokens, c.g.row_bytes);
   const uint64_t at = uint64_t(c.own.d(slot)), places = at + uint64_t(c.map.d_dest);
   const uint64_t weights = at + uint64_t(c.map.d_weights);
   const uint32_t part = imm_of(Imm::dispatch_part, slot, op.seq);
   for (int i = 0; i < c.num_rails; ++i) {
     const int to = c.rails[i], lowest = c.host[to];
     Parts& parts = meta.parts[lowest] = {};
-    for (int64_t t = 0; t < tokens; t += step) {
-      for_each_run(c, slot, lowest, t, std::min(tokens, t + step), [&](uint64_t offset, int64_t bytes) {
-        parts.rows[t / step] += messages_of(*c.outbox, offset, bytes);
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      for_each_run(c, slot, lowest, chunk_of(tokens, c.g.row_bytes, chunk), [&](uint64_t offset, int64_t bytes) {
+        parts.rows[chunk] += messages_of(*c.outbox, offset, bytes);
       });
     }
     if (records) parts.others = messages_of(*c.outbox, places, records) + messages_of(*c.outbox, weights, records);
@@ -299,10 +305,10 @@ void send_routes(Comm& c, const DispatchOp& op, int slot) {
   wake(*c.outbox);
 }
 
-void send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, int64_t begin, int64_t end) {
+void send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, Span tokens) {
   const uint32_t imm = imm_of(Imm::dispatch_rows, chunk << kSlotBits | slot, op.seq);
   for (int i = 0; i < c.num_rails; ++i) {
-    for_each_run(c, slot, c.host[c.rails[i]], begin, end, [&](uint64_t offset, int64_t bytes) {
+    for_each_run(c, slot, c.host[c.rails[i]], tokens, [&](uint64_t offset, int64_t bytes) {
       post(c, c.rails[i], Kind::rows, offset, bytes, imm);
     });
   }

@@ -44,10 +44,13 @@ static_assert(kMaxSlots <= 1 << kSlotBits && kChunks <= 1 << (10 - kSlotBits));
 // compute the same from `host` and `active`: the i-th active rank of a host takes the (i mod n)-th of the other's n.
 void set_rails(Comm& c);
 
+// An operation begins, or ends: meanwhile the proxy is awake, where processors are plenty.
+void expect(Comm& c, bool begins);
+
 void send_word(Comm& c, Imm kind, int slot, uint64_t seq);
 // Head, places and weights, when the slot has them; then each chunk, when the rows of its tokens are staged.
 void send_routes(Comm& c, const DispatchOp& op, int slot);
-void send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, int64_t begin, int64_t end);
+void send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, Span tokens);
 // The same: head and tables (and row weights), which say where partials will lie; then those of each chunk of all
 // sources.
 void send_tables(Comm& c, const CombineOp& op, int slot);
