@@ -47,7 +47,7 @@ class Steps:
     def _train(self, name: str, size: fsdp.Size) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         try:
-            found = fsdp.trained(name, size, self._steps, SEED, fsdp.POOL_MIB << 20, device)
+            found = fsdp.trained(name, size, self._steps, SEED, device)
         except Exception as error:
             self._failures.append(f"{name} fsdp_step batch {size.batch}: {type(error).__name__}: {error}")
             self._say(traceback.format_exc())

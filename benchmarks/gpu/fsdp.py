@@ -40,8 +40,8 @@ from ep_kernels.transports.collective_base import bytes_before_pool
 GATHERS = ("nccl", "nccl_ce", "crossdock")
 WARMUP, VOCABULARY, LEARNING_RATE = 10, 32_000, 1e-4
 DEADLINE_S = 300.0
-POOL_MIB = 390
-"""Three buffers for blocks of `dense`: what FSDP2 uses at once, with one block prefetched."""
+BUFFERS = 3
+"""Of a block's parameters, in registered memory: what FSDP2 uses at once, with one block prefetched."""
 STAGING_BYTES = 1 << 20
 """Gathers of FSDP2 are in place: little is staged."""
 
@@ -71,8 +71,9 @@ class Mlp(nn.Module):
         super().__init__()
         self._topk = size.topk
         self.router = nn.Linear(size.hidden, size.experts, bias=False) if size.experts > 1 else None
-        self.up = nn.Parameter(torch.empty(size.experts, size.hidden, 2 * size.inner))
-        self.down = nn.Parameter(torch.empty(size.experts, size.inner, size.hidden))
+        self._experts = size.experts  # beside each other: FSDP2 shards the first dimension, and pads a short one
+        self.up = nn.Parameter(torch.empty(size.experts * size.hidden, 2 * size.inner))
+        self.down = nn.Parameter(torch.empty(size.experts * size.inner, size.hidden))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] to the same."""
@@ -80,14 +81,15 @@ class Mlp(nn.Module):
             return self._expert(x, 0)
         scores, ids = functional.softmax(self.router(x), dim=-1, dtype=torch.float32).topk(self._topk, dim=-1)
         total = torch.zeros_like(x)
-        for e in range(self.up.shape[0]):  # every expert sees every token: shapes do not depend on the routing
+        for e in range(self._experts):  # every expert sees every token: shapes do not depend on the routing
             share = (scores * (ids == e)).sum(-1, keepdim=True).to(x.dtype)
             total = total + share * self._expert(x, e)
         return total
 
     def _expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
-        gate, up = (x @ self.up[e]).chunk(2, dim=-1)
-        return (functional.silu(gate) * up) @ self.down[e]
+        ups, downs = self.up.chunk(self._experts), self.down.chunk(self._experts)
+        gate, up = (x @ ups[e]).chunk(2, dim=-1)
+        return (functional.silu(gate) * up) @ downs[e]
 
 
 class Block(nn.Module):
@@ -138,7 +140,8 @@ def sharded(size: Size, device: torch.device, seed: int) -> Model:
         model = Model(size)
     for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.02 if "embed" in name else parameter.shape[-2] ** -0.5)
+            rows = parameter.shape[0] // (size.experts if ".mlp.up" in name or ".mlp.down" in name else 1)
+            nn.init.normal_(parameter, std=0.02 if "embed" in name else rows**-0.5)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
@@ -187,6 +190,13 @@ class Windows:
         del self._slab
 
 
+def buffer_bytes(size: Size, ranks: int) -> int:
+    """Of the gathered parameters of a block, in bf16: FSDP2 gives each rank as many rows of each as the first has."""
+    with torch.device("meta"):
+        parameters = list(Block(size).parameters())
+    return sum(-(-p.shape[0] // ranks) * ranks * (p.numel() // p.shape[0]) * 2 for p in parameters)
+
+
 def choose_gather(name: str, model: Model, pool_bytes: int) -> Collectives | Windows | None:
     """Let that one gather the parameters of the blocks; what must be closed in the end."""
     if name == "nccl":
@@ -231,9 +241,9 @@ class Trained:
         return next((i for i, pair in enumerate(zip(self.losses, losses, strict=True)) if pair[0] != pair[1]), None)
 
 
-def trained(gather: str, size: Size, steps: int, seed: int, pool_bytes: int, device: torch.device) -> Trained:
+def trained(gather: str, size: Size, steps: int, seed: int, device: torch.device) -> Trained:
     """Train a new model; collective over the world, whose process group is torch's default one."""
-    on_gpu = device.type == "cuda"
+    on_gpu, pool_bytes = device.type == "cuda", BUFFERS * (buffer_bytes(size, dist.get_world_size()) + 4096)
     torch.use_deterministic_algorithms(True)  # warn_only leaves the gradients of attention to atomics
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time, not bits
     torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients differ from run to run
@@ -290,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         dist.init_process_group("gloo", timeout=timeout)
     size = Size(**{**asdict(SIZES[options.model]), **({"batch": options.batch} if options.batch else {})})
-    found = trained(options.all_gather, size, options.steps, options.seed, options.pool_mib << 20, device)
+    found = trained(options.all_gather, size, options.steps, options.seed, device)
     if dist.get_rank() == 0:
         print(json.dumps(line_of(options.all_gather, options.model, size, found)), flush=True)
     dist.destroy_process_group()
@@ -318,7 +328,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--all-gather", choices=GATHERS, default="nccl")
     parser.add_argument("--model", choices=sorted(SIZES), default="dense")
     parser.add_argument("--batch", type=int, help="sequences per rank")
-    parser.add_argument("--pool-mib", type=int, default=POOL_MIB, help="registered memory of all but `nccl`")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(arguments)
 

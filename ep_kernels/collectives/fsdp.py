@@ -1,8 +1,9 @@
 """All-gather of FSDP2's parameters by our collectives: `module.set_custom_all_gather(AllGather(coll))`.
 
     coll = Collectives(CollectiveConfig(group=TorchGroup(mesh.get_group()), pool_bytes=...))
+    gather = AllGather(coll)                                   # one for all modules: they share its buffers
     for module in sharded_modules:
-        module.set_custom_all_gather(AllGather(coll))
+        module.set_custom_all_gather(gather)
 
 FSDP asks for a buffer, copies this rank's shard into its own slice of it, calls, and drops the buffer after the
 parameters have been copied out. Here the buffer is registered memory, so the gather is in place. Before FSDP drops the
@@ -10,13 +11,14 @@ buffer it lets its streams wait for the copy-out, so a buffer that is used again
 
 A buffer that FSDP has dropped is kept for the next unit of its size, since a new one costs a meeting of all hosts. The
 pool holds what FSDP uses at once: of each size two, and one for each unit that is prefetched. Where it is full, a
-buffer of that size is ordinary memory, and no host is met for one any more. Ranks run the same program, so all of this
-happens on all ranks alike.
+buffer of that size is ordinary memory, one RuntimeWarning says so, and no host is met for one any more. Ranks run the
+same program, so all of this happens on all ranks alike.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,13 +99,20 @@ class AllGather(_CustomAllGather):  # type: ignore[misc]
 
     def _new(self, num_bytes: int) -> _Buffer | None:
         """From the pool, which has room for it once idle ones of other sizes have been returned, or has none."""
-        for _ in range(2 if num_bytes and num_bytes not in self._full else 0):
+        if not num_bytes or num_bytes in self._full:
+            return None
+        for _ in range(2):
             try:
                 self._buffers.append(_Buffer(self._coll.empty((num_bytes,), torch.uint8)))
                 return self._buffers[-1]
             except ArgumentError:  # on all ranks, since all have the same pool
                 self._buffers = [one for one in self._buffers if not one.is_idle]
         self._full.add(num_bytes)
+        text = (
+            f"FSDP2's all-gather: no room in the pool for a buffer of {num_bytes} bytes beside {len(self._buffers)} "
+            "others; gathers of that size go through ordinary memory, which is slow: make pool_bytes larger"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
         return None
 
     def __call__(

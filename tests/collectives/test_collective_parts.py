@@ -301,7 +301,9 @@ def test_a_full_pool_is_asked_once_for_each_size() -> None:
 
     gather = AllGather(cast(Any, Full()))
     make = functools.partial(gather.allocate, dtype=torch.float32, device=torch.device("cpu"))
-    held = [make((16,)) for _ in range(4)] + [make((32,))]
+    with pytest.warns(RuntimeWarning, match="no room in the pool for a buffer of") as told:
+        held = [make((16,)) for _ in range(4)] + [make((32,))]
+    assert [str(one.message).split(" bytes")[0].split()[-1] for one in told] == ["64", "128"]
     assert asked == [64, 64, 64, 64, 128, 128]
     held += [make((16,)), make((32,))]
     assert len(asked) == 6

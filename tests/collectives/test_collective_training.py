@@ -38,6 +38,15 @@ def test_a_pool_that_is_too_small(world: Worlds, transport: str) -> None:
         assert 0 < registered < calls
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it runs on GPUs where there are any")
+def test_steps_of_the_benchmark(world: Worlds, transport: str, size: int) -> None:
+    """3 ranks: some rows are padded."""
+    if needs_gpu(transport):
+        pytest.skip("its model is on CPUs here")
+    world(size).run(training.benchmark_steps)
+
+
 def test_ranks_of_another_group(world: Worlds, transport: str) -> None:
     world(2).run(training.wrong_group, transport)
 

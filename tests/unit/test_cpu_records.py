@@ -44,6 +44,7 @@ def test_a_combine_has_each_word_in_its_place() -> None:
         None,
         13,
     ]
+    assert (op.z_type, op.pad, native.CombineOp.pad.offset + 4) == (0, 0, ctypes.sizeof(op))
     assert ctypes.sizeof(op) == native._OF_COMBINE.size
 
 

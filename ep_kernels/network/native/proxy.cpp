@@ -134,7 +134,8 @@ void Proxy::run() {
     for (int i = 0; i < n; ++i) happen(events[i].data.u64, events[i].events);
     const int64_t now = now_ns();
     if (busy || n > 0) busy_ns = now;
-    if (busy || n > 0 || now - busy_ns < (expects() ? std::max(spin_ns_, kExpectNs) : spin_ns_)) {
+    const int64_t rest_ns = now - busy_ns;
+    if (busy || n > 0 || rest_ns < spin_ns_ || (rest_ns < kExpectNs && expects())) {
       pthread_mutex_unlock(&mutex_);
       continue;
     }
