@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -196,3 +197,20 @@ def test_the_wheels_compiler_compiles_the_intrinsics(tmp_path: Path, monkeypatch
     assert compiler is not None
     for name in build.X86_VARIANTS:
         assert ours._compile(compiler, ours.sources / name, tmp_path).stat().st_size
+
+
+def test_sources_include_nothing_that_needs_the_cpp_runtime() -> None:
+    """The wheel's compiler links none: such a library compiles and does not load."""
+    allowed = {"algorithm", "atomic", "cerrno", "cstdarg", "cstddef", "cstdint", "cstdio", "cstdlib", "cstring", "new"}
+    allowed |= {"type_traits", "utility"}
+    sources = [
+        path for native in every_native() for path in native.sources.iterdir() if path.suffix in (".cpp", ".hpp")
+    ]
+    assert len(sources) > 40
+    for path in sources:
+        included = set(re.findall(r"^#include <([a-z_]+)>$", path.read_text(), re.MULTILINE))
+        assert included <= allowed, path
+
+
+def every_native() -> list[build.Native]:
+    return [*(build.native_of(path.parent.name) for path in build.HERE.glob("*/native")), build.network()]

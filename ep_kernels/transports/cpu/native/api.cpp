@@ -3,7 +3,6 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
-#include <vector>
 
 #include "args.hpp"
 #include "exported.hpp"
@@ -119,8 +118,12 @@ CD_API void cd_convert(int build, void* out, const void* in, int type, int narro
   if (narrow) {
     ops.store(out, static_cast<const float*>(in), cd::Type(type), n);
   } else if (cd::Type(type) == cd::Type::e4m3) {
-    const std::vector<float> ones(cd::blocks_of(n), 1.0f);
-    ops.dequantize(static_cast<float*>(out), static_cast<const uint8_t*>(in), ones.data(), n);
+    const float one = 1.0f;
+    constexpr int64_t kScaled = 128;  // numbers that one scale is for
+    for (int64_t at = 0; at < n; at += kScaled) {
+      const int64_t bytes = n - at < kScaled ? n - at : kScaled;
+      ops.dequantize(static_cast<float*>(out) + at, static_cast<const uint8_t*>(in) + at, &one, bytes);
+    }
   } else {
     ops.load(static_cast<float*>(out), in, cd::Type(type), n);
   }
