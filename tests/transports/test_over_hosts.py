@@ -129,7 +129,7 @@ def messages_of_combine(
 
 
 @pytest.mark.parametrize("over", [SHUFFLE, TCP])
-def test_a_second_hand(world: Worlds, over: str) -> None:
+def test_a_helper_thread(world: Worlds, over: str) -> None:
     """Where processors are plenty, another thread places rows of the own host."""
     for alive, gone in world(3).run(run_with_hand, over, many_chunks(), {"mode": Mode.HT, "layout": Layout.FLAT}):
         assert (alive, gone) == (1, 0)
@@ -138,24 +138,24 @@ def test_a_second_hand(world: Worlds, over: str) -> None:
 def run_with_hand(
     rank: int, size: int, store: Any, transport: str, steps: list[RoutingCase], overrides: dict[str, Any]
 ) -> tuple[int, int]:
-    """`run_cases`; how many hands there were in it, and after it."""
+    """`run_cases`; how many helper threads there were in it, and after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_transport, "THREADS", 0)
         with Place(rank, size, store, transport).communicator(steps[0], **overrides) as comm:
             for case in steps:
                 check_step(comm, case)
-            alive = hands()
+            alive = helpers()
         del comm
-    return alive, hands()
+    return alive, helpers()
 
 
-def test_a_second_hand_stops_with_its_operation(world: Worlds) -> None:
+def test_a_helper_stops_with_its_operation(world: Worlds) -> None:
     """Connections are dropped while rows are under way."""
     assert world(3).run(run_until_dropped, many_chunks()[0]) == [0, 0, 0]
 
 
 def run_until_dropped(rank: int, size: int, store: Any, case: RoutingCase) -> int:
-    """Steps until one fails; how many hands there are after it."""
+    """Steps until one fails; how many helper threads there are after it."""
     network = NetworkConfig(
         provider="shuffle(tcp)", listen="127.0.0.1:0", domain=f"{rank}", seed=draw_seed(), drop_after=60
     )
@@ -163,20 +163,20 @@ def run_until_dropped(rank: int, size: int, store: Any, case: RoutingCase) -> in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_transport, "THREADS", 0)
         faults.lose(lambda: steps_with_hand(Place(rank, size, store, "cpu"), case, options))
-    return hands()
+    return helpers()
 
 
 def steps_with_hand(place: Place, case: RoutingCase, options: dict[str, Any]) -> None:
     with place.communicator(case, **options) as comm:
-        assert hands() == 1
+        assert helpers() == 1
         for turn in range(100):
             check_step(comm, next_case(case, turn))
 
 
-def hands() -> int:
-    """Threads of this process that are a second hand of a rank that lives."""
+def helpers() -> int:
+    """Threads of this process that are the helper of a rank that lives."""
     gc.collect()
-    return sum(path.read_text() == "crossdock-hand\n" for path in Path("/proc/self/task").glob("*/comm"))
+    return sum(path.read_text() == "crossdock-help\n" for path in Path("/proc/self/task").glob("*/comm"))
 
 
 @pytest.mark.parametrize(

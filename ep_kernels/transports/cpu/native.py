@@ -229,7 +229,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_network_handler": (c_void_p, ()),
     "cd_set_outbox": (None, (c_void_p, c_void_p)),
     "cd_set_hosts": (None, (c_void_p, POINTER(c_int32))),
-    "cd_give_hand": (c_int, (c_void_p,)),
+    "cd_start_helper": (c_int, (c_void_p,)),
     "cd_attach_landing": (c_int, (c_void_p, c_int, c_int)),
     "cd_sent": (None, (c_void_p, POINTER(Sent))),
     "cd_dispatch_free": (c_int, (c_void_p,)),

@@ -2,7 +2,7 @@
 
 OpenBuffer is a gRPC call like Forward: the same role, permits and connection limits, and as long as it is open, so is
 the buffer. Its ticket is good once. Answers are sent by the thread that has them. Requests are read by the thread of
-the steps while it is awake (`doorbells.py`), else by a thread that waits for all sockets.
+the steps while it is awake (`request_sockets.py`), else by a thread that waits for all sockets.
 
 What a client can do to its memory: change it at any time, so x is only ever read as numbers, and ids and weights are
 copied before they are checked; not resize it, for it is sealed. Its bytes count, from the offer until the call ends,
@@ -42,7 +42,7 @@ from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker import request_trace
 from crossdock.worker.answers import response_of
 from crossdock.worker.backend import Backend
-from crossdock.worker.doorbells import Doorbells
+from crossdock.worker.request_sockets import RequestSockets
 from crossdock.worker.work import Done, Failure, Refused, Work
 
 _log = log.get(__name__)
@@ -53,7 +53,7 @@ _TICK_S, _REDEEM_S = 0.25, 5.0
 """Interval in which deadlines are looked at; time to redeem a ticket, and to send one after connecting."""
 _PAUSE_S = 0.02
 """After a connection that could not be accepted."""
-_MAX_STRANGERS = 64
+_MAX_PENDING = 64
 """Connections that have not sent a ticket."""
 _MAX_TEXT = 1024
 _GONE = Failure(grpc.StatusCode.CANCELLED, "the client closed its request buffer")
@@ -88,9 +88,9 @@ class RequestBuffers:
         self._held: dict[Hashable, int] = {}
         self._offers: dict[bytes, _Offer] = {}
         self._open: dict[_Buffer, None] = {}
-        self._strangers: dict[socket.socket, float] = {}
-        self.doorbells = Doorbells()
-        backend.engine.listen_to(self.doorbells)
+        self._pending: dict[socket.socket, float] = {}
+        self.request_sockets = RequestSockets()
+        backend.engine.read_from(self.request_sockets)
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._name, self._closed, self._looked_at = "", False, 0.0
@@ -154,9 +154,9 @@ class RequestBuffers:
         self._name = f"crossdock-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{self._name}")
-        self._listener.listen(_MAX_STRANGERS)
+        self._listener.listen(_MAX_PENDING)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self.doorbells, selectors.EVENT_READ, self.doorbells.answer)
+        self._selector.register(self.request_sockets, selectors.EVENT_READ, self.request_sockets.poll_selected)
         threading.Thread(target=self._run, name="request buffers", daemon=True).start()
 
     # The thread.
@@ -168,7 +168,7 @@ class RequestBuffers:
             now = time.monotonic()
             if now - self._looked_at >= _TICK_S:
                 self._looked_at = now
-                self.doorbells.look()  # a step may take long
+                self.request_sockets.poll()  # a step may take long
                 self._safely(functools.partial(self._expire, now))
 
     def _safely(self, call: Callable[[], None]) -> None:
@@ -185,19 +185,19 @@ class RequestBuffers:
             time.sleep(_PAUSE_S)
             return
         sock.setblocking(False)
-        if len(self._strangers) >= _MAX_STRANGERS:
-            self._send_away(next(iter(self._strangers)))
-        self._strangers[sock] = time.monotonic() + _REDEEM_S
+        if len(self._pending) >= _MAX_PENDING:
+            self._drop_pending(next(iter(self._pending)))
+        self._pending[sock] = time.monotonic() + _REDEEM_S
         self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._redeem, sock))
 
-    def _send_away(self, stranger: socket.socket) -> None:
-        del self._strangers[stranger]
-        self._selector.unregister(stranger)
-        stranger.close()
+    def _drop_pending(self, sock: socket.socket) -> None:
+        del self._pending[sock]
+        self._selector.unregister(sock)
+        sock.close()
 
     def _redeem(self, sock: socket.socket) -> None:
         """The first packet of a connection: a ticket, for which it gets the memory."""
-        del self._strangers[sock]
+        del self._pending[sock]
         self._selector.unregister(sock)
         fd, offer = -1, None
         try:
@@ -218,20 +218,20 @@ class RequestBuffers:
         offer.sock = sock
         buffer = _Buffer(self._backend, offer, sock, memory, self._drop)
         self._open[buffer] = None
-        self.doorbells.add(sock, buffer.read)
+        self.request_sockets.add(sock, buffer.read)
         if offer.ended.is_set():  # its call ended in between
             _end(sock)
 
     def _drop(self, buffer: _Buffer) -> None:
-        self.doorbells.remove(buffer.sock)
+        self.request_sockets.remove(buffer.sock)
         self._open.pop(buffer, None)
         buffer.sock.close()
         call_in_loop(buffer.offer.loop, buffer.offer.ended.set)
 
     def _expire(self, now: float) -> None:
-        for sock, until in list(self._strangers.items()):
+        for sock, until in list(self._pending.items()):
             if now > until:
-                self._send_away(sock)
+                self._drop_pending(sock)
         for ticket, offer in list(self._offers.items()):
             if now > offer.until and self._offers.pop(ticket, None) is not None:
                 call_in_loop(offer.loop, offer.ended.set)

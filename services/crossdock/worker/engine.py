@@ -32,9 +32,9 @@ from crossdock.common.postmortem_record import POSTMORTEM
 from crossdock.worker import request_trace
 from crossdock.worker.batcher import Batcher
 from crossdock.worker.device_stream import stream_of
-from crossdock.worker.doorbells import Doorbells
 from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables
+from crossdock.worker.request_sockets import RequestSockets
 from crossdock.worker.stepper import Batch, Stepper
 from crossdock.worker.steps import Departure, DesyncError, Proposal, Step, choose_step
 from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Timing, Work
@@ -80,11 +80,11 @@ class Engine:
         self._tables: ExpertTables | None = None
         self._num_steps = 0
         self._steps_are_long, self._first_look = True, _LOOKS
-        self._doorbells = Doorbells()
+        self._request_sockets = RequestSockets()
 
-    def listen_to(self, doorbells: Doorbells) -> None:
+    def read_from(self, request_sockets: RequestSockets) -> None:
         """Read these between two steps. Before the first `run`."""
-        self._doorbells = doorbells
+        self._request_sockets = request_sockets
 
     # Any thread.
 
@@ -192,7 +192,7 @@ class Engine:
         why: Exception | None = None
         try:
             self._stream.enter()
-            ended = self._loop(comm, Stepper(comm, experts, self._stream, tables, self._doorbells.arm))
+            ended = self._loop(comm, Stepper(comm, experts, self._stream, tables, self._request_sockets.arm))
         except PeerTimeout as error:
             ended, why = Fault(str(error), (error.peer,)), error
         except (EpError, DesyncError) as error:
@@ -200,7 +200,7 @@ class Engine:
         except Exception as error:  # a bug must end this epoch, not the process
             _log.exception("engine failed", epoch=epoch)
             ended, why = Fault(f"engine: {type(error).__name__}: {error}"), error
-        self._doorbells.arm()
+        self._request_sockets.arm()
         samples = self._telemetry.epoch_ended(comm)
         if isinstance(ended, Fault) and why is not None and not isinstance(why, AbortedError):
             record = record_of(why, samples, time.monotonic_ns())
@@ -244,17 +244,17 @@ class Engine:
         """Sleep until a request waits, this rank leaves, a placement change is pending, or a peer starts an exchange.
         Where there are processors to spare, first look for that again and again: it often comes soon, and to be woken
         takes longer than a small step."""
-        self._doorbells.disarm()
+        self._request_sockets.disarm()
         looks = self._first_look
         while True:
-            self._doorbells.look()
+            self._request_sockets.poll()
             with self._lock:
                 pending = self._tables is not None and self._tables.has_pending_change()
                 self._sleeping = not (self._batcher or self._leaving or self._paused or pending)
                 if not self._sleeping:
                     break
             if looks == _LOOKS:
-                self._doorbells.arm()
+                self._request_sockets.arm()
             woken = comm.wait_for_peer(0.0 if looks < _LOOKS else _IDLE_S)
             with self._lock:
                 self._sleeping = False
@@ -263,9 +263,11 @@ class Engine:
             looks += 1
             if looks > _LOOKS:
                 self._telemetry.collect(comm)
-        self._doorbells.look(wait=True)  # a peer may have called because another of its client's requests came here
+        self._request_sockets.poll(
+            wait=True
+        )  # a peer may have called because another of its client's requests came here
         if self._steps_are_long and self._stream.device.type == "cpu":
-            self._doorbells.arm()
+            self._request_sockets.arm()
 
     def _propose(self, batch: Batch | None) -> Proposal:
         """The proposal for the next exchange. Expired requests are dropped here."""

@@ -82,7 +82,7 @@ CD_API cd::NetHandler cd_network_handler() { return cd::on_network; }
 CD_API void cd_set_outbox(cd::Member* m, cd::Outbox* outbox) { moe(m).outbox = outbox; }
 CD_API void cd_set_hosts(cd::Member* m, const int32_t* host) { moe(m).set_hosts(host); }
 // A second thread for what comes from this host. 0 or an errno.
-CD_API int cd_give_hand(cd::Member* m) { return moe(m).hand.start() ? 0 : EAGAIN; }
+CD_API int cd_start_helper(cd::Member* m) { return moe(m).helper.start() ? 0 : EAGAIN; }
 CD_API int cd_attach_landing(cd::Member* m, int rank, int landing_fd) {
   return moe(m).attach_landing(rank, landing_fd);
 }

@@ -221,7 +221,7 @@ class Adder {
   int n_ = 0;
 };
 
-// The tokens of this rank, home chunk by chunk. A rank with a hand shares those that are here with it.
+// The tokens of this rank, home chunk by chunk. A rank with a helper shares those that are here with it.
 class Home {
  public:
   Home(Comm& c, const CombineOp& op, int slot) : c_(c), op_(op), slot_(slot) {
@@ -229,13 +229,13 @@ class Home {
       if (c.is_active(r)) from_[r] = contribution_of(c, r, slot);
     }
     missing_.fill(kChunks);
-    if (c.hand.is_there() && op.routing.tokens * c.map.y_row_bytes > kHandBytes) c.hand.begin(&Home::help, this);
+    if (c.helper.is_there() && op.routing.tokens * c.map.y_row_bytes > kHelperBytes) c.helper.begin(&Home::help, this);
   }
   Home(const Home&) = delete;
   Home& operator=(const Home&) = delete;
   ~Home() {
     missing_.drop();  // after a failure nobody shall sum them
-    if (c_.hand.is_there()) c_.hand.finish();
+    if (c_.helper.is_there()) c_.helper.finish();
   }
 
   // Sums the tokens of a chunk of which everything is here. False: there is none.
@@ -251,7 +251,7 @@ class Home {
   static void help(void* self) {
     auto& home = *static_cast<Home*>(self);
     Adder adder(home.c_, home.op_, home.from_);
-    Hand::help([&] { return home.missing_.left() != 0; }, [&] { return home.sum_one(adder, home.here()); });
+    HelperThread::help([&] { return home.missing_.left() != 0; }, [&] { return home.sum_one(adder, home.here()); });
   }
 
   uint32_t here() const {

@@ -1,6 +1,6 @@
 // A member that moves tokens: its region and its peers' by the byte map, the routing tables, and what crosses hosts.
 #pragma once
-#include "hand.hpp"
+#include "helper.hpp"
 #include "member.hpp"
 #include "region.hpp"
 #include "ring.hpp"
@@ -44,7 +44,7 @@ struct Comm : Member {
   std::atomic<uint32_t> joins{0};               // connections made so far
   uint32_t joins_seen = 0;
 
-  Hand hand;  // if processors are plenty
+  HelperThread helper;  // if processors are plenty
 
   Array<int32_t> all_first, all_places;  // every copy of every expert: place = rank * stride + slot
   Array<int32_t> first, places;          // those on active ranks

@@ -234,7 +234,7 @@ void deliver_weights(Comm& c, const DispatchOp& op, int slot) {
   }
 }
 
-// Which chunks have been placed, and which can be. A rank with a hand shares them with it.
+// Which chunks have been placed, and which can be. A rank with a helper shares them with it.
 class Delivery {
  public:
   Delivery(Comm& c, const DispatchOp& op, int slot) : c_(c), op_(op), slot_(slot) {
@@ -242,13 +242,13 @@ class Delivery {
       const int64_t tokens = op.routing.source_tokens[s];
       missing_[s].fill(tokens ? num_chunks(tokens, c.g.row_bytes) : 0);
     }
-    if (c.hand.is_there() && op.num_rows * c.g.row_bytes > kHandBytes) c.hand.begin(&Delivery::help, this);
+    if (c.helper.is_there() && op.num_rows * c.g.row_bytes > kHelperBytes) c.helper.begin(&Delivery::help, this);
   }
   Delivery(const Delivery&) = delete;
   Delivery& operator=(const Delivery&) = delete;
   ~Delivery() {
     for (Chunks& left : missing_) left.drop();  // after a failure nobody shall place them
-    if (c_.hand.is_there()) c_.hand.finish();
+    if (c_.helper.is_there()) c_.helper.finish();
   }
 
   // Places a chunk that is here: of another host first, since it was just written. False: none is here.
@@ -271,7 +271,7 @@ class Delivery {
  private:
   static void help(void* self) {
     auto& mine = *static_cast<Delivery*>(self);
-    Hand::help([&] { return mine.is_left(); }, [&] { return mine.step(); });
+    HelperThread::help([&] { return mine.is_left(); }, [&] { return mine.step(); });
   }
 
   bool is_left() const {

@@ -247,7 +247,7 @@ void set_rails(Comm& c) {
 }
 
 void expect(Comm& c, bool begins) {
-  if (c.num_rails == 0 || !c.hand.is_there()) return;
+  if (c.num_rails == 0 || !c.helper.is_there()) return;
   c.outbox->expects.store(begins, std::memory_order_relaxed);
   if (begins) wake(*c.outbox);
 }

@@ -1,4 +1,4 @@
-"""Doorbells: who reads a socket, and when; memory that is kept between steps."""
+"""Sockets of requests: who reads a socket, and when; memory that is kept between steps."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import threading
 import pytest
 import torch
 
-from crossdock.worker.doorbells import Doorbells
 from crossdock.worker.kept_rows import KeptRows
+from crossdock.worker.request_sockets import RequestSockets
 
 WAIT_S = 20.0
 
 
 class Bell:
-    """A pair of sockets, one of them a doorbell that notes what it reads."""
+    """A pair of sockets, one of them a socket of requests that notes what it reads."""
 
-    def __init__(self, doorbells: Doorbells) -> None:
+    def __init__(self, request_sockets: RequestSockets) -> None:
         self.client, self.sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.setblocking(False)
         self.heard: list[bytes] = []
         self.inside = threading.Lock()
-        doorbells.add(self.sock, self.read)
+        request_sockets.add(self.sock, self.read)
 
     def read(self) -> None:
         assert self.inside.acquire(blocking=False), "two threads read one socket"
@@ -32,57 +32,57 @@ class Bell:
 
 
 @pytest.fixture
-def doorbells() -> Doorbells:
-    return Doorbells()
+def request_sockets() -> RequestSockets:
+    return RequestSockets()
 
 
-def is_readable(doorbells: Doorbells, wait_s: float = 0.0) -> bool:
+def is_readable(request_sockets: RequestSockets, wait_s: float = 0.0) -> bool:
     """Whether the thread that selects it would wake up."""
-    return bool(select.select([doorbells], [], [], wait_s)[0])
+    return bool(select.select([request_sockets], [], [], wait_s)[0])
 
 
-def test_armed_it_is_readable_and_disarmed_it_is_not(doorbells: Doorbells) -> None:
-    bell = Bell(doorbells)
+def test_armed_it_is_readable_and_disarmed_it_is_not(request_sockets: RequestSockets) -> None:
+    bell = Bell(request_sockets)
     bell.client.send(b"one")
-    assert is_readable(doorbells)
-    doorbells.disarm()
-    assert not is_readable(doorbells)
-    doorbells.look()
+    assert is_readable(request_sockets)
+    request_sockets.disarm()
+    assert not is_readable(request_sockets)
+    request_sockets.poll()
     assert bell.heard == [b"one"]
     bell.client.send(b"two")
-    assert not is_readable(doorbells)
-    doorbells.arm()
-    assert is_readable(doorbells), "what came before it was armed is found too"
-    doorbells.answer()
-    assert (bell.heard, is_readable(doorbells)) == ([b"one", b"two"], False)
+    assert not is_readable(request_sockets)
+    request_sockets.arm()
+    assert is_readable(request_sockets), "what came before it was armed is found too"
+    request_sockets.poll_selected()
+    assert (bell.heard, is_readable(request_sockets)) == ([b"one", b"two"], False)
 
 
-def test_a_socket_that_is_gone_or_fails_ends_no_other(doorbells: Doorbells) -> None:
-    gone, broken, fine = (Bell(doorbells) for _ in range(3))
+def test_a_socket_that_is_gone_or_fails_ends_no_other(request_sockets: RequestSockets) -> None:
+    gone, broken, fine = (Bell(request_sockets) for _ in range(3))
 
     def fail() -> None:
         broken.sock.recv(100)
         raise ValueError("no")
 
-    doorbells.remove(broken.sock)
-    doorbells.add(broken.sock, fail)
-    doorbells.remove(gone.sock)
+    request_sockets.remove(broken.sock)
+    request_sockets.add(broken.sock, fail)
+    request_sockets.remove(gone.sock)
     gone.sock.close()
     for bell in (broken, fine):
         bell.client.send(b"here")
-    doorbells.look()
+    request_sockets.poll()
     assert fine.heard == [b"here"]
-    doorbells.look()
+    request_sockets.poll()
     assert (gone.heard, fine.heard) == ([], [b"here"])
 
 
-def test_two_threads_may_look_at_once(doorbells: Doorbells) -> None:
-    bells = [Bell(doorbells) for _ in range(4)]
+def test_two_threads_may_look_at_once(request_sockets: RequestSockets) -> None:
+    bells = [Bell(request_sockets) for _ in range(4)]
     stop = threading.Event()
 
     def look() -> None:
         while not stop.is_set():
-            doorbells.look()
+            request_sockets.poll()
 
     threads = [threading.Thread(target=look) for _ in range(2)]
     for thread in threads:
@@ -93,8 +93,8 @@ def test_two_threads_may_look_at_once(doorbells: Doorbells) -> None:
     stop.set()
     for thread in threads:
         thread.join(WAIT_S)
-    while is_readable(doorbells):
-        doorbells.answer()
+    while is_readable(request_sockets):
+        request_sockets.poll_selected()
     assert sorted(int(one) for bell in bells for one in bell.heard) == list(range(200))
 
 

@@ -11,16 +11,16 @@
 namespace cd {
 
 // Operations of fewer bytes do not wake it.
-constexpr int64_t kHandBytes = 1 << 20;
+constexpr int64_t kHelperBytes = 1 << 20;
 // It looks for work so long after the last, then leaves the rest to the rank.
-constexpr int64_t kHandSpinNs = 500'000;
+constexpr int64_t kHelperSpinNs = 500'000;
 
-class Hand {
+class HelperThread {
  public:
-  Hand() = default;
-  Hand(const Hand&) = delete;
-  Hand& operator=(const Hand&) = delete;
-  ~Hand();
+  HelperThread() = default;
+  HelperThread(const HelperThread&) = delete;
+  HelperThread& operator=(const HelperThread&) = delete;
+  ~HelperThread();
   bool start();  // false: there can be no thread
   bool is_there() const { return owner_ != 0; }
   // Calls work(with) on the thread, which has nothing to do now.
@@ -47,11 +47,11 @@ class Hand {
 };
 
 template <typename Left, typename Step>
-void Hand::help(Left left, Step step) {
+void HelperThread::help(Left left, Step step) {
   for (int64_t last_ns = now_ns(); left();) {
     if (step()) {
       last_ns = now_ns();
-    } else if (now_ns() - last_ns < kHandSpinNs) {
+    } else if (now_ns() - last_ns < kHelperSpinNs) {
       relax();
     } else {
       return;
@@ -59,7 +59,7 @@ void Hand::help(Left left, Step step) {
   }
 }
 
-// Chunks of an operation that a rank and its hand take in turns: a bit for each that nobody has taken.
+// Chunks of an operation that a rank and its helper take in turns: a bit for each that nobody has taken.
 class Chunks {
  public:
   void fill(int n) { left_.store((1u << n) - 1); }

@@ -1,8 +1,8 @@
 """Sockets on which clients announce requests, and the thread that reads them.
 
-While the thread of the steps is awake it looks at them itself, between two steps: no other thread has to wake up, and
+While the thread of the steps is awake it polls them itself, between two steps: no other thread has to wake up, and
 to wait for the interpreter. Before it sleeps, or begins what takes long, it arms them: then the thread that selects
-this object finds it readable, and answers.
+this object finds it readable, and reads them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from crossdock.common import log
 _log = log.get(__name__)
 
 _MANY = 64
-"""Sockets that are read in one look; the others have their turn in the next."""
+"""Sockets that are read in one poll; the others have their turn in the next."""
 
 
-class Doorbells:
+class RequestSockets:
     """Any thread may call anything. An object for selectors: readable once a socket is, while armed."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Doorbells:
             self._sockets.unregister(sock)
         self._readers.pop(sock.fileno(), None)
 
-    def look(self, wait: bool = False) -> None:
+    def poll(self, wait: bool = False) -> None:
         """Read all sockets that have something, unless another thread does. wait: when that one has ended."""
         if not self._readers or not self._reading.acquire(blocking=wait):
             return
@@ -57,9 +57,9 @@ class Doorbells:
         finally:
             self._reading.release()
 
-    def answer(self) -> None:
-        """As `look`, by the thread that has found this object readable."""
-        self.look(wait=True)  # at once it would only be called again
+    def poll_selected(self) -> None:
+        """As `poll`, by the thread that has found this object readable."""
+        self.poll(wait=True)  # at once it would only be called again
 
     def arm(self) -> None:
         """Another thread is to read what comes."""
@@ -68,7 +68,7 @@ class Doorbells:
             self._outer.modify(self._sockets, select.EPOLLIN)
 
     def disarm(self) -> None:
-        """This thread will look, and soon."""
+        """This thread will poll, and soon."""
         if self._armed:
             self._armed = False
             self._outer.modify(self._sockets, 0)
@@ -78,4 +78,4 @@ class Doorbells:
         try:
             read()
         except Exception:  # one socket must not end the others
-            _log.exception("a doorbell failed")
+            _log.exception("a request socket failed")

@@ -1,4 +1,4 @@
-#include "hand.hpp"
+#include "helper.hpp"
 
 #include <sched.h>
 #include <signal.h>
@@ -8,19 +8,19 @@
 
 namespace cd {
 
-bool Hand::start() {
+bool HelperThread::start() {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the main thread's
-  const bool started = pthread_create(&thread_, nullptr, &Hand::enter, this) == 0;
+  const bool started = pthread_create(&thread_, nullptr, &HelperThread::enter, this) == 0;
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (!started) return false;
-  pthread_setname_np(thread_, "crossdock-hand");
+  pthread_setname_np(thread_, "crossdock-help");
   owner_ = getpid();
   return true;
 }
 
-Hand::~Hand() {
+HelperThread::~HelperThread() {
   if (owner_ != getpid()) return;
   pthread_mutex_lock(&mutex_);
   ends_.store(true);
@@ -29,7 +29,7 @@ Hand::~Hand() {
   pthread_join(thread_, nullptr);
 }
 
-void Hand::begin(void (*work)(void*), void* with) {
+void HelperThread::begin(void (*work)(void*), void* with) {
   pthread_mutex_lock(&mutex_);
   work_ = work;
   with_ = with;
@@ -38,7 +38,7 @@ void Hand::begin(void (*work)(void*), void* with) {
   pthread_mutex_unlock(&mutex_);
 }
 
-void Hand::finish() {
+void HelperThread::finish() {
   State given = State::given;
   if (state_.compare_exchange_strong(given, State::idle)) return;  // it has not woken yet
   for (int i = 1; state_.load(std::memory_order_acquire) != State::idle; ++i) {
@@ -47,12 +47,12 @@ void Hand::finish() {
   }
 }
 
-void* Hand::enter(void* self) {
-  static_cast<Hand*>(self)->run();
+void* HelperThread::enter(void* self) {
+  static_cast<HelperThread*>(self)->run();
   return nullptr;
 }
 
-void Hand::run() {
+void HelperThread::run() {
   for (;;) {
     pthread_mutex_lock(&mutex_);
     while (state_.load() != State::given && !ends_.load()) pthread_cond_wait(&given_, &mutex_);
