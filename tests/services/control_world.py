@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
@@ -9,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -25,6 +26,14 @@ from crossdock.protocol.v1 import control_pb2_grpc, topology_pb2
 
 TIMEOUT_S = 120.0
 """Deadline of calls, and of processes that start or end; nothing is expected to take so long."""
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return when it holds. Raises TimeoutError."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
 
 _RUN = """
 import sys

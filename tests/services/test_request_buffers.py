@@ -10,7 +10,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,7 +39,7 @@ from crossdock.worker.service import ExpertService
 from crossdock.worker.work import Done, Failure, Refused, Work
 from crossdock.worker.worker_telemetry import WorkerTelemetry
 from tests.services.cluster import Batch, E, H, K, write_model
-from tests.services.control_world import TIMEOUT_S
+from tests.services.control_world import TIMEOUT_S, until
 
 KIB = 1 << 10
 INVALID, EXHAUSTED, LATE = 3, 8, 4
@@ -103,12 +103,6 @@ async def world(folder: Path, **settings: object) -> AsyncIterator[World]:
     finally:
         made.engine.go.set()
         await made.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 class Guest:

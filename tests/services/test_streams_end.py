@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from crossdock.worker.service import ExpertService
 from crossdock.worker.work import Done, Failure, Work
 from crossdock.worker.worker_telemetry import WorkerTelemetry
 from tests.services.cluster import Batch, H, write_model
-from tests.services.control_world import TIMEOUT_S
+from tests.services.control_world import TIMEOUT_S, until
 
 GONE = rpc.Unavailable("this worker has left the group")
 
@@ -115,12 +115,6 @@ def tight(address: str) -> grpc.aio.Channel:
     """A channel that takes 64 KiB of what nobody reads, however fast the line is."""
     options = [("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", 8 << 20)]
     return grpc.aio.insecure_channel(address, options=options)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 LARGE = 8192
