@@ -146,8 +146,9 @@ bench-overhead: $(DEV) ## What latency records cost an operation: with and witho
 soak: $(DEV) ## Kills, reconnects and moves for minutes; what survives may not grow (ARGS="--minutes 10")
 	$(PY) -m tests.soak $(ARGS)
 
-BENCH_ONE = benchmarks.run --device cuda $(if $(CASES),--cases $(CASES))
-BENCH_GPU = $(if $(NODES),benchmarks.gpu.nodes --nodes $(NODES),$(if $(filter collectives,$(CASES)),benchmarks.gpu.collective_tables,$(BENCH_ONE)))
+BENCH_MOE = benchmarks.run --device cuda $(if $(CASES),--cases $(CASES))
+BENCH_ONE = $(if $(filter collectives,$(CASES)),benchmarks.gpu.collective_tables,$(BENCH_MOE))
+BENCH_GPU = $(if $(NODES),benchmarks.gpu.nodes --nodes $(NODES),$(BENCH_ONE))
 bench-gpu: $(DEV) ## Measure the nvlink transport and NCCL on the GPUs here; csv, plots (CASES=ll, ht or collectives; NODES=2: as two hosts)
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.device_count() and "make bench-gpu: needs NVIDIA GPUs, this machine has none")'
 	NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 \

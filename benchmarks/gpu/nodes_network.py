@@ -26,7 +26,7 @@ COUNTS_OF_LINE, CHOICES_OF_LINE = 28, 7
 
 
 def network_of(rank: int, ranks: int, nodes: int, provider: str, spin_us: int) -> NetworkConfig:
-    """Of a rank of so many hosts."""
+    """The network of one rank, with the ranks divided among `nodes` hosts."""
     return NetworkConfig(
         provider=provider, listen="127.0.0.1:0", domain=f"host {rank * nodes // ranks}", spin_us=spin_us
     )
@@ -38,7 +38,7 @@ def remote_of(rank: int, ranks: int, nodes: int) -> list[int]:
 
 
 def sizes_of(case: Case, op: str, rows: int) -> list[int]:
-    """Bytes of the messages of one operation to one rank of another host, of so many rows."""
+    """Bytes of each message of one operation that sends `rows` rows to one rank of another host."""
     if op == "combine":
         packets = -(-case.moved_bytes("combine") // PACKET_ROOM)
         return [HEAD_BYTES, *([rows * packets * PACKET_BYTES] if rows else [])]

@@ -23,13 +23,13 @@ from ep_kernels.transports.collective_base import PendingCollective, SentTerms, 
 TILES = (512, 128)
 """Rows of a product that the tiles of a GEMM divide, most first."""
 TAIL = 8
-"""One in so many rows of an all-reduce is summed by multiprocessors in the end: its sum takes as long as the way of a
-piece by copy engines there and back, and fewer rows would leave a product that is too small."""
+"""The last 1 / TAIL of the rows of an all-reduce is summed by multiprocessors: that takes as long as copy engines need
+to move a piece there and back, and with fewer rows the last product would be too small."""
 
 
 def piece_rows(rows: int, pieces: int, most: int) -> list[int]:
-    """Rows of each of about so many pieces of `rows`, none more than `most`; all but the last are equal, and whole
-    tiles where that many fit.
+    """Lengths of about `pieces` pieces of `rows` rows, each at most `most`. All but the last are equal: multiples of
+    a tile where a piece has that many rows.
 
     Example: 3584 rows in 4 pieces of at most 2048: [1024, 1024, 1024, 512].
     """

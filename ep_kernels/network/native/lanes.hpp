@@ -9,7 +9,7 @@
 // after each half of them.
 //
 // Parting: some libraries must not close a connection while the peer may still send on it (`parts_late`). Such a lane
-// lives on, writes nothing, and what comes is thrown away, until the peer has ended its TCP connection, or a second.
+// stays open, writes nothing and drops what it receives, until the peer ends its TCP connection, at most a second.
 //
 // Memory: what goes to a peer, and its mirror, is registered when it joins; without boxes, what goes to all at once.
 #pragma once

@@ -263,9 +263,8 @@ class Engine:
             looks += 1
             if looks > _LOOKS:
                 self._telemetry.collect(comm)
-        self._request_sockets.poll(
-            wait=True
-        )  # a peer may have called because another of its client's requests came here
+        # A peer may have woken this rank for a client whose other requests came here: they join the same step.
+        self._request_sockets.poll(wait=True)
         if self._steps_are_long and self._stream.device.type == "cpu":
             self._request_sockets.arm()
 
