@@ -67,6 +67,10 @@ CHUNK = 4
 """HT combine: positions of a source that are announced together."""
 RING_SIZE, SEQ_BITS, MAX_PARTS = 4096, 18, 1024
 """Of the network: descriptors in a ring; an immediate is flag << 28 | parts - 1 << SEQ_BITS | low bits of seq."""
+MAX_SLICES, SLICE_PARTS = 31, 32
+"""Of the network: slices of an operation's rows, the head not counted, which is slice MAX_SLICES; parts of a slice. The
+immediate of such a part has the flag len(FLAGS) + (0 dispatch, 1 combine), and (slice << 5 | parts of the slice - 1) as
+its parts: how many the operation has, others say."""
 METADATA_BYTES = PAIR_BYTES = 16
 ALIGN = 256
 BOX_UNIT = 2 << 20
@@ -101,7 +105,12 @@ Network = _record(
     ("rows", f"u64[{MAX_RANKS}]", "rows that the dispatch that runs has for a rank"),
     ("map", "RegionMap", "byte map of a box: a region's part that belongs to one source"),
     ("looking", f"u64[{MAX_RANKS}]", "1 = a thread reads a word of that rank"),
+    ("slice_words", "u64*", "pinned, [2, R]: low 32 bits of the next dispatch, combine << 32 | its slices, a bit each"),
+    ("slice_rows", "u64[2]", "rows of a slice of dispatch, of combine; 0 = one part alone says that rows are here"),
     ("seen", f"u64[{len(FLAGS) * MAX_RANKS}]", "[FLAGS, MAX_RANKS] words as a kernel last read them"),
+    ("slices_seen", f"u64[{2 * MAX_RANKS}]", "[2, MAX_RANKS] slice_words as a kernel last read them"),
+    ("staged", f"u64[{2 * MAX_RANKS * 32}]", "[2, MAX_RANKS, 32] packets of a slice that are in the outbox"),
+    ("heads_done", "u64", "blocks that have written their part of a dispatch's head"),
 )
 State = _record(
     "State",
@@ -297,7 +306,8 @@ def header() -> str:
     lines += [f"constexpr u64 GONE_DEAD = {DEAD}, ALSO_LEFT_OUT = {ALSO_LEFT_OUT}ull;"]
     lines.append(f"constexpr i32 NUM_FLAGS = {len(FLAGS)}, CHUNK = {CHUNK}, PAIR_BYTES = {PAIR_BYTES};")
     lines += [f"constexpr u32 SAMPLE_CAPACITY = {SAMPLE_CAPACITY}, SAMPLE_WORDS = {SAMPLE_WORDS};"]
-    network = {"COUNT_PACKET_BYTES": COUNT_PACKET_BYTES, "RING_SIZE": RING_SIZE, "SEQ_BITS": SEQ_BITS}
+    network = {"COUNT_PACKET_BYTES": COUNT_PACKET_BYTES, "RING_SIZE": RING_SIZE, "SEQ_BITS": SEQ_BITS,
+               "MAX_SLICES": MAX_SLICES}  # fmt: skip
     lines += [f"#define {name} {value}u" for name, value in network.items()]  # constants would move code without them
     lines += records.lines()
     return "\n".join([*lines, "}  // namespace ep", ""])

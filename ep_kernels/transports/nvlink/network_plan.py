@@ -1,10 +1,12 @@
-"""How many blocks kernels have that reach ranks of other hosts."""
+"""How many blocks kernels have that reach ranks of other hosts, and in how many slices rows go there."""
 
 from __future__ import annotations
 
 from ep_kernels.config import MoEConfig
+from ep_kernels.kernels import abi
 
 LEAST, TOKENS_PER_BLOCK = 4, 4
+SLICE_BYTES = 256 << 10
 
 
 def network_blocks(c: MoEConfig, num_sms: int) -> int:
@@ -17,3 +19,9 @@ def network_blocks(c: MoEConfig, num_sms: int) -> int:
     if c.network is None or c.num_sms is not None:
         return num_sms
     return min(num_sms, max(LEAST, c.max_tokens_per_rank // TOKENS_PER_BLOCK))
+
+
+def slice_rows(most_rows: int, row_bytes: int) -> int:
+    """Rows of a slice, which leaves when it is staged and is read when it is here; 0: of so few rows there are none."""
+    rows = max(-(-SLICE_BYTES // row_bytes), -(-most_rows // abi.MAX_SLICES))
+    return rows if most_rows >= 2 * rows else 0

@@ -30,11 +30,13 @@ from ep_kernels.network.network import Channel, Network
 from ep_kernels.transports.nvlink import launch
 from ep_kernels.transports.nvlink.boxes import Boxes, pin, unpin
 from ep_kernels.transports.nvlink.host_page import HostPage
+from ep_kernels.transports.nvlink.network_plan import slice_rows
 from ep_kernels.types import CombineOrder, PeerTraffic
 
 _ONE_LANE = 1 << 30
 _NAP_S = 50e-6
 _SMALLEST_STRIPE, _STRIPES = 1 << 20, abi.MAX_PARTS // 2
+_PACKET_BYTES = 1024
 
 
 class RemoteRanks:
@@ -71,6 +73,8 @@ class RemoteRanks:
         self._register, self._unregister = register, unregister
         self._tickets: dict[int, NetworkTicket] = {}
         self._map = abi.box_map(shape)
+        packets = shape.row_packets, shape.combine_packets
+        self._slice_rows = [slice_rows(shape.ll_tokens, count * _PACKET_BYTES) for count in packets]
         self.box_bytes = abi.box_bytes(shape)
         total = size * self.box_bytes
         self._outboxes = boxes.reserve(2 * total)
@@ -78,7 +82,9 @@ class RemoteRanks:
         self._dma_bufs = (ctypes.c_int32 * (2 * size))(*[-1] * (2 * size))
         self.words = torch.zeros(len(abi.FLAGS), size, dtype=torch.int64, pin_memory=True)
         self._lib = launch.boxes()
-        self._native = self._lib.cd_boxes_new(size, self.words.data_ptr(), host.gone_address)
+        self._slices = torch.zeros(2, size, dtype=torch.int64, pin_memory=True)
+        words, slices = self.words.data_ptr(), self._slices.data_ptr()
+        self._native = self._lib.cd_boxes_new(size, words, slices, host.gone_address)
         if boxes.flush is not None:
             self._lib.cd_boxes_flush(self._native, boxes.flush.enter, boxes.flush.context, boxes.flush.run)
         handler, box = self._lib.cd_boxes_handler(), self.box_bytes
@@ -114,7 +120,8 @@ class RemoteRanks:
         return abi.Network(
             remote=sum(1 << rank for rank in self.ranks), outboxes=self._outboxes, inboxes=self._inboxes,
             stride=self.box_bytes, stripe=self._stripe, words=self.words.data_ptr(), ring=self._ring.ring,
-            popped=self._ring.popped, map=self._map,
+            popped=self._ring.popped, map=self._map, slice_words=self._slices.data_ptr(),
+            slice_rows=(ctypes.c_uint64 * 2)(*self._slice_rows),
         )  # fmt: skip
 
     def settle(self, timeout_s: float, mask: Sequence[bool] | None = None) -> None:
