@@ -109,6 +109,11 @@ class End:
         self.channel.close()
         self.channel.free()
 
+    @property
+    def memory(self) -> tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]]:
+        """What it sends; where what ranks send lands, as many bytes for each."""
+        return self._own, self._landing
+
     def write(self, number: int) -> None:
         """Other bytes into what it sends."""
         ctypes.memset(self._own, number % 256, len(self._own))

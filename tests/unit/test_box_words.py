@@ -45,6 +45,16 @@ class Box:
         """One of so many messages of an operation: as `net::immediate` of push.cuh has it."""
         self.tell(rank, ARRIVED, flag << 28 | (parts - 1) << abi.SEQ_BITS | seq % (1 << abi.SEQ_BITS))
 
+    def slice(self, rank: int, flag: int, seq: int, number: int, parts: int = 1) -> None:
+        """One of so many messages of a slice."""
+        which, low = len(abi.FLAGS) + (flag == COMBINE), seq % (1 << abi.SEQ_BITS)
+        self.tell(rank, ARRIVED, which << 28 | (number << 5 | (parts - 1)) << abi.SEQ_BITS | low)
+
+    def slices_here(self, rank: int, flag: int, seq: int) -> set[int]:
+        """As kernels read them."""
+        word = int(self.slices[int(flag == COMBINE), rank])
+        return {bit for bit in range(32) if word >> bit & 1} if word >> 32 & 0xFFFFFFFF == seq % (1 << 32) else set()
+
     def word(self, rank: int, flag: int) -> int:
         return int(self.words[flag, rank])
 
@@ -73,6 +83,27 @@ def test_parts_in_any_order(flag: int, start: int, box: Box) -> None:
     assert box.word(0, flag) == start, "other sources are not touched"
 
 
+@pytest.mark.parametrize("start", [0, (1 << abi.SEQ_BITS) - 3, (1 << 32) - 3])
+@pytest.mark.parametrize("flag", [PAYLOAD, COMBINE])
+def test_slices_in_any_order(flag: int, start: int, box: Box) -> None:
+    """Of five operations, shuffled: a slice is here when all its parts are, and its operation is the next one."""
+    box.lib.cd_boxes_restart(box.pointer, start, start, start)
+    of = {start + n: {s: random.choice((1, 3, 32)) for s in random.sample(range(32), 9)} for n in range(1, 6)}
+    messages = [(seq, s) for seq, slices in of.items() for s, parts in slices.items() for _ in range(parts)]
+    messages += [(seq, None) for seq in of]  # one part that is in no slice, and says how many there are
+    random.shuffle(messages)
+    left = [list(messages)]
+    for seq, number in messages:
+        parts = sum(of[seq].values()) + 1
+        box.part(1, flag, seq, parts) if number is None else box.slice(1, flag, seq, number, of[seq][number])
+        left[0].remove((seq, number))
+        whole = next((s - 1 for s in of if any(one == s for one, _ in left[0])), start + 5)
+        assert box.word(1, flag) == whole
+        here = {s for s in of.get(whole + 1, {}) if (whole + 1, s) not in left[0]}
+        assert box.slices_here(1, flag, whole + 1) == here
+    assert box.slices_here(0, flag, start + 1) == set(), "other sources are not touched"
+
+
 def test_a_word_without_parts_only_grows(box: Box) -> None:
     for seq, want in ((3, 3), (2, 3), (3, 3), (9, 9)):
         box.part(2, STARTED, seq)
@@ -92,7 +123,7 @@ def test_what_belongs_to_an_earlier_epoch_counts_no_more(box: Box) -> None:
 
 def test_flags_that_no_version_sends(box: Box) -> None:
     before = box.words.clone()
-    for flag in (abi.FLAGS.index("LEFT_OUT"), len(abi.FLAGS), 15):
+    for flag in (abi.FLAGS.index("LEFT_OUT"), len(abi.FLAGS) + 2, 15):
         box.part(0, flag, 3)
     assert torch.equal(box.words, before)
 

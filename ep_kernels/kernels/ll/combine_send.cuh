@@ -314,18 +314,15 @@ __device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const
   StagedPartials staged;
   staged.begin(args);
 #endif
-  auto send = [&] {
-    send_packet(args, recv_buffers, now, prefetch, seq);
-#if NETWORK
-    staged.note(args, now, seq);
-#endif
-  };
   prefetch.stage = stages;
   u8* free_stage = stages + args.work.segment_bytes;
   bool sends = false, granted = false;
 #pragma unroll 1
   do {
-    if (!kStaged && sends) send();
+    if (!kStaged && sends) send_packet(args, recv_buffers, now, prefetch, seq);
+#if NETWORK
+    if (!kStaged && sends) staged.note(args, now, seq);
+#endif
     Task second = next;
     Prefetch second_prefetch = {};
     second_prefetch.stage = free_stage;
@@ -333,7 +330,10 @@ __device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const
     if (kStaged) ptx::copy_commit();
     if (!granted) granted = await_credit();
     if (!granted) break;
-    if (kStaged && sends) send();
+    if (kStaged && sends) send_packet(args, recv_buffers, now, prefetch, seq);
+#if NETWORK
+    if (kStaged && sends) staged.note(args, now, seq);
+#endif
     free_stage = prefetch.stage;
     now = second;
     prefetch = second_prefetch;

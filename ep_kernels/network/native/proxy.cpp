@@ -117,10 +117,8 @@ void Proxy::run() {
     while (waiting_.load(std::memory_order_relaxed)) sched_yield();
     pthread_mutex_lock(&mutex_);
     bool busy = false;
-    for (int i = 0; i < 8 && !busy; ++i) {
-      busy = turn();
-      if (!busy) relax();
-    }
+    for (int i = 0; i < 8 && !busy; ++i) busy = turn();
+    if (!busy) relax();
     bool came = false;
     for (int i = 0; i < kHot; ++i) came |= happen(hot_[i], EPOLLIN);
     epoll_event events[64];
@@ -174,6 +172,7 @@ bool Proxy::turn() {
   for_each([&](NetChannel& c) {
     busy |= flush(c);
     const int64_t again = c.provider->advance(now);
+    if (busy_) flush(c);  // what was pushed in answer
     if (again == now) {
       busy = true;
     } else {

@@ -36,7 +36,6 @@ from ep_kernels.types import CombineOrder, PeerTraffic
 _ONE_LANE = 1 << 30
 _NAP_S = 50e-6
 _SMALLEST_STRIPE, _STRIPES = 1 << 20, abi.MAX_PARTS // 2
-_PACKET_BYTES = 1024
 
 
 class RemoteRanks:
@@ -74,7 +73,7 @@ class RemoteRanks:
         self._tickets: dict[int, NetworkTicket] = {}
         self._map = abi.box_map(shape)
         packets = shape.row_packets, shape.combine_packets
-        self._slice_rows = [slice_rows(shape.ll_tokens, count * _PACKET_BYTES) for count in packets]
+        self._slice_rows = [slice_rows(shape.ll_tokens, count * abi.PACKET_BYTES) for count in packets]
         self.box_bytes = abi.box_bytes(shape)
         total = size * self.box_bytes
         self._outboxes = boxes.reserve(2 * total)
