@@ -22,6 +22,8 @@ from ep_kernels.transports.nvlink.network_plan import slice_rows
 
 DEADLINE_S = 120.0
 STREAM_ROUNDS = 24
+LEAST_BYTES = 64 << 20
+"""So much has pages of its own, which are pinned."""
 HEAD_BYTES, LINE_BYTES, PACKET_BYTES, PACKET_ROOM = 16, 128, 1024, 960
 COUNTS_OF_LINE, CHOICES_OF_LINE = 28, 7
 """What travels: docs/network.md, "GPUs"."""
@@ -91,13 +93,13 @@ class Streams:
     def __init__(self, config: NetworkConfig, rank: int, ranks: int, nodes: int, most_bytes: int) -> None:
         self._rank, self._ranks, self._nodes = rank, ranks, nodes
         self._peers = remote_of(rank, ranks, nodes)
-        self._network = Network(config)
-        self._end = network.End(self._network, rank, ranks, most_bytes)
+        self._network, size = Network(config), max(most_bytes, LEAST_BYTES)
+        self._end = network.End(self._network, rank, ranks, size)
         self._end.write(1)
         self._own, self._landing = (torch.frombuffer(memory, dtype=torch.uint8) for memory in self._end.memory)
         for memory in (self._own, self._landing):
             boxes.pin(memory.data_ptr(), memory.numel())
-        self._gpu = torch.zeros(most_bytes, dtype=torch.uint8, device="cuda")
+        self._gpu = torch.zeros(size, dtype=torch.uint8, device="cuda")
         tickets: list[Any] = [None] * ranks
         dist.all_gather_object(tickets, self._end.channel.ticket())
         self._end.channel.connect({peer: tickets[peer] for peer in self._peers}, DEADLINE_S)

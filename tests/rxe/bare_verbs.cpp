@@ -75,7 +75,8 @@ struct Side {
     request.pieces = &piece;
     request.num_pieces = bytes ? 1 : 0;
     request.opcode = kWriteWithImm;
-    request.flags = kSignaled | (bytes && bytes <= 64 ? kInline : 0);
+    request.flags = kSignaled;
+    if (bytes && bytes <= 64) request.flags |= kInline;
     request.remote_address = told.base;
     request.rkey = told.rkey;
     need(port.context->ops.post_send(pair, &request, &bad) == 0, "write");

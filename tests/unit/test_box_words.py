@@ -90,12 +90,12 @@ def test_slices_in_any_order(flag: int, start: int, box: Box) -> None:
     box.lib.cd_boxes_restart(box.pointer, start, start, start)
     of = {start + n: {s: random.choice((1, 3, 32)) for s in random.sample(range(32), 9)} for n in range(1, 6)}
     messages = [(seq, s) for seq, slices in of.items() for s, parts in slices.items() for _ in range(parts)]
-    messages += [(seq, None) for seq in of]  # one part that is in no slice, and says how many there are
+    messages += [(seq, -1) for seq in of]  # one part that is in no slice, and says how many there are
     random.shuffle(messages)
     left = [list(messages)]
     for seq, number in messages:
         parts = sum(of[seq].values()) + 1
-        box.part(1, flag, seq, parts) if number is None else box.slice(1, flag, seq, number, of[seq][number])
+        box.part(1, flag, seq, parts) if number < 0 else box.slice(1, flag, seq, number, of[seq][number])
         left[0].remove((seq, number))
         whole = next((s - 1 for s in of if any(one == s for one, _ in left[0])), start + 5)
         assert box.word(1, flag) == whole
