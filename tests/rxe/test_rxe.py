@@ -50,8 +50,8 @@ class Beside:
 
     Attributes:
         what: us, or mib_per_s.
-        beside: yardstick, perftest or a bare loop of fi_writedata; or alike, a loop whose messages take a posted receive
-            and a completion (verbs), whose queue can wake a sleeper (libfabric), as ours.
+        beside: yardstick, perftest or a bare loop of fi_writedata; or alike, a bare loop whose messages take a posted
+            receive and a completion (verbs), whose queue can wake a sleeper (libfabric), as ours.
         ours, yardstick: medians of the blocks.
         ratio: median of the quotients of neighbouring blocks; from low to high: where it is with probability SURE.
         goal: of the ratio; none: 0.
