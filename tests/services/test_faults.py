@@ -1,4 +1,4 @@
-"""Processes that die, and clients that must hear of it in time: real kills, under load, ten in a row."""
+"""Processes that die, and clients that must hear of it in time: real kills, under load."""
 
 from __future__ import annotations
 
@@ -125,10 +125,9 @@ class Load:
 
 
 @pytest.mark.timeout(3 * TEST_S)
-def test_kill_9_of_one_worker_ten_times_in_a_row(group: Cluster) -> None:
+def test_kill_9_of_one_worker_again_and_again(group: Cluster) -> None:
     group = group.now()
-    for _ in range(10):
-        victim = random.randrange(4)
+    for victim in (*random.sample(range(4), 4), random.randrange(4)):
         before, epoch, control = group.supervisor.worker_pids(), group.view.epoch, group.supervisor.control_pid
         index = group.place(victim)
         others = tuple(rank for rank in range(4) if rank != victim)
