@@ -6,7 +6,6 @@ that does not take it, 4 (a worker) a GPU that was lost.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -117,14 +116,9 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
 
     loaded = load(WorkerConfig, config, overrides or [])
     _die_with(parent_pid)
-    from crossdock.worker.process import EXIT_DEVICE_LOST, run_worker
+    from crossdock.worker.process import end_process, run_worker
 
-    code = run_worker(loaded)
-    if code == EXIT_DEVICE_LOST:  # an orderly end would free what the lost GPU holds, and could crash on it
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    raise typer.Exit(code)
+    end_process(run_worker(loaded))
 
 
 @app.command("deep-ep")
