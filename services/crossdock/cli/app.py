@@ -22,6 +22,7 @@ from crossdock.cli.console import (
     ParentPid,
     SecurityFile,
     Target,
+    Timeout,
     console,
     load_security,
     security_of,
@@ -132,7 +133,7 @@ def deep_ep(as_json: Json = False) -> None:
 def status(
     target: Target = DEFAULT_TARGET,
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 5.0,
+    timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
     """Show ranks, epoch, states, experts and rates of a group. Exit status 1 unless it is serving."""
@@ -158,7 +159,7 @@ def experts(
     layer: Annotated[int | None, typer.Option("--layer", help="One MoE layer: its experts, by load.")] = None,
     most: Annotated[int, typer.Option("--most", min=1, help="With --layer: number of experts.")] = 32,
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
+    timeout_s: Timeout = 60.0,
     security: SecurityFile = None,
 ) -> None:
     """Show each expert's load and copies, how balanced the ranks are, and what would move."""
@@ -187,7 +188,7 @@ def experts(
 def rebalance(
     target: Target = DEFAULT_TARGET,
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
+    timeout_s: Timeout = 60.0,
     security: SecurityFile = None,
 ) -> None:
     """Move experts between ranks while they serve, as `crossdock experts` says. Exit status 1 if it cannot be now."""
@@ -239,7 +240,7 @@ def topo(
     as_dot: Annotated[bool, typer.Option("--dot", help="Print a graph for Graphviz.")] = False,
     as_svg: Annotated[bool, typer.Option("--svg", help="Print a picture.")] = False,
     only_facts: Annotated[bool, typer.Option("--facts", help="Print this host's facts, to be read elsewhere.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="With --target: seconds to wait.")] = 5.0,
+    timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
     """Show the connections between GPUs, their transport and speed, each GPU's NIC, and why a transport is off.
