@@ -14,7 +14,8 @@ import torch
 from ep_kernels.errors import ConfigError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
-from ep_kernels.transports.nvlink import launch
+from ep_kernels.transports.nvlink import launch, plan
+from ep_kernels.transports.nvlink.network_plan import slices_of
 from ep_kernels.transports.nvlink.remote import check, stripe_of
 from ep_kernels.types import CombineOrder, Layout, Mode
 from tests.cases import RoutingCase
@@ -146,6 +147,15 @@ def test_an_operation_has_few_enough_parts(box_bytes: int) -> None:
     """Whatever lies in a box, with several lanes; one lane needs no stripes but those of a descriptor's size."""
     assert box_bytes / stripe_of(box_bytes, 4) + 4 < abi.MAX_PARTS
     assert stripe_of(box_bytes, 1) < 1 << 32
+
+
+def test_what_takes_too_many_descriptors_has_no_slices() -> None:
+    """Metadata of K = 32 beside rows of a packet, several lanes."""
+    case = RoutingCase(64, 32, 64, (1, 1), max_tokens=200_000)
+    config = case.config(LoopGroup(0, 2), mode=Mode.HT, network=NetworkConfig(lanes=4), layout=Layout.FLAT)
+    shape = plan.sizes_of(config).shape
+    assert all(slices_of(shape, stripe_of(abi.box_bytes(shape), 1)))
+    assert slices_of(shape, stripe_of(abi.box_bytes(shape), 4)) == (0, 0)
 
 
 @pytest.mark.parametrize(

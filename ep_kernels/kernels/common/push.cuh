@@ -4,14 +4,17 @@
 //
 //   source rank                                        proxy              expert rank
 //   all blocks: lines -> outbox
-//   last block: places in the ring, fence, descriptors -> bytes --------> inbox
+//   warp that completes a slice, last block: places
+//   in the ring, fence, descriptors ---------------------> bytes --------> inbox
 //                                                         immediates ---> words[kind][source] = seq, when all are here
-//                                                                         wait for the word, then read lines
+//                                                                         or the bit of a slice, when it is here;
+//                                                                         wait for either, then read lines
 //
-// Memory order. All blocks' stores happen before their arrival (arrive: acq_rel, gpu), the last block's fence is of the
-// system, and a descriptor is one 16-byte store behind it: a proxy that sees its parity sees the bytes. The proxy
-// stores the word (release) after the bytes of every part; a kernel loads it (acquire, system), then the lines. Tags of
-// lines say nothing here: the memory model does not promise that 128 bytes come as a whole.
+// Memory order. All blocks' stores happen before their arrival (arrive: acq_rel, gpu), those of a slice before they are
+// counted (likewise); the fence of who pushes is of the system, and a descriptor is one 16-byte store behind it: a
+// proxy that sees its parity sees the bytes. The proxy stores word or bit (release) after the bytes of every part; a
+// kernel loads it (acquire, system), then the lines. Tags of lines say nothing here: the memory model does not promise
+// that 128 bytes come as a whole.
 #pragma once
 
 #include "common/block.cuh"

@@ -30,7 +30,7 @@ from ep_kernels.network.network import Channel, Network
 from ep_kernels.transports.nvlink import launch
 from ep_kernels.transports.nvlink.boxes import Boxes, pin, unpin
 from ep_kernels.transports.nvlink.host_page import HostPage
-from ep_kernels.transports.nvlink.network_plan import slice_rows
+from ep_kernels.transports.nvlink.network_plan import slices_of
 from ep_kernels.types import CombineOrder, PeerTraffic
 
 _ONE_LANE = 1 << 30
@@ -72,8 +72,6 @@ class RemoteRanks:
         self._register, self._unregister = register, unregister
         self._tickets: dict[int, NetworkTicket] = {}
         self._map = abi.box_map(shape)
-        packets = shape.row_packets, shape.combine_packets
-        self._slice_rows = [slice_rows(shape.ll_tokens, count * abi.PACKET_BYTES) for count in packets]
         self.box_bytes = abi.box_bytes(shape)
         total = size * self.box_bytes
         self._outboxes = boxes.reserve(2 * total)
@@ -92,6 +90,7 @@ class RemoteRanks:
         memory = ChannelMemory(*places, box=box, dma_bufs=dma_bufs, device=boxes.device)
         self.channel = Channel(Network.of(network), rank, size, memory)
         self._stripe = stripe_of(self.box_bytes, network.lanes)
+        self._slice_rows = slices_of(shape, self._stripe)
         self._ring, self._is_pinned = self.channel.for_device(self._stripe), False
         assert self._ring.size == abi.RING_SIZE
 
