@@ -51,29 +51,21 @@ PHASES = ("blocks", "credit", "counts", "payload", "barrier", "shards", "sums")
 DONE_COUNTERS = ("DISPATCH_SEND", "COMBINE_SEND")
 OP_WORDS = 2
 """Device words of an operation: its seq, and the number of its latency record (common/trace.cuh)."""
-MAX_SLOTS = 66
-MAX_RANKS = 64
+MAX_SLOTS, MAX_RANKS = 66, 64
 MAX_MASK_WORDS = 16384
 """LL dispatch: maximum words of a block's expert masks; above it, rows per expert are counted entry by entry."""
 LINE_BYTES, PACKET_BYTES, PACKET_DATA, PACKET_COLUMNS = 128, 1024, 960, 896
 LINE_INTS, LINE_ENTRIES, COUNT_PACKET_BYTES = 28, 7, 16
 """How LL rows travel: see kernels/layout/ll128.cuh."""
-SAMPLE_CAPACITY, SAMPLE_WORDS = 4096, 9
-COMPLETE_RECORD = 1 << 32
-"""Last word of a complete latency record."""
+SAMPLE_CAPACITY, SAMPLE_WORDS, COMPLETE_RECORD = 4096, 9, 1 << 32
+"""The last: last word of a complete latency record."""
 ARRIVAL_TOTAL = 1 << 20
 """What an operation adds to a normalized arrival counter (flags METADATA and PAYLOAD), all blocks together."""
 CHUNK = 4
 """HT combine: positions of a source that are announced together."""
-RING_SIZE, SEQ_BITS, MAX_PARTS = 4096, 18, 1024
-"""Of the network: descriptors in a ring; an immediate is flag << 28 | parts - 1 << SEQ_BITS | low bits of seq."""
-MAX_SLICES, SLICE_PARTS = 31, 32
-"""Of the network: slices of an operation's rows, the head not counted, which is slice MAX_SLICES; parts of a slice. The
-immediate of such a part has the flag len(FLAGS) + (0 dispatch, 1 combine), and (slice << 5 | parts of the slice - 1) as
-its parts: how many the operation has, others say."""
-METADATA_BYTES = PAIR_BYTES = 16
-ALIGN = 256
-BOX_UNIT = 2 << 20
+RING_SIZE, SEQ_BITS, MAX_PARTS, MAX_SLICES, SLICE_PARTS = 4096, 18, 1024, 31, 32
+"""Of the network: descriptors in a ring; immediates (box_words.cpp); slices of rows, beside the head, the last one."""
+METADATA_BYTES, PAIR_BYTES, ALIGN, BOX_UNIT = 16, 16, 256, 2 << 20
 
 records = Records()
 _record = records.declare
@@ -306,9 +298,8 @@ def header() -> str:
     lines += [f"constexpr u64 GONE_DEAD = {DEAD}, ALSO_LEFT_OUT = {ALSO_LEFT_OUT}ull;"]
     lines.append(f"constexpr i32 NUM_FLAGS = {len(FLAGS)}, CHUNK = {CHUNK}, PAIR_BYTES = {PAIR_BYTES};")
     lines += [f"constexpr u32 SAMPLE_CAPACITY = {SAMPLE_CAPACITY}, SAMPLE_WORDS = {SAMPLE_WORDS};"]
-    network = {"COUNT_PACKET_BYTES": COUNT_PACKET_BYTES, "RING_SIZE": RING_SIZE, "SEQ_BITS": SEQ_BITS,
-               "MAX_SLICES": MAX_SLICES}  # fmt: skip
-    lines += [f"#define {name} {value}u" for name, value in network.items()]  # constants would move code without them
+    network = ("COUNT_PACKET_BYTES", "RING_SIZE", "SEQ_BITS", "MAX_SLICES")
+    lines += [f"#define {name} {globals()[name]}u" for name in network]  # constants would move code without them
     lines += records.lines()
     return "\n".join([*lines, "}  // namespace ep", ""])
 

@@ -33,11 +33,11 @@ def test_bytes_are_those_of_the_byte_map(layout: Layout, hidden: int, topk: int,
 
 
 def test_many_rows_travel_in_slices() -> None:
-    row, many = 15 << 10, Case(Mode.LL, Layout.RANK_MAJOR, 2, 512)
-    assert sizes_of(many, "combine", 150) == [16, 69 * row, 69 * row, 12 * row]
-    assert sizes_of(many, "dispatch", 138) == [16, 138 * 256, 69 * row, 69 * row]
-    assert [slice_rows(most, row) for most in (137, 138, 512, 8192)] == [0, 69, 69, 265]
-    for most in (138, 511, 8192, 100_000):
+    row, many = 15 << 10, Case(Mode.LL, Layout.RANK_MAJOR, 2, 128)
+    assert sizes_of(many, "combine", 40) == [16, 18 * row, 18 * row, 4 * row]
+    assert sizes_of(many, "dispatch", 36) == [16, 36 * 256, 18 * row, 18 * row]
+    assert [slice_rows(most, row) for most in (35, 36, 512, 8192)] == [0, 18, 18, 265]
+    for most in (36, 511, 8192, 100_000):
         assert -(-most // slice_rows(most, row)) <= abi.MAX_SLICES
 
 

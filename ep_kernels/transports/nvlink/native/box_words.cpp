@@ -5,7 +5,8 @@
 // bytes of a part in the inbox before it calls.
 //
 // Rows may come in slices, whose parts say so: kFlags + (0: dispatch, 1: combine) << 28 | slice << 23 | parts of the
-// slice - 1 << 18 | low bits of seq. A slice's bit is set in the word of the next operation when all its parts are here.
+// slice - 1 << 18 | low bits of seq. A slice's bit is set in the word of the next operation when all its parts are
+// here.
 #include <pthread.h>
 
 #include <atomic>
