@@ -6,7 +6,6 @@ that does not take it, 4 (a worker) a GPU that was lost.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +22,7 @@ from crossdock.cli.console import (
     ParentPid,
     SecurityFile,
     Target,
+    Timeout,
     console,
     load_security,
     security_of,
@@ -117,14 +117,9 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
 
     loaded = load(WorkerConfig, config, overrides or [])
     _die_with(parent_pid)
-    from crossdock.worker.process import EXIT_DEVICE_LOST, run_worker
+    from crossdock.worker.process import end_process, run_worker
 
-    code = run_worker(loaded)
-    if code == EXIT_DEVICE_LOST:  # an orderly end would free what the lost GPU holds, and could crash on it
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    raise typer.Exit(code)
+    end_process(run_worker(loaded))
 
 
 @app.command("deep-ep")
@@ -138,7 +133,7 @@ def deep_ep(as_json: Json = False) -> None:
 def status(
     target: Target = DEFAULT_TARGET,
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 5.0,
+    timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
     """Show ranks, epoch, states, experts and rates of a group. Exit status 1 unless it is serving."""
@@ -164,7 +159,7 @@ def experts(
     layer: Annotated[int | None, typer.Option("--layer", help="The experts of this MoE layer, by load.")] = None,
     most: Annotated[int, typer.Option("--most", min=1, help="With --layer: number of experts.")] = 32,
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
+    timeout_s: Timeout = 60.0,
     security: SecurityFile = None,
 ) -> None:
     """Show each expert's load and copies, how balanced the ranks are, and what `rebalance` would move."""
@@ -193,7 +188,7 @@ def experts(
 def rebalance(
     target: Target = DEFAULT_TARGET,
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
+    timeout_s: Timeout = 60.0,
     security: SecurityFile = None,
 ) -> None:
     """Move experts between ranks while they serve, as `crossdock experts` shows. Exit status 1 if refused."""
@@ -245,7 +240,7 @@ def topo(
     as_dot: Annotated[bool, typer.Option("--dot", help="Print a graph for Graphviz.")] = False,
     as_svg: Annotated[bool, typer.Option("--svg", help="Print an SVG picture.")] = False,
     only_facts: Annotated[bool, typer.Option("--facts", help="Print this host's facts, for FILES.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="With --target: seconds to wait.")] = 5.0,
+    timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
     """Show the connections between GPUs, their transport and speed, each GPU's NIC, and why a transport is off.

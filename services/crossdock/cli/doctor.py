@@ -23,7 +23,9 @@ def doctor(
     passes: Annotated[bool, typer.Option("--pass/--no-pass", help="Run a dispatch and a combine on this host.")] = True,
     strict: Annotated[bool, typer.Option("--strict", help="Exit status 1 for warnings, too.")] = False,
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for each connection.")] = 5.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, max=86400, help="Seconds to wait for each connection.")
+    ] = 5.0,
     security: SecurityFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,

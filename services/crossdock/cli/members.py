@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Target, security_of, show_json
+from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Target, Timeout, security_of, show_json
 
 if TYPE_CHECKING:
     from crossdock.protocol.v1.control_pb2 import Barred, GroupView
 
 Name = Annotated[str, typer.Argument(help="A rank, a worker (uid), or a host: every worker there.")]
 Reason = Annotated[str, typer.Option("--reason", help="Shown as the reason.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer.")]
 LOOK_S = 0.25
 
 
