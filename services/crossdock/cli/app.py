@@ -119,7 +119,14 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
     _die_with(parent_pid)
     from crossdock.worker.process import end_process, run_worker
 
-    end_process(run_worker(loaded))
+    try:
+        code = run_worker(loaded)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            raise
+        _complain(error)
+        code = exit_status(error)
+    end_process(code)
 
 
 @app.command("deep-ep")
