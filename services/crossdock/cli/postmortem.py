@@ -38,7 +38,7 @@ def postmortem(
     timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
-    """Show which waits for a rank have failed, in order, over all ranks. Exit status 1 if none has."""
+    """Show the waits for a rank that failed, of all ranks, in order of time. Exit status 1 if none did."""
     from crossdock.common.config import ConfigFileError
 
     if files and target:

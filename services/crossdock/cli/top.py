@@ -36,8 +36,8 @@ def top(
 ) -> None:
     """Show a group while it works: ranks, rates, p50 and p99 by operation, who waits for whom, what is slow.
 
-    With --json one object, as with --once. Exit status 1 unless it is serving. Where the control plane does not answer
-    for a while, the last view stays.
+    --json prints one object and ends, as --once does one screen. Exit status 1 unless the group is serving.
+    While the control plane does not answer, the last screen stays.
     """
     from crossdock.common.rpc import CallError
 
