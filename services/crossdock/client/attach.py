@@ -67,8 +67,9 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 def _matrix(module: nn.Module, name: str) -> torch.Tensor:
     """A stacked matrix [E, ., .] of an experts module; an empty one if it has none."""
     found = getattr(module, name, None)
-    is_matrix = isinstance(found, torch.Tensor) and found.ndim == 3
-    return found if is_matrix else torch.empty(0, dtype=torch.float32, device="cpu")
+    if isinstance(found, torch.Tensor) and found.ndim == 3:
+        return found
+    return torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _is_experts(module: nn.Module) -> bool:
