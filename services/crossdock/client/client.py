@@ -332,7 +332,7 @@ class AsyncClient:
 def _rows_like(x: torch.Tensor) -> torch.Tensor:
     """Room for the rows of an answer, contiguous whatever x is; any thread may write it."""
     with torch.inference_mode(False):
-        return torch.empty(x.shape, dtype=x.dtype)
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _retrying(timeout_s: float) -> tenacity.AsyncRetrying:
