@@ -153,7 +153,7 @@ class AsyncClient:
             return None
         x, ids, _ = batch.parts
         shares = split(x.shape[0], len(service.workers), batch.turn, x.shape[0], self._min_tokens)
-        call, is_complete = DirectCall(self._pool, torch.empty_like(x), batch.deadline), True
+        call, is_complete = DirectCall(self._pool, batch.deadline), True
         for share in shares:
             address = service.workers[share.worker][1]
             num_bytes = Places.of(share.stop - share.start, x.shape[1], ids.shape[1], x.element_size()).num_bytes

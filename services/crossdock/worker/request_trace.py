@@ -47,16 +47,15 @@ def stepped(batch: Batch, rank: int, epoch: int, number: int, now_ns: int) -> No
 
 
 def _step(batch: Batch, rank: int, epoch: int, number: int, now_ns: int) -> PendingSpan:
-    record, at_ns, parts = batch.record, batch.start_ns, []
-    durations = {"dispatch": record.dispatch_ns, "experts": record.experts_ns, "combine": record.combine_ns}
-    for name, took_ns in durations.items():
+    at_ns, parts = batch.start_ns, []
+    for name, took_ns in zip(("dispatch", "experts", "combine"), batch.phases_ns, strict=True):
         parts.append(PendingSpan(name, at_ns, at_ns + took_ns))
         at_ns += took_ns
     attributes = {
         "crossdock.rank": rank,
         "crossdock.epoch": epoch,
         "crossdock.step": number,
-        "crossdock.step.tokens": record.num_tokens,
+        "crossdock.step.tokens": batch.num_tokens,
         "crossdock.step.requests": len(batch.slices),
     }
     return PendingSpan("step", batch.start_ns, max(now_ns, at_ns), attributes, parts)
