@@ -67,7 +67,7 @@ class Places:
         return Places(0, rows, rows + few, rows + 2 * few, 2 * rows + 2 * few)
 
 
-class Choice:
+class RoutingCopy:
     """A copy of what a request says of experts, out of its sender's reach, for one request at a time.
 
     Args:
@@ -102,7 +102,7 @@ class SharedRows:
     weights: torch.Tensor
     y: torch.Tensor
     first_column: torch.Tensor
-    choice: Choice
+    routing: RoutingCopy
 
 
 class SharedMemory:
@@ -153,7 +153,7 @@ class SharedMemory:
                 self.tensor(torch.float32, few, places.weights),
                 y,
                 y[:, 0],
-                Choice(chosen, few),
+                RoutingCopy(chosen, few),
             )
             self._rows = key, made
         return self._rows[1]

@@ -76,13 +76,13 @@ class RequestValidator:
     def taken(self, shared: SharedRows) -> Tokens:
         """Those tensors. x stays where it is, and its sender may change it; ids and weights are copied before they are
         checked, weights to where those of the next request will be. Raises Refused."""
-        choice = shared.choice
-        choice.take()
-        if len(choice.id_values) <= _FEW:
-            self._check_few(choice.id_values.tolist(), choice.weight_values.tolist())
+        routing = shared.routing
+        routing.take()
+        if len(routing.id_values) <= _FEW:
+            self._check_few(routing.id_values.tolist(), routing.weight_values.tolist())
         else:
-            self._check_values(choice.ids, choice.weights)
-        return Tokens(shared.x, choice.ids.clone(), choice.weights)
+            self._check_values(routing.ids, routing.weights)
+        return Tokens(shared.x, routing.ids.clone(), routing.weights)
 
     def _check_model(self, request: expert_pb2.ForwardRequest) -> None:
         spec = self.spec

@@ -38,12 +38,11 @@ def taken(work: Work, now_ns: int) -> None:
 
 def stepped(batch: Batch, rank: int, epoch: int, number: int, now_ns: int) -> None:
     """Step `number` of the epoch has ended for all requests of a batch."""
-    traces = {piece.work.trace for piece in batch.slices} - {None}
+    traces = {trace for piece in batch.slices if (trace := piece.work.trace) is not None}
     if traces:
         phase = _step(batch, rank, epoch, number, now_ns)
         for trace in traces:
-            if trace is not None:
-                trace.phases.append(phase)
+            trace.phases.append(phase)
 
 
 def _step(batch: Batch, rank: int, epoch: int, number: int, now_ns: int) -> PendingSpan:
