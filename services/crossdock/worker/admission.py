@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -131,10 +131,10 @@ class RequestValidator:
             low, high = (int(value) for value in ids.aminmax())
             self._check_extremes(low, high, [float(value) for value in weights.aminmax()])  # one NaN makes both NaN
 
-    def _check_few(self, ids: list[int], weights: list[float]) -> None:
+    def _check_few(self, ids: list[int], weights: Sequence[float]) -> None:
         self._check_extremes(min(ids), max(ids), weights)
 
-    def _check_extremes(self, low: int, high: int, weights: list[float]) -> None:
+    def _check_extremes(self, low: int, high: int, weights: Sequence[float]) -> None:
         if low < -1 or high >= self.spec.num_experts:
             got = low if low < -1 else high
             raise _invalid(f"topk_ids: expected -1..{self.spec.num_experts - 1}, got {got}")
