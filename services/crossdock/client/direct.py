@@ -22,7 +22,7 @@ import grpc
 import torch
 
 from crossdock.client.errors import DeadlineExceeded, Overloaded, Unavailable, from_answer
-from crossdock.client.shares import Parts, Share
+from crossdock.client.shares import Parts, Share, rows_like
 from crossdock.client.stream import WorkerStream
 from crossdock.common.tasks import background, call_in_loop
 from crossdock.common.tracing import current_traceparent
@@ -300,7 +300,7 @@ class DirectCall:
                 buffer.write(parts if whole else [part[share.start : share.stop] for part in parts])
             for _, buffer in self._waiting:
                 buffer.send(layer, left_s, model)
-            self.out = torch.empty_like(parts[0])  # the workers are at it
+            self.out = rows_like(parts[0])  # the workers are at it
         except BaseException as error:
             self.abandon()
             if isinstance(error, Unavailable):

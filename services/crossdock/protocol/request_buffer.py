@@ -82,8 +82,9 @@ class RoutingCopy:
     def __init__(self, theirs: memoryview, shape: tuple[int, int]) -> None:
         half, own, count = len(theirs) // 2, bytearray(len(theirs)), shape[0] * shape[1]
         self._theirs, self._own = theirs, memoryview(own)
-        self.ids = torch.frombuffer(own, dtype=torch.int32, count=count).view(shape)
-        self.weights = torch.frombuffer(own, dtype=torch.float32, count=count, offset=half).view(shape)
+        with torch.inference_mode(False):  # as shared rows
+            self.ids = torch.frombuffer(own, dtype=torch.int32, count=count).view(shape)
+            self.weights = torch.frombuffer(own, dtype=torch.float32, count=count, offset=half).view(shape)
         self.id_values = self._own[: 4 * count].cast("i")
         self.weight_values = self._own[half : half + 4 * count].cast("f")
 
@@ -138,7 +139,8 @@ class SharedMemory:
     def tensor(self, dtype: torch.dtype, shape: tuple[int, int], offset: int) -> torch.Tensor:
         """A view of the memory, which the other end may change at any time. The caller has checked that it fits."""
         count = shape[0] * shape[1]
-        return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset).view(shape)
+        with torch.inference_mode(False):  # it is kept, and written in no such mode, too
+            return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset).view(shape)
 
     def rows(self, num_tokens: int, hidden: int, topk: int, dtype: torch.dtype) -> SharedRows:
         """The tensors of a request of that shape; the caller has checked that they fit."""
