@@ -4,8 +4,8 @@
 
 Real workers and a real control plane of this host, with time stamps around the parts of a call: all processes have one
 clock. One client, closed loop, through request buffers; all rows go to one worker, and each chooses an expert of either
-rank. `floor` is what two ranks cannot do
-without: the same exchange, dispatch and combine in a tight loop, without experts, queue, client or other threads.
+rank. `floor` is what two ranks cannot do without: the same exchange, dispatch and combine in a tight loop, without
+experts, queue, client or other threads.
 """
 
 from __future__ import annotations
