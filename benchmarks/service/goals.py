@@ -35,15 +35,16 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
 
 
 def _above(rows: Sequence[Row]) -> list[Goal]:
+    """Also less the experts of the call itself, by the workers' mean: what the way to them and back takes."""
     found = []
     for tokens, most in ABOVE_MS.items():
         inside = [row.p50_ms for row in _of(rows, "in-process", tokens)]
         for row in _of(rows, "shared", tokens):
             if inside and row.clients == 1:
                 value = round(row.p50_ms - min(inside), 3)
-                found.append(
-                    Goal("request buffer above the experts in one process", tokens, value, "ms", most, value <= most)
-                )
+                what = "request buffer above the experts in one process"
+                found.append(Goal(what, tokens, value, "ms", most, value <= most))
+                found.append(Goal("request buffer less its own experts", tokens, _apart_ms(row), "ms"))
     return found
 
 
@@ -56,21 +57,23 @@ def _times(rows: Sequence[Row]) -> list[Goal]:
 
 
 def _of_echo(rows: Sequence[Row], where: str, tokens: int) -> list[Goal]:
-    """Also with the time of a row that the experts alone take, in one process on all processors, taken out."""
-    service, echo, inside = (_rate(rows, path, tokens) for path in (f"{where}grpc", f"{where}echo", "in-process"))
+    """Also of one client's calls, with the time of their experts taken out: an echo has none."""
+    service, echo = (_rate(rows, path, tokens) for path in (f"{where}grpc", f"{where}echo"))
     if not (service and echo):
         return []
     value, target = round(service / echo, 3), OF_ECHO if where else None
     goals = [Goal(f"{where}grpc: rows/s of the echo", tokens, value, "x", target, value >= OF_ECHO if where else None)]
-    if inside:
-        most = round(inside / echo, 3)
-        goals.append(Goal(f"{where}grpc: the experts alone, of the echo", tokens, most, "x"))
-        if inside > service:
-            apart = 1 / (1 / service - 1 / inside)
-            goals.append(
-                Goal(f"{where}grpc: of the echo, without the experts' time", tokens, round(apart / echo, 3), "x")
-            )
+    calls = [row for row in _of(rows, f"{where}grpc", tokens) if row.clients == 1]
+    echoes = [row for row in _of(rows, f"{where}echo", tokens) if row.clients == 1]
+    for call, one in zip(calls, echoes, strict=False):
+        share = round(one.p50_ms / _apart_ms(call), 3)
+        goals.append(Goal(f"{where}grpc: of the echo's speed, without the experts", tokens, share, "x"))
     return goals
+
+
+def _apart_ms(row: Row) -> float:
+    """p50 of a call without the experts' mean."""
+    return round(row.p50_ms - (row.experts_ms or 0.0), 3)
 
 
 def _of(rows: Sequence[Row], path: str, tokens: int) -> list[Row]:
