@@ -41,7 +41,7 @@ class Batch:
         rows_per_expert: int32 [L] in host memory; of a CPU: valid until the next step.
         phases_ns: of dispatch, experts, combine.
         error: of this rank's experts, or empty.
-        unsure: a rank may have failed in it: this one, or one whose rows are NaN.
+        unconfirmed: a rank may have failed in it: this one, or one whose rows are NaN.
         start_ns: monotonic time at which dispatch began.
     """
 
@@ -53,7 +53,7 @@ class Batch:
     rows_per_expert: torch.Tensor
     phases_ns: tuple[int, int, int]
     error: str
-    unsure: bool
+    unconfirmed: bool
     start_ns: int
 
     @property
@@ -123,9 +123,9 @@ class Stepper:
             result = stream.wait()
         self._comm.check()
         why = f"layer {layer}: {error or failed}" if error or failed else ""
-        unsure = bool(why) or any(map(math.isnan, _first_column(slices, result.z).tolist()))
+        unconfirmed = bool(why) or any(map(math.isnan, _first_column(slices, result.z).tolist()))
         return Batch(
-            layer, max_tokens, slices, parts[1], result.z, result.rows_per_expert, result.phases_ns, why, unsure,
+            layer, max_tokens, slices, parts[1], result.z, result.rows_per_expert, result.phases_ns, why, unconfirmed,
             start_ns,
         )  # fmt: skip
 
