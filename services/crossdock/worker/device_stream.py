@@ -28,7 +28,7 @@ class StepResult:
 
     Attributes:
         z: [T, H] in host memory.
-        rows_per_expert: int32 [L] in host memory.
+        rows_per_expert: int32 [L] in host memory; of a CPU: valid until the next step.
         phases_ns: nanoseconds of each phase, by the device's clock.
     """
 
@@ -102,7 +102,7 @@ class CpuStream:
     def copy_out(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
         """See `DeviceStream`."""
         self.mark()
-        self._result = z, rows_per_expert.clone()
+        self._result = z, rows_per_expert
 
     def wait(self) -> StepResult:
         """See `DeviceStream`."""
