@@ -186,10 +186,11 @@ struct StagedRows {
   __device__ __forceinline__ void note(const DispatchArgs& args, const Destinations& dst, u64 seq) {
     if (!has_slices(args.world)) return;
     const u32 bit = 1u << lane_idx();
-    const bool low = remote[0] && (dst.mask_low & bit), high = remote[1] && (dst.mask_high & bit);
-    net::note_staged(args.world, net::kDispatch, peers[0], rows, low, dst.position_low, of[0], seq, OP_DISPATCH);
+    net::note_staged(args.world, net::kDispatch, peers[0], rows, remote[0] && (dst.mask_low & bit), dst.position_low,
+                     of[0], seq, OP_DISPATCH);
     if (args.world.size > 32)
-      net::note_staged(args.world, net::kDispatch, peers[1], rows, high, dst.position_high, of[1], seq, OP_DISPATCH);
+      net::note_staged(args.world, net::kDispatch, peers[1], rows, remote[1] && (dst.mask_high & bit),
+                       dst.position_high, of[1], seq, OP_DISPATCH);
   }
   __device__ __forceinline__ void end(const DispatchArgs& args, u64 seq) {
 #pragma unroll
