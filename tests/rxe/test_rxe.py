@@ -168,7 +168,8 @@ def figure(provider: str, what: str, beside: str, rows: Rows) -> Beside:
     is_missed = best > goal if what == "us" else best < goal
     met = "" if not goal else "yes" if is_met else "no" if is_missed else "not shown"
     values = (statistics.median(ours), statistics.median(theirs), ratio, low, high)
-    return Beside(provider, what, beside, *(round(value, 3) for value in values), len(ratios), goal, met)
+    mine, other, ratio, low, high = (round(value, 3) for value in values)
+    return Beside(provider, what, beside, mine, other, ratio, low, high, len(ratios), goal, met)
 
 
 def interval(ordered: Sequence[float]) -> tuple[float, float]:
