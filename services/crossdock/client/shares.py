@@ -125,7 +125,7 @@ def _is_layer(value: SupportsIndex) -> bool:
 def rows_like(x: torch.Tensor) -> torch.Tensor:
     """Room for the rows of an answer, contiguous whatever x is; any thread may write it."""
     with torch.inference_mode(False):
-        return torch.empty(x.shape, dtype=x.dtype)
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def read_rows(response: Response, out: torch.Tensor) -> None:

@@ -177,12 +177,12 @@ class GpuStream:
         if not any(piece.shape[0] for piece in pieces):
             return pieces[0].to(self.device)
         num_rows, row = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1:]
-        staged = torch.empty((num_rows, *row), dtype=pieces[0].dtype, pin_memory=True)
+        staged = torch.empty((num_rows, *row), dtype=pieces[0].dtype, pin_memory=True, device="cpu")
         _in_flight.append(staged)
         return torch.cat(list(pieces), out=staged).to(self.device, non_blocking=True)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.numel() > 0)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.numel() > 0, device="cpu")
     _in_flight.append(host)
     return host.copy_(tensor, non_blocking=True)

@@ -87,14 +87,14 @@ class Stepper:
         self._rounds = checks.rounds_sums(config, stream.device.type)
         self._stream = stream
         self._none: Tokens = (
-            torch.empty(0, config.hidden_size, dtype=config.dtype),
-            torch.empty(0, config.topk, dtype=torch.int32),
-            torch.empty(0, config.topk, dtype=torch.float32),
+            torch.empty(0, config.hidden_size, dtype=config.dtype, device="cpu"),
+            torch.empty(0, config.topk, dtype=torch.int32, device="cpu"),
+            torch.empty(0, config.topk, dtype=torch.float32, device="cpu"),
         )
         self._wire_bytes: dict[int, tuple[int, int]] = {}
         self._none_on_device = [part.to(stream.device) for part in self._none]
         owners = ExpertMap.contiguous(config.num_experts, comm.size).replicas
-        self._rank_of_slot = torch.tensor([copies[0][0] for copies in owners] + [comm.rank])
+        self._rank_of_slot = torch.tensor([copies[0][0] for copies in owners] + [comm.rank], device="cpu")
 
     def step(self, layer: int, max_tokens: int, slices: Sequence[Slice]) -> Batch:
         """Take one step; returns when its rows are in host memory. Collective.
@@ -186,7 +186,7 @@ class Stepper:
         if not any(map(len, topk_ids)):
             return 0
         ranks = self._rank_of_slot[torch.cat(list(topk_ids)).long()]  # -1 finds the last entry: this rank
-        reached = torch.zeros(ranks.shape[0], self._comm.size, dtype=torch.bool).scatter_(1, ranks, True)
+        reached = torch.zeros(ranks.shape[0], self._comm.size, dtype=torch.bool, device="cpu").scatter_(1, ranks, True)
         return int(reached.sum()) - int(reached[:, self._comm.rank].sum())
 
 
