@@ -28,6 +28,7 @@ class CollectiveShape:
         num_ranks: active ranks.
         num_sms: as the caller said; None: chosen.
         x, out: where they lie. x in place (a slice of a registered out) is REGISTERED.
+        beside: an all-gather that a product follows, shard by shard.
     """
 
     op: CollectiveOp
@@ -36,6 +37,7 @@ class CollectiveShape:
     num_sms: int | None
     x: BufferPlace
     out: BufferPlace
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ class Choice:
 def choose(shape: CollectiveShape, can: CollectiveCapabilities) -> Choice:
     """The algorithm of one call, equal on all ranks because its arguments are.
 
-    all_gather: copy engines where `num_sms` is 0, or is None and the shard is large; else multiprocessors. Push where
-    `out` is registered, else pull. all_reduce: ONE_SHOT up to the crossover, TWO_SHOT above. What a transport lacks is
+    all_gather: copy engines where `num_sms` is 0, or is None and the shard is large, beside a product less so, which
+    wants the multiprocessors; else multiprocessors. Push where `out` is registered, else pull. all_reduce: ONE_SHOT up to the crossover, TWO_SHOT above. What a transport lacks is
     skipped: one with a single algorithm (shared memory) always runs that.
     """
     if can.reason:
@@ -89,8 +91,10 @@ def _wanted(shape: CollectiveShape, can: CollectiveCapabilities) -> Sequence[Alg
         return (Algorithm.ONE_SHOT if below and shape.num_bytes <= below[-1] else Algorithm.TWO_SHOT,)
     copies = (Algorithm.COPY_PUSH, Algorithm.COPY_PULL)
     kernels = (Algorithm.KERNEL_PUSH, Algorithm.KERNEL_PULL)
-    sent = shape.num_bytes * (shape.num_ranks - 1)
-    by_copy = shape.num_sms == 0 or (shape.num_sms is None and sent >= can.copy_min_bytes)
+    sent, least = shape.num_bytes * (shape.num_ranks - 1), can.copy_min_bytes
+    if shape.beside:
+        sent, least = shape.num_bytes, can.beside_min_bytes
+    by_copy = shape.num_sms == 0 or (shape.num_sms is None and sent >= least)
     order = (*copies, *kernels) if by_copy else (*kernels, *copies)
     pushes = (Algorithm.COPY_PUSH, Algorithm.KERNEL_PUSH)
     return order if shape.out is BufferPlace.REGISTERED else [a for a in order if a not in pushes]

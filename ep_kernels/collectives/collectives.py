@@ -109,7 +109,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         again = self._again("all_gather", x, out, num_sms)
         if again is not None:
             return again
-        gathered, pending = self._gather([x], None if out is None else [out], num_sms)
+        gathered, pending = self._gather([x], None if out is None else [out], num_sms, repeats=True)
         return Work(gathered[0], pending, self._finish)
 
     def all_gather_coalesced(
@@ -191,7 +191,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if is_compiling():
             return ops.all_gather_matmul(self, x, weights, out, num_sms)
         matmul.check_weights(x, checks.sequence("weights", weights, None))
-        gathered, pending = self._gather([x], None if out is None else [out], num_sms)
+        gathered, pending = self._gather([x], None if out is None else [out], num_sms, beside=True)
         ys = self._run(matmul.follow, pending, gathered[0], list(weights), self.size, self._active)
         self._run(pending.wait)
         return ys, gathered[0]
@@ -310,7 +310,13 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         return checks.OwnRank(self.rank, self.size, self.capabilities.device_type, not all(self._active))
 
     def _gather(
-        self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None, num_sms: int | None
+        self,
+        xs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None,
+        num_sms: int | None,
+        *,
+        repeats: bool = False,
+        beside: bool = False,
     ) -> tuple[list[torch.Tensor], PendingGather]:
         self._ready("all_gather")
         shards = checks.sequence("xs", xs, None)
@@ -326,12 +332,12 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         given, made = [x for x, _ in pairs], [out for _, out in pairs]
         parts = tuple(GatherPart(_bytes(x), _bytes(out), x.dtype) for x, out in pairs)
         sms = checks.num_sms(num_sms, self._config.num_sms, 0)
-        choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms)
+        choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms, beside)
         torched = choice.algorithm is Algorithm.TORCH
         transport = self._by_torch("all_gather", choice.reason) if torched else self._transport
         args = GatherArgs(parts, choice.algorithm, sms)
         pending = self._run(transport.all_gather, args)
-        if not torched and len(made) == 1:
+        if repeats and not torched:
             self._remember(args, CollectiveOp.ALL_GATHER, made[0])
         return made, pending
 
@@ -352,10 +358,16 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         return pending
 
     def _choose(
-        self, op: CollectiveOp, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], num_sms: int | None
+        self,
+        op: CollectiveOp,
+        xs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        num_sms: int | None,
+        beside: bool = False,
     ) -> Choice:
         total = sum(checks.num_bytes(x) for x in xs)
-        shape = CollectiveShape(op, total, sum(self._active), num_sms, self._place(xs), self._place(outs))
+        beside = beside and xs[0].is_cuda and not torch.cuda.is_current_stream_capturing()  # a graph tells no shards
+        shape = CollectiveShape(op, total, sum(self._active), num_sms, self._place(xs), self._place(outs), beside)
         return choose(shape, self.capabilities)
 
     def _place(self, tensors: Sequence[torch.Tensor]) -> BufferPlace:

@@ -93,7 +93,8 @@ def test_inactive_ranks_are_left_out() -> None:
 def can(**fields: Any) -> CollectiveCapabilities:
     every = {GATHER: PUSH_AND_PULL, SCATTER: (Algorithm.KERNEL_PULL,), REDUCE: SHOTS}
     usual: dict[str, Any] = {"device_type": "cuda", "cross_host": False, "graphs": True, "abi": "a"}
-    usual |= {"algorithms": every, "copy_min_bytes": 3000, "one_shot_max_bytes": {2: 500, 8: 100}}
+    usual |= {"algorithms": every, "copy_min_bytes": 3000, "beside_min_bytes": 40}
+    usual |= {"one_shot_max_bytes": {2: 500, 8: 100}}
     return CollectiveCapabilities(**(usual | fields))
 
 
@@ -117,6 +118,15 @@ def chosen(op: CollectiveOp, num_bytes: int, able: CollectiveCapabilities | None
 )
 def test_all_gather(num_bytes: int, num_sms: int | None, out: BufferPlace, algorithm: Algorithm) -> None:
     assert chosen(GATHER, num_bytes, num_sms=num_sms, out=out) is algorithm
+
+
+def test_all_gather_beside_a_product() -> None:
+    """By what goes to one peer."""
+    assert chosen(GATHER, 39, beside=True) is Algorithm.KERNEL_PULL
+    assert chosen(GATHER, 40, beside=True) is Algorithm.COPY_PULL
+    assert chosen(GATHER, 40, beside=True, out=BufferPlace.REGISTERED) is Algorithm.COPY_PUSH
+    assert chosen(GATHER, 40, beside=True, num_sms=8) is Algorithm.KERNEL_PULL
+    assert chosen(GATHER, 1, beside=True, num_sms=0) is Algorithm.COPY_PULL
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ __device__ __forceinline__ void two_shot_team(const CollectiveArgs& args, Team t
     send_sums(args, team, op);
     notify_blocks(args, team, kSecond, op.seq);
   }
-  finish_send(args, team, op);
+  finish_send(args, team, op, ok);
   if (ok) ok = await_blocks(args, team, kSecond, op, shared);
   if (ok && !registered) copy_sums(args, team, op);
   end(args, team, op, shared, ok);

@@ -41,6 +41,9 @@ from ep_kernels.types import LatencySample
 COPY_MIN_BYTES = 128 << 20
 """Bytes that a rank sends from which copy engines are chosen. They move 8 % more a second than stores, and an operation
 takes 40 us longer: on 2 H100 it took as long as with stores at 128 MiB, and 0.96 of that at 512."""
+BESIDE_MIN_BYTES = 4 << 20
+"""What a rank sends to another from which copy engines are chosen beside a product: two H100 took 0.77 to 0.93 of the
+time with stores, which hold multiprocessors, from 16 MiB on, the least that was measured."""
 TERM_MIN_BYTES = 4 << 20
 """What a rank sends to another of a matmul from which copy engines bring it: it takes longer than the 40 us on top."""
 _SMALLER = "smaller pool_bytes or staging_bytes make it smaller"
@@ -65,7 +68,7 @@ def _capabilities(fingerprint: str, size: int) -> CollectiveCapabilities:
             CollectiveOp.ALL_REDUCE: (Algorithm.TWO_SHOT, Algorithm.ONE_SHOT),
         },
         one_shot_max_bytes={1: plan.one_shot_max_bytes(size)}, copy_min_bytes=COPY_MIN_BYTES,
-        term_min_bytes=TERM_MIN_BYTES,
+        beside_min_bytes=BESIDE_MIN_BYTES, term_min_bytes=TERM_MIN_BYTES,
     )  # fmt: skip
 
 
