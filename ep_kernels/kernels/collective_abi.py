@@ -74,6 +74,7 @@ CollectiveArgs = _records.declare(
     ("stride", "u64", "reduce-scatter: bytes from one rank's chunk of x to the next"),
     ("num_bytes", "u64", "reductions: see x"),
     ("push", "i32", "all-gather: 1 = shards go to registered outs; 0 = peers read them from `gather`"),
+    ("reads", "i32", "two-shot: 1 = terms are read where they lie: x is the registered out"),
     ("num_parts", "i32", "all-gather; copy_wait: its phase"),
     ("parts", f"GatherRange[{MAX_PARTS}]", "all-gather"),
 )
