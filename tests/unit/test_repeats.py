@@ -73,12 +73,12 @@ def test_no_other_operation_has_the_plan_that_was_missing(planned: tuple[Collect
     """A gather that was refused, or that has no plan, leaves none to what comes next: it looks up none of its own."""
     coll, made = planned
     x = torch.randn(3, 5)
-    with pytest.raises(ArgumentError, match="^out: expected"):
+    with pytest.raises(ArgumentError, match=r"^out: expected"):
         coll.all_gather(x, out=torch.empty(4, 5))
     assert torch.equal(coll.all_gather_matmul(x, [torch.eye(5)])[1], x)
     assert torch.equal(coll.all_gather_coalesced([x]).wait()[0], x)
     assert not made
-    with pytest.raises(ArgumentError, match="^out: expected"):
+    with pytest.raises(ArgumentError, match=r"^out: expected"):
         coll.all_gather(x, out=torch.empty(4, 5))
 
 
