@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.gpu import Unavailable, fsdp
 from benchmarks.gpu.collective_targets import Line
+from benchmarks.gpu.fsdp_model import SIZES, Size
 from ep_kernels.telemetry import quantile
 
 BATCHES = (1, 2, 4)
@@ -38,7 +39,7 @@ class Steps:
     def run(self, backends: Sequence[str]) -> None:
         """Those that there are, at every batch. Collective."""
         for batch in BATCHES:
-            size = replace(fsdp.SIZES["dense"], batch=batch)
+            size = replace(SIZES["dense"], batch=batch)
             try:
                 self._train([name for name in fsdp.GATHERS if name in backends], size)
             except Exception as error:
@@ -49,7 +50,7 @@ class Steps:
                 gc.collect()  # modules and their hooks hold each other
                 torch.cuda.empty_cache()
 
-    def _train(self, names: Sequence[str], size: fsdp.Size) -> None:
+    def _train(self, names: Sequence[str], size: Size) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         gathers = [found for name in names if (found := self._gathering(name, size)) is not None]
         each = max(1, self._steps // (TURNS * len(gathers)) - fsdp.SETTLE)
@@ -73,7 +74,7 @@ class Steps:
             medians = ", ".join(f"{quantile(turn.ms, 0.5):.1f}" for turn in turns)
             self._say(f"{name:10} fsdp_step batch {size.batch}: {medians} ms by turn, {line['peak_gib']} GiB")
 
-    def _gathering(self, name: str, size: fsdp.Size) -> fsdp.Gathering | None:
+    def _gathering(self, name: str, size: Size) -> fsdp.Gathering | None:
         try:
             return fsdp.gathering(name, size)
         except Unavailable as error:
@@ -85,7 +86,7 @@ class Steps:
         made = []
         for (name, batch), runs in self._taken.items():
             flat, medians = [us for run in runs for us in run], [quantile(run, 0.5) for run in runs]
-            size = fsdp.SIZES["dense"]
+            size = SIZES["dense"]
             made.append(
                 Line(
                     t="7", backend=name, op="fsdp_step", algorithm="dense", ranks=ranks, bytes_per_rank=0, m=batch,

@@ -191,7 +191,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if is_compiling():
             return ops.all_gather_matmul(self, x, weights, out, num_sms)
         matmul.check_weights(x, checks.sequence("weights", weights, None))
-        gathered, pending = self._gather([x], None if out is None else [out], num_sms, beside=True)
+        half = matmul.half_bytes(x, weights, self.size)
+        gathered, pending = self._gather([x], None if out is None else [out], num_sms, half=half)
         ys = self._run(matmul.follow, pending, gathered[0], list(weights), self.size, self._active)
         self._run(pending.wait)
         return ys, gathered[0]
@@ -316,7 +317,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         num_sms: int | None,
         *,
         repeats: bool = False,
-        beside: bool = False,
+        half: int | None = None,  # a product follows, by halves of so many bytes; 0: by shards
     ) -> tuple[list[torch.Tensor], PendingGather]:
         self._ready("all_gather")
         shards = checks.sequence("xs", xs, None)
@@ -332,10 +333,10 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         given, made = [x for x, _ in pairs], [out for _, out in pairs]
         parts = tuple(GatherPart(_bytes(x), _bytes(out), x.dtype) for x, out in pairs)
         sms = checks.num_sms(num_sms, self._config.num_sms, 0)
-        choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms, beside)
+        choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms, half is not None)
         torched = choice.algorithm is Algorithm.TORCH
         transport = self._by_torch("all_gather", choice.reason) if torched else self._transport
-        args = GatherArgs(parts, choice.algorithm, sms)
+        args = GatherArgs(parts, choice.algorithm, sms, half_bytes=half or 0)
         pending = self._run(transport.all_gather, args)
         if repeats and not torched:
             self._remember(args, CollectiveOp.ALL_GATHER, made[0])

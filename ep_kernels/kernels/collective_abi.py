@@ -33,8 +33,9 @@ MAX_BLOCKS = 128
 SLOTS = 2
 NO_OFFSET = (1 << 64) - 1
 """A tensor that is not registered."""
-COPY_FLAGS = ("READY", "SHARD", "GRAPH_READY", "GRAPH_SHARD")
-"""A peer's `out` may be written; its shard is here. The host counts operations; in CUDA graphs the device does."""
+COPY_FLAGS = ("READY", "SHARD", "HALF", "GRAPH_READY", "GRAPH_SHARD")
+"""A peer's `out` may be written; its shard is here; the first half of it is. The host counts operations; in CUDA graphs
+the device does."""
 
 _records = Records(abi.records)
 

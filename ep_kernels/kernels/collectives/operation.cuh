@@ -73,7 +73,9 @@ __device__ __forceinline__ u8* gather_slot_at(const CollectiveArgs& args, i32 at
 
 // What an operation has to tell and to look at beside its data is for the last two warps of a block, which have no data
 // in small operations: one for signatures, one for counters and records, both on the way while others wait for peers.
-__device__ __forceinline__ bool is_signature_warp(Team team) { return team.block == 0 && warp_idx() == num_warps() - 2; }
+__device__ __forceinline__ bool is_signature_warp(Team team) {
+  return team.block == 0 && warp_idx() == num_warps() - 2;
+}
 
 // Begins operation `op`; all threads. False: the rank is stopped, and nothing may be touched. Block 0 tells the peers
 // that this rank has come here, and with what. `early` runs once x is there, beside the reading of the counters.

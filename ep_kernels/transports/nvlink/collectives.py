@@ -128,6 +128,7 @@ class NvlinkCollectives(NvlinkMember):
         places = CopyPlaces(
             self._config.group.rank, (True,) * size, tuple(self._domain.addresses), ready,
             copies.flag_row(self._engine.map, "SHARD", size), self._engine.copy_word, 0, 0, 0,
+            copies.flag_row(self._engine.map, "HALF", size),
         )  # fmt: skip
         self._copy_stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         flags = copies.FlagMemory(size, base + ready, self._tables.aborted.data_ptr())
@@ -281,7 +282,9 @@ class NvlinkCollectives(NvlinkMember):
                 self._gathers.capture(moved, args.tag, self._launch_on)
                 self._keeps_peers = True
                 return KernelWork(self, self._copy_stream, self._ranks(), self._epoch)
-            return self._gathers.push(moved, args.tag) if pushes else self._gathers.pull(moved, args.tag)
+            if pushes:
+                return self._gathers.push(moved, args.tag, args.half_bytes)
+            return self._gathers.pull(moved, args.tag)
         return self._run(self._engine.all_gather(shards, pushes, args.num_sms, args.tag))
 
     def reduce_scatter(self, args: ReduceArgs) -> KernelWork | DoneWork:
@@ -340,9 +343,9 @@ class NvlinkCollectives(NvlinkMember):
 
     # What works ask.
 
-    def await_shard(self, seq: int, peer: int) -> None:
+    def await_shard(self, seq: int, peer: int, half: bool = False) -> None:
         """See `collective_work.WorkOwner`."""
-        self._copies.await_shard(seq, peer, torch.cuda.current_stream().cuda_stream)
+        self._copies.await_shard(seq, peer, torch.cuda.current_stream().cuda_stream, half)
 
     def await_end(self, seq: int) -> None:
         """See `collective_work.WorkOwner`."""

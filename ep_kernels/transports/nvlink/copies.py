@@ -50,11 +50,11 @@ class _Open:
 
 
 class FlagMemory:
-    """The two rows of flags that peers write here, from any thread, beside whatever the device does.
+    """The rows of flags that peers write here, from any thread, beside whatever the device does.
 
     Args:
         size: R.
-        address: of READY [R], which SHARD [R] follows.
+        address: of READY [R], which SHARD [R] and HALF [R] follow.
         aborted: address of the word that stops this rank's kernels.
     """
 
@@ -62,7 +62,7 @@ class FlagMemory:
         from ep_kernels.transports.nvlink import driver
 
         self._size, self._address, self._aborted = size, address, aborted
-        self._words = torch.zeros(8 * size + 1, dtype=torch.int64, pin_memory=True)
+        self._words = torch.zeros(10 * size + 1, dtype=torch.int64, pin_memory=True)
         self._reader = driver.Reader(self._words)
 
     def read(self) -> tuple[list[int], list[int]] | None:
@@ -75,7 +75,7 @@ class FlagMemory:
 
     def fill(self, seq: int) -> None:
         """All of them, without signatures."""
-        words = self._words[4 * self._size : 8 * self._size]
+        words = self._words[4 * self._size : 10 * self._size]
         words[::2] = seq
         self._reader.write(self._address, words.data_ptr(), words.nbytes, _PATIENCE_S)
 
@@ -201,9 +201,9 @@ class CopyEngines:
         """Put the copies of a pull on the stream, which is being captured."""
         launch.run_steps(copy_schedule.graph_copies(self._places, parts), self._stream, self._library)
 
-    def await_shard(self, seq: int, peer: int, stream: int) -> None:
-        """Let another CUstream wait for a peer's shard."""
-        launch.run_steps([copy_schedule.arrival(self._places, peer, seq)], stream, self._library)
+    def await_shard(self, seq: int, peer: int, stream: int, half: bool) -> None:
+        """Let another CUstream wait for a peer's shard, or the first half of it."""
+        launch.run_steps([copy_schedule.arrival(self._places, peer, seq, half)], stream, self._library)
 
     def await_end(self, seq: int, stream: int) -> None:
         """Let another CUstream wait for the end of an operation."""

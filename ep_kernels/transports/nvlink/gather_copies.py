@@ -54,12 +54,12 @@ class GatherCopies:
         slots = [engine.copy_slot(seq) for seq in range(collective_abi.SLOTS)] + [engine.graph_slot]
         self._slots = [region.view(slot, (self._slot_bytes,), torch.uint8) for slot in slots]
 
-    def push(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
+    def push(self, parts: Sequence[GatherPart], tag: int, half_bytes: int = 0) -> CopyWork:
         """Into registered outs."""
-        listed, word = self._pushed(parts, tag)
+        listed, word = self._pushed(parts, tag, half_bytes)
         behind = torch.cuda.current_stream().cuda_stream
         seq = self._engines.begin(listed, word, True, _storages(parts), behind)
-        return self._work(parts, seq, not copy_schedule.is_small(listed))
+        return self._work(parts, seq, not copy_schedule.is_small(listed), half_bytes > 0)
 
     def pull(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
         """Into any outs."""
@@ -109,14 +109,14 @@ class GatherCopies:
         more = [(part.dtype, length) for part, length in zip(parts[1:], lengths[1:], strict=True)]
         return signature(CollectiveOp.ALL_GATHER, algorithm, parts[0].dtype, sum(lengths), (more, places), tag)
 
-    def _pushed(self, parts: Sequence[GatherPart], tag: int) -> tuple[list[CopyPart], int]:
+    def _pushed(self, parts: Sequence[GatherPart], tag: int, half: int = 0) -> tuple[list[CopyPart], int]:
         """(parts as copy engines push them, signature)."""
         offsets = [self._offset_of(part.out) for part in parts]
         listed = [
-            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), part.pitch(self._size))
+            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), part.pitch(self._size), half=half)
             for part, offset in zip(parts, offsets, strict=True) if offset is not None
         ]  # fmt: skip
-        return listed, self._signature(parts, Algorithm.COPY_PUSH, offsets, tag)
+        return listed, self._signature(parts, Algorithm.COPY_PUSH, (offsets, half), tag)
 
     def _pull_round(self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], word: int) -> int:
         seq = self._engines.seq + 1
@@ -137,12 +137,13 @@ class GatherCopies:
             at += -(-each.num_bytes // 16) * 16
         return listed
 
-    def _work(self, parts: Sequence[GatherPart], seq: int, splits: bool) -> CopyWork:
+    def _work(self, parts: Sequence[GatherPart], seq: int, splits: bool, halves: bool = False) -> CopyWork:
         apart = [part for part in parts if self.own(part).data_ptr() != part.x.data_ptr()]
         for part in apart:
             copies.copy_by_kernel(self.own(part), part.x)
         placed = torch.cuda.current_stream().record_event() if apart else None
-        return CopyWork(self._owner, seq, self._rank, self._engines.arrivals(), splits, placed, self._owner.epoch)
+        epoch, arrivals = self._owner.epoch, self._engines.arrivals()
+        return CopyWork(self._owner, seq, self._rank, arrivals, splits, placed, epoch, halves and splits)
 
 
 def _storages(parts: Sequence[GatherPart]) -> list[Any]:
