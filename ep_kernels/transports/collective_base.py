@@ -70,6 +70,7 @@ class GatherArgs:
         tag: a number of the caller's that ranks should have in common. Where one brings another, the operation
             completes all the same; then `wait` raises HandleError, or `check_results` where `wait` does not read the
             device (which compares the lowest 11 bits). Breaks nothing.
+        skips_own: of copy engines that push: this rank's place in `out` is for the caller to fill.
         half_bytes: of a single part: the first so many bytes of each shard are wanted before the rest; 0: whole shards.
     """
 
@@ -78,6 +79,7 @@ class GatherArgs:
     num_sms: int | None
     tag: int = 0
     half_bytes: int = 0
+    skips_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

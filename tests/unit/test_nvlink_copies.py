@@ -17,6 +17,7 @@ import torch
 
 from ep_kernels.errors import AbortedError, PeerTimeout
 from ep_kernels.kernels import collective_abi
+from ep_kernels.transports.flat_copy import copy_by_kernel
 from ep_kernels.transports.nvlink import copies, copy_schedule
 from ep_kernels.transports.nvlink.copies import CopyEngines
 from ep_kernels.transports.nvlink.copy_schedule import (
@@ -486,7 +487,7 @@ def test_who_reads_late_loses_the_oldest_records(ranks: Callable[..., Ranks]) ->
 )
 def test_bytes_of_any_alignment_are_copied_within_a_gpu(to: int, source: int, n: int) -> None:
     room, found = torch.randint(0, 256, (100,), dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
-    copies.copy_by_kernel(found[to : to + n], room[source : source + n])
+    copy_by_kernel(found[to : to + n], room[source : source + n])
     want = torch.zeros_like(found)
     want[to : to + n] = room[source : source + n]
     assert torch.equal(found, want)

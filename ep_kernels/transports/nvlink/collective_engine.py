@@ -180,7 +180,8 @@ class CollectiveEngine:
             if shares:
                 args.map = self._shared_map
             moved = length * (size - 1) if one_shot else 2 * length
-            launch = plan.reduce_launch(self._blocks(moved, plan.REDUCE_BLOCKS, num_sms), size)
+            worth = plan.ONE_SHOT_BLOCK_BYTES if one_shot else None
+            launch = plan.reduce_launch(self._blocks(moved, plan.REDUCE_BLOCKS, num_sms, worth), size)
             calls.append(Call(variant, launch, args, [x, out]))
         return calls
 
@@ -195,5 +196,5 @@ class CollectiveEngine:
         launch = plan.add_launch(self._blocks(own.nbytes, plan.REDUCE_BLOCKS, None), self.group.size)
         return Call(plan.reduce_variant("add_terms", own.dtype), launch, args, [own, out])
 
-    def _blocks(self, num_bytes: int, most: int, num_sms: int | None) -> int:
-        return plan.num_blocks(num_bytes, most, num_sms, self.available)
+    def _blocks(self, num_bytes: int, most: int, num_sms: int | None, worth: int | None = None) -> int:
+        return plan.num_blocks(num_bytes, most, num_sms, self.available, worth)

@@ -283,7 +283,7 @@ class NvlinkCollectives(NvlinkMember):
                 self._keeps_peers = True
                 return KernelWork(self, self._copy_stream, self._ranks(), self._epoch)
             if pushes:
-                return self._gathers.push(moved, args.tag, args.half_bytes)
+                return self._gathers.push(moved, args)
             return self._gathers.pull(moved, args.tag)
         return self._run(self._engine.all_gather(shards, pushes, args.num_sms, args.tag))
 

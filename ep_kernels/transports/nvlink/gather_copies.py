@@ -13,9 +13,10 @@ import torch
 
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
 from ep_kernels.kernels import collective_abi
-from ep_kernels.transports.collective_base import GatherPart
+from ep_kernels.transports.collective_base import GatherArgs, GatherPart
+from ep_kernels.transports.flat_copy import copy_by_kernel
 from ep_kernels.transports.nvlink import collective_plan as plan
-from ep_kernels.transports.nvlink import copies, copy_schedule
+from ep_kernels.transports.nvlink import copy_schedule
 from ep_kernels.transports.nvlink.collective_engine import CollectiveEngine
 from ep_kernels.transports.nvlink.collective_repeat import CopyPlan, PlanOwner
 from ep_kernels.transports.nvlink.collective_work import CopyWork
@@ -54,12 +55,13 @@ class GatherCopies:
         slots = [engine.copy_slot(seq) for seq in range(collective_abi.SLOTS)] + [engine.graph_slot]
         self._slots = [region.view(slot, (self._slot_bytes,), torch.uint8) for slot in slots]
 
-    def push(self, parts: Sequence[GatherPart], tag: int, half_bytes: int = 0) -> CopyWork:
-        """Into registered outs."""
-        listed, word = self._pushed(parts, tag, half_bytes)
+    def push(self, parts: Sequence[GatherPart], args: GatherArgs) -> CopyWork:
+        """`parts` of `args` into registered outs."""
+        listed, word = self._pushed(parts, args.tag, args.half_bytes)
         behind = torch.cuda.current_stream().cuda_stream
         seq = self._engines.begin(listed, word, True, _storages(parts), behind)
-        return self._work(parts, seq, not copy_schedule.is_small(listed), half_bytes > 0)
+        splits = not copy_schedule.is_small(listed)
+        return self._work(() if args.skips_own else parts, seq, splits, args.half_bytes > 0)
 
     def pull(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
         """Into any outs."""
@@ -91,7 +93,7 @@ class GatherCopies:
                 self._engines.graph_copies(listed)
                 launch(self._stream, self._engine.copy_wait(word, 1))
             for part in parts:
-                copies.copy_by_kernel(self.own(part), part.x)
+                copy_by_kernel(self.own(part), part.x)
 
     def plan_for(self, part: GatherPart, tag: int, quiet: Quiet) -> CopyPlan | None:
         """Of a push of one part in its place; None elsewhere."""
@@ -131,7 +133,7 @@ class GatherCopies:
         listed, at = [], 0
         for each in ranges:
             part = parts[each.index]
-            copies.copy_by_kernel(staged[at : at + each.num_bytes], part.x[each.begin :][: each.num_bytes])
+            copy_by_kernel(staged[at : at + each.num_bytes], part.x[each.begin :][: each.num_bytes])
             out = part.out.data_ptr() + each.begin
             listed.append(CopyPart(0, out, slot + at, each.num_bytes, part.pitch(self._size)))
             at += -(-each.num_bytes // 16) * 16
@@ -140,7 +142,7 @@ class GatherCopies:
     def _work(self, parts: Sequence[GatherPart], seq: int, splits: bool, halves: bool = False) -> CopyWork:
         apart = [part for part in parts if self.own(part).data_ptr() != part.x.data_ptr()]
         for part in apart:
-            copies.copy_by_kernel(self.own(part), part.x)
+            copy_by_kernel(self.own(part), part.x)
         placed = torch.cuda.current_stream().record_event() if apart else None
         epoch, arrivals = self._owner.epoch, self._engines.arrivals()
         return CopyWork(self._owner, seq, self._rank, arrivals, splits, placed, epoch, halves and splits)
