@@ -36,9 +36,11 @@ class Steps:
         self._taken: dict[tuple[str, int], list[list[float]]] = {}
         self.told: list[dict[str, object]] = []
 
-    def run(self, backends: Sequence[str]) -> None:
-        """Those that there are, at every batch. Collective."""
+    def run(self, backends: Sequence[str], is_late: Callable[[], bool]) -> None:
+        """Those that there are, at every batch that is not late. Collective."""
         for batch in BATCHES:
+            if is_late():
+                return
             size = replace(SIZES["dense"], batch=batch)
             try:
                 self._train([name for name in fsdp.GATHERS if name in backends], size)

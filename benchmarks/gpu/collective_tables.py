@@ -134,7 +134,7 @@ class Session:
                     self._measure(name, case, run)
             self._write()
         if "fsdp_step" in ops and not options.quick and not self._is_late():
-            self.steps.run(names)
+            self.steps.run(names, self._is_late)
             self._write()
         for name, case in cases(self._ranks, options.quick):  # last: a profiler may leave something behind
             if name in names and case.op in ops and case.num_sms == 0 and not case.m and not self._is_late():
