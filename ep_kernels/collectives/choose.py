@@ -57,9 +57,9 @@ def choose(shape: CollectiveShape, can: CollectiveCapabilities) -> Choice:
     """The algorithm of one call, equal on all ranks because its arguments are.
 
     all_gather: copy engines where `num_sms` is 0, or is None and the shard is large, less so into a registered `out`
-    beside a product, which wants the multiprocessors; else multiprocessors. Push where `out` is registered, else pull. all_reduce: ONE_SHOT up
-    to the crossover, TWO_SHOT above. What a transport lacks is skipped: one with a single algorithm (shared memory)
-    always runs that.
+    beside a product, which wants the multiprocessors; else multiprocessors. Push where `out` is registered, else pull.
+    all_reduce: ONE_SHOT up to the crossover, TWO_SHOT above. What a transport lacks is skipped: one with a single
+    algorithm (shared memory) always runs that.
     """
     if can.reason:
         return Choice(Algorithm.TORCH, can.reason)
