@@ -18,9 +18,9 @@ ONE_SHOT_MAX_BYTES = {1: 4 << 20, 3: 256 << 10, 5: 128 << 10, 9: 64 << 10, 17: 3
 """Most bytes of x that one-shot all-reduce has lines for, by fewest ranks: each rank sends (R - 1) x, two-shot about
 2 x, in two steps. Of two ranks measured: 9 us against 14 at 1 MiB, 26 against 30 at 4, equal at 8. The others are
 computed from 1.6 us a step and 300 GB/s."""
-READ_MAX_BYTES = 32 << 20
+READ_MAX_BYTES = 8 << 20
 """Most bytes of a two-shot all-reduce in place in a registered tensor whose terms are read where they lie, instead of
-sent: one exchange less."""
+sent: one exchange less. Two ranks: 39.1 us against 40.7 at 8 MiB, 64.3 against 62.7 at 16."""
 GATHER_BLOCKS, REDUCE_BLOCKS = 32, MAX_BLOCKS
 """Most blocks of an all-gather, and of a reduction, where the caller does not say: a gather keeps the links busy with
 these, by the copy bandwidth of a block that plan.py has (COMBINE_GBPS); a sum, which reads what arrives and adds, takes
