@@ -24,7 +24,7 @@ TILES = (512, 128)
 """Rows of a product that the tiles of a GEMM divide, most first."""
 PIECE_BYTES = 16 << 20
 """Fewest that a rank sends to another in a piece, but for a product that is smaller as a whole: of 4096 x 4096 x 1792
-two pieces took 165 us and one 149, of twice the rows 237 and 250 (two H100)."""
+two pieces took 165 us and one 149, of twice the rows 237 and 250 (two H200)."""
 TAIL = 8
 """The last 1 / TAIL of the rows of an all-reduce is summed by multiprocessors: that takes as long as copy engines need
 to move a piece there and back, and with fewer rows the last product would be too small."""

@@ -20,7 +20,7 @@ ONE_SHOT_MAX_BYTES = {1: 4 << 20, 3: 256 << 10, 5: 128 << 10, 9: 64 << 10, 17: 3
 computed from 1.6 us a step and 300 GB/s."""
 READ_MAX_BYTES = 8 << 20
 """Most bytes of a two-shot all-reduce in place in a registered tensor whose terms are read where they lie, instead of
-sent: one exchange less. Two ranks: 39.1 us against 40.7 at 8 MiB, 64.3 against 62.7 at 16."""
+sent: one exchange less. Two H200: 39.1 us against 40.7 at 8 MiB, 64.3 against 62.7 at 16."""
 GATHER_BLOCKS, REDUCE_BLOCKS = 32, MAX_BLOCKS
 """Most blocks of an all-gather, and of a reduction, where the caller does not say: a gather keeps the links busy with
 these, by the copy bandwidth of a block that plan.py has (COMBINE_GBPS); a sum, which reads what arrives and adds, takes
@@ -28,7 +28,7 @@ these, by the copy bandwidth of a block that plan.py has (COMBINE_GBPS); a sum, 
 BLOCK_BYTES = 16 << 10
 """Fewest bytes, over all peers, that are worth another block."""
 ONE_SHOT_BLOCK_BYTES = 4 * abi.PACKET_DATA
-"""The same of a one-shot all-reduce: a packet for each of four warps. Of two ranks 8 KiB took 3.5 us with these, 3.9
+"""The same of a one-shot all-reduce: a packet for each of four warps. On two H200 8 KiB took 3.5 us with these, 3.9
 with 16 KiB a block; 64 KiB 3.9, 5.7; 256 KiB 4.4, 6.1; 1 MiB 6.8, 8.3."""
 _STAGE_BYTES = 16 * 3 * 4096  # kernels/collectives/all_gather.cuh: warps, stages of a warp, bytes of a stage
 _HEAD_BYTES = 512  # common/block.cuh: mbarriers

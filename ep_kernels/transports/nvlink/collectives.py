@@ -42,7 +42,7 @@ COPY_MIN_BYTES = 128 << 20
 """Bytes that a rank sends from which copy engines are chosen. They move 8 % more a second than stores, and an operation
 takes 40 us longer: on 2 H100 it took as long as with stores at 128 MiB, and 0.96 of that at 512."""
 BESIDE_MIN_BYTES = 8 << 20
-"""What a rank sends to another from which copy engines are chosen beside a product. Two H100, to the time with stores,
+"""What a rank sends to another from which copy engines are chosen beside a product. Two H200, to the time with stores,
 which hold multiprocessors: 4 MiB 1.38, 8 MiB 0.91 (7168 columns) and 1.04 (1792), 16 MiB 0.78, from 32 MiB on less."""
 TERM_MIN_BYTES = 4 << 20
 """What a rank sends to another of a matmul from which copy engines bring it: it takes longer than the 40 us on top."""
