@@ -17,7 +17,7 @@ from benchmarks.gpu.collective_targets import Line, Target, judged, with_ratios
 
 GATHER = CollectiveCase("all_gather", 16 << 20)
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-STANDING = RESULTS / "2026-11-26-h100x2-collectives"
+STANDING = RESULTS / "2026-11-26-h200x2-collectives"
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -103,8 +103,7 @@ def test_published_ratios_and_judgements_follow_from_the_published_times() -> No
     lines = [Line(**{name: text if name == "t" else number(text) for name, text in row.items()}) for row in rows]  # type: ignore[arg-type]
     assert with_ratios([replace(line, ratio="", ratio_to="") for line in lines]) == lines
     for op in {line.op for line in lines} - {"matmul"}:
-        least = 2 if op == "fsdp_step" else 3  # it ended before NCCL's copy engines came to T7
-        assert len({line.backend for line in lines if line.op == op}) >= least, op
+        assert len({line.backend for line in lines if line.op == op}) >= 3, op
     assert {line.t for line in lines} == {"1, 2", "3", "4", "5", "6", "7", "8"}
     told = [{name: str(value) for name, value in vars(target).items()} for target in judged(lines, lines[0].ranks)]
     assert told == read(STANDING, "targets", Target)

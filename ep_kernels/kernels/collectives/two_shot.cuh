@@ -10,9 +10,9 @@
 // Block b has the same range of every chunk on all ranks, so it waits for the blocks b alone, twice. out may be x: what
 // a peer stores in stage 2 comes after this block's flag of stage 1, by when it has read that range.
 //
-// Where x is the registered out on all ranks (args.reads), there is no stage 1: rank i reads chunk i of every out. Nobody
-// else reads or writes these bytes before it has, and it has before its flag of stage 2. What earlier kernels of a rank
-// have left in its out is released before its permission.
+// Where x is the registered out on all ranks (args.reads), there is no stage 1: rank i reads chunk i of every out.
+// Nobody else reads or writes these bytes before it has, and it has before its flag of stage 2. What earlier kernels of
+// a rank have left in its out is released before its permission.
 #pragma once
 
 #include "collective_types.h"
@@ -99,7 +99,8 @@ __device__ __forceinline__ void two_shot_team(const CollectiveArgs& args, Team t
     if (args.reads && is_signature_warp(team)) ptx::fence_sys();
   };
   if (!begin(args, team, shared, OP_ALL_REDUCE, 1, &op, release)) return;
-  if (!args.reads && chunk_bytes(args) > static_cast<i64>(args.map.reduce_row)) {  // captured when more ranks were active
+  // Too large where it was captured when more ranks were active.
+  if (!args.reads && chunk_bytes(args) > static_cast<i64>(args.map.reduce_row)) {
     if (threadIdx.x == 0) spin::give_up(args.world, STOP_ABORTED, op.op, PHASE_BLOCKS, args.world.rank, op.seq, 0, 0);
     return;
   }
