@@ -58,6 +58,8 @@ class CollectiveCapabilities:
         beside_min_bytes: the same, beside a product: fewest bytes that a rank sends to another.
         term_min_bytes: matmuls that are summed: fewest bytes of its product that a rank sends to another at which copy
             engines bring them; 0: there are none.
+        library_min_bytes: by operation and fewest ranks: fewest bytes of one rank's result at which torch.distributed
+            was measured faster.
         reason: why torch.distributed serves this object instead of a transport; "" where it does not.
     """
 
@@ -71,4 +73,5 @@ class CollectiveCapabilities:
     copy_min_bytes: int = 0
     beside_min_bytes: int = 0
     term_min_bytes: int = 0
+    library_min_bytes: dict[CollectiveOp, dict[int, int]] = field(default_factory=dict)
     reason: str = ""

@@ -58,6 +58,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         super().__init__(config, transport)
         self._torch: TorchCollectives | None = transport if isinstance(transport, TorchCollectives) else None
         self._warned: list[str] = []
+        self._hands_over = not config.exact_sums and config.fallback and process_group_of(config.group) is not None
         self._repeats = Repeats(self.size, transport.pool())
         try:
             with torch.inference_mode(False):
@@ -368,7 +369,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
     ) -> Choice:
         total = sum(checks.num_bytes(x) for x in xs)
         beside = beside and xs[0].is_cuda and not torch.cuda.is_current_stream_capturing()  # a graph tells no shards
-        shape = CollectiveShape(op, total, sum(self._active), num_sms, self._place(xs), self._place(outs), beside)
+        places, library = (self._place(xs), self._place(outs)), self._hands_over and all(self._active)
+        shape = CollectiveShape(op, total, sum(self._active), num_sms, *places, beside, library)
         return choose(shape, self.capabilities)
 
     def _place(self, tensors: Sequence[torch.Tensor]) -> BufferPlace:
@@ -377,7 +379,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         return BufferPlace.REGISTERED if registered else BufferPlace.PLAIN
 
     def _by_torch(self, op: str, why: str) -> TorchCollectives:
-        """torch.distributed, for an operation that the transport leaves to it; says why, once."""
+        """torch.distributed, for an operation that the transport leaves to it; says once why it must be, if it must."""
         if self._torch is None:
             group = self._config.group
             if not self._config.fallback or process_group_of(group) is None:
@@ -386,7 +388,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             self._torch = TorchCollectives(group, self.capabilities.device_type, "")
         if not all(self._active):
             raise ArgumentError("x", "what the transport can do while a rank is left out", why)
-        warn_once(self._warned, f"{op}: {why}")
+        warn_once(self._warned, why and f"{op}: {why}")
         return self._torch
 
     def _finish(self, pending: PendingCollective) -> None:

@@ -146,6 +146,18 @@ def test_all_reduce(num_bytes: int, ranks: int, algorithm: Algorithm) -> None:
     assert chosen(REDUCE, num_bytes, num_ranks=ranks) is algorithm
 
 
+def test_what_a_library_does_faster() -> None:
+    """By the bytes of a rank's result, and only where it may."""
+    able = can(library_min_bytes={SCATTER: {4: 100}})
+    assert chosen(SCATTER, 400, able, library=True) is Algorithm.TORCH
+    assert chosen(SCATTER, 399, able, library=True) is Algorithm.KERNEL_PULL
+    assert chosen(SCATTER, 400, able) is Algorithm.KERNEL_PULL
+    assert chosen(SCATTER, 300, able, library=True, num_ranks=3) is Algorithm.KERNEL_PULL
+    assert chosen(SCATTER, 800, able, library=True, num_ranks=8) is Algorithm.TORCH
+    assert chosen(SCATTER, 400, able, library=True, num_sms=8) is Algorithm.KERNEL_PULL, "the caller named them"
+    assert chosen(REDUCE, 900, able, library=True) is Algorithm.TWO_SHOT
+
+
 def test_what_a_transport_lacks() -> None:
     only = can(algorithms={GATHER: (Algorithm.PULL,), REDUCE: (Algorithm.TWO_SHOT,)}, max_bytes={REDUCE: 1000})
     assert chosen(GATHER, 5, only, num_sms=0, out=BufferPlace.REGISTERED) is Algorithm.PULL

@@ -44,8 +44,13 @@ takes 40 us longer: on 2 H100 it took as long as with stores at 128 MiB, and 0.9
 BESIDE_MIN_BYTES = 8 << 20
 """What a rank sends to another from which copy engines are chosen beside a product. Two H200, to the time with stores,
 which hold multiprocessors: 4 MiB 1.38, 8 MiB 0.91 (7168 columns) and 1.04 (1792), 16 MiB 0.78, from 32 MiB on less."""
-TERM_MIN_BYTES = 4 << 20
-"""What a rank sends to another of a matmul from which copy engines bring it: it takes longer than the 40 us on top."""
+TERM_MIN_BYTES = 16 << 20
+"""What a rank sends to another of a matmul from which copy engines bring it. Of 4096 x 4096 x 1792 they took 149 us
+among two H200, stores 160; among four (8 MiB to another) 227, where the product alone takes 88 and the reduce-scatter
+alone about 90."""
+LIBRARY_MIN_BYTES = {CollectiveOp.REDUCE_SCATTER: {4: 128 << 20}}
+"""Bytes of a rank's result at which NCCL was faster, by fewest ranks: four H200, 128 MiB, 1301 us against 1375 (16 MiB:
+192, 176)."""
 _SMALLER = "smaller pool_bytes or staging_bytes make it smaller"
 _NUM_SMS = struct.Struct("<I")
 """Head of a ticket: multiprocessors of the rank's GPU."""
@@ -68,7 +73,7 @@ def _capabilities(fingerprint: str, size: int) -> CollectiveCapabilities:
             CollectiveOp.ALL_REDUCE: (Algorithm.TWO_SHOT, Algorithm.ONE_SHOT),
         },
         one_shot_max_bytes={1: plan.one_shot_max_bytes(size)}, copy_min_bytes=COPY_MIN_BYTES,
-        beside_min_bytes=BESIDE_MIN_BYTES, term_min_bytes=TERM_MIN_BYTES,
+        beside_min_bytes=BESIDE_MIN_BYTES, term_min_bytes=TERM_MIN_BYTES, library_min_bytes=LIBRARY_MIN_BYTES,
     )  # fmt: skip
 
 
