@@ -29,6 +29,7 @@ def tensor(
         and (value.is_cuda if device_type == "cuda" else value.is_cpu)  # cheaper than `device`
         and value.layout is torch.strided
         and value.is_contiguous()
+        and not value.is_neg()
     ):
         if value.data_ptr() == 0 and value.numel():  # a kernel would write to address 0
             raise ArgumentError(name, "a tensor with memory", "one without: freed, fake or only traced")
@@ -48,6 +49,8 @@ def _unlike(
         return ArgumentError(name, " or ".join(map(str, dtypes)), value.dtype)
     if value.device.type != device_type:
         return ArgumentError(name, f"a tensor on {device_type}", value.device)
+    if value.layout is torch.strided and value.is_contiguous():
+        return ArgumentError(name, "a resolved tensor", "one negated lazily: resolve_neg()")
     strides = list(value.stride()) if value.layout is torch.strided else value.layout
     return ArgumentError(name, "a contiguous tensor", f"strides {strides}")
 
@@ -114,8 +117,8 @@ def rounds_sums(config: MoEConfig, device_type: str) -> bool:
     return device_type == "cpu" and config.mode is not Mode.AG and config.dtype in _FLOATS
 
 
-def home_weights(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor | None:
-    """float32 [T, K] that an exact combine applies where the rows come home, or None."""
+def source_weights(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor | None:
+    """float32 [T, K] that an exact combine applies at the source rank, or None."""
     if value is not None and not config.exact_combine:
         raise ArgumentError("topk_weights", "None unless exact_combine is on", type(value).__name__)
     return None if value is None else topk_weights(value, rows, config, device_type)

@@ -59,7 +59,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, without a copy where it is contiguous and on the host."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    flat = tensor.detach().to("cpu").contiguous().resolve_neg().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
@@ -89,13 +89,15 @@ def decode(
         expected = f"{num_bytes} bytes for {message.dtype} {list(shape)}"
         raise WireError(name, expected, f"{len(got)} bytes")
     if num_bytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(got), dtype=dtype).view(shape)
 
 
 def read_into(out: torch.Tensor, data: bytes | memoryview, *, name: str) -> None:
-    """Copy bytes into a contiguous tensor on the host. Raises WireError: not as many as it has."""
+    """Copy bytes into a contiguous tensor on the host. Raises WireError: it is another, or has not as many."""
     into = bytes_of(out)
+    if out.numel() and not (out.is_contiguous() and out.is_cpu and not out.is_neg()):
+        raise WireError(name, "a contiguous tensor on the host to read into", f"strides {list(out.stride())}")
     if len(data) != len(into):
         raise WireError(name, f"{len(into)} bytes for {list(out.shape)}", f"{len(data)} bytes")
     into[:] = data
