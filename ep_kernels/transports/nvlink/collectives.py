@@ -46,8 +46,8 @@ BESIDE_MIN_BYTES = 8 << 20
 which hold multiprocessors: 4 MiB 1.38, 8 MiB 0.91 (7168 columns) and 1.04 (1792), 16 MiB 0.78, from 32 MiB on less."""
 TERM_MIN_BYTES = 16 << 20
 """What a rank sends to another of a matmul from which copy engines bring it. Of 4096 x 4096 x 1792 they took 149 us
-among two H200, stores 160; among four (8 MiB to another) 227, where the product alone takes 88 and the reduce-scatter
-alone about 90."""
+among two H200, stores 160; among four (8 MiB to another) 227, where the product alone takes 88 and a reduce-scatter of
+twice the bytes 176."""
 LIBRARY_MIN_BYTES = {CollectiveOp.REDUCE_SCATTER: {4: 128 << 20}}
 """Bytes of a rank's result at which NCCL was faster, by fewest ranks: four H200, 128 MiB, 1301 us against 1375 (16 MiB:
 192, 176)."""
