@@ -55,7 +55,7 @@ struct Outbox {
   uint64_t stripe;
   // A GPU pushes: `tail` is its own, and `pushed` is counted where descriptors are popped.
   std::atomic<bool> device;
-  alignas(64) uint64_t tail;  // the writer's own
+  alignas(64) uint64_t tail, room_until;  // the writer's own; below `room_until` the ring has room for certain
   std::atomic<uint64_t> pushed[kNetRanks];
   // Written by the proxy: descriptors whose bytes it will not read again, sent or given up.
   alignas(64) std::atomic<uint64_t> done[kNetRanks];
@@ -68,7 +68,10 @@ struct Outbox {
 
   // False: the ring is full, the proxy has to pop first.
   bool push(int rank, uint64_t offset, uint32_t bytes, uint32_t imm) {
-    if (tail - popped.load(std::memory_order_acquire) >= kSize) return false;
+    if (tail == room_until) {  // seldom, since it costs a cache line that the proxy has just written
+      room_until = popped.load(std::memory_order_acquire) + kSize;
+      if (tail == room_until) return false;
+    }
     Descriptor& d = ring[tail % kSize];
     d.bytes = bytes;
     d.imm = imm;

@@ -404,7 +404,10 @@ Status dispatch_receive(Comm& c, DispatchOp& op) {
     delivery.finish();
   }
   record(c, op, slot);
-  return give_back(c, op, slot, kOk);
+  const Status status = give_back(c, op, slot, kOk);
+  c.own_pages.look(op.seq);
+  c.landing_pages.look(op.seq);
+  return status;
 }
 
 }  // namespace cd
