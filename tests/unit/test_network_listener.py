@@ -47,7 +47,7 @@ class Port:
         """A member's handshake. Raises ValueError, OSError."""
         ticket = NetworkTicket("tcp", *self.listener.address, token, secret.hex())
         with self.dial() as connection:
-            greet(connection, handshake.hello(token, rank, 1, 0, 1), ticket)
+            greet(connection, handshake.hello(token, rank, 1, 0, 1), ticket, time.monotonic() + 5.0)
 
     def counted(self, why: str, number: int = 1) -> None:
         """Wait until so many were refused with this reason."""
@@ -187,7 +187,7 @@ def test_who_listens_there_must_know_the_secret() -> None:
             socket.create_connection(one.getsockname(), WAIT_S) as connection,
             pytest.raises(ValueError, match="does not know the secret"),
         ):
-            greet(connection, handshake.hello(TOKEN, 0, 1, 0, 1), ticket)
+            greet(connection, handshake.hello(TOKEN, 0, 1, 0, 1), ticket, time.monotonic() + 5.0)
         thread.join()
 
 
@@ -350,7 +350,7 @@ def test_a_forked_child_holds_no_connection_that_is_being_made(monkeypatch: pyte
     ):
         ticket = end.ticket()
         half = stack.enter_context(socket.create_connection((ticket.address, ticket.port), WAIT_S))
-        greet(half, handshake.hello(ticket.token, 0, 1, 0, 1), ticket)
+        greet(half, handshake.hello(ticket.token, 0, 1, 0, 1), ticket, time.monotonic() + 5.0)
         End.poll(lambda: bool(end.channel._arrived), WAIT_S)
         there = NetworkTicket("tcp", *silent.getsockname(), 5, SECRET.hex())
         dialling = threading.Thread(target=ends_soon, args=(end, {2: there}, "abort", 2))

@@ -37,7 +37,7 @@ struct Order {
   int rank;
 };
 
-// What the proxy tells a channel's owner, and the value that goes with it: an immediate arrived; the connections with a
+// What the proxy reports to a channel's owner, and the value that goes with it: an immediate arrived; the connections with a
 // rank have ended (errno), though it neither closed them in order nor left this rank out; it left this rank out (tag of
 // the epoch); they stand, at both ends. Called under the proxy's lock; must neither block nor call the proxy.
 enum class NetEvent : int32_t { arrived = 0, down = 1, left_out = 2, up = 3 };
@@ -90,7 +90,9 @@ struct Outbox {
     const uint64_t where = d.where.load(std::memory_order_acquire);
     if ((where & Descriptor::kParity) != parity) return false;
     *out = {where & Descriptor::kOffset, d.bytes, d.imm, int(where >> 48 & 0x7f)};
-    if (device.load(std::memory_order_relaxed)) pushed[out->rank].fetch_add(1, std::memory_order_relaxed);
+    if (device.load(std::memory_order_relaxed) && out->rank < kNetRanks) {
+      pushed[out->rank].fetch_add(1, std::memory_order_relaxed);
+    }
     popped.store(at + 1, std::memory_order_release);
     return true;
   }

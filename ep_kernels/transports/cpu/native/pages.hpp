@@ -27,7 +27,7 @@ class LargePages {
  private:
   uint8_t* base_ = nullptr;
   int64_t pieces_ = 0;        // 0: none, or the kernel gives none
-  bool* is_done_ = nullptr;  // [pieces]: asked for, with whatever answer
+  bool* is_done_ = nullptr;   // [pieces]: asked for, with whatever answer
 };
 
 }  // namespace cd
