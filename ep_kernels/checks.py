@@ -29,6 +29,7 @@ def tensor(
         and (value.is_cuda if device_type == "cuda" else value.is_cpu)  # cheaper than `device`
         and value.layout is torch.strided
         and value.is_contiguous()
+        and not value.is_neg()
     ):
         if value.data_ptr() == 0 and value.numel():  # a kernel would write to address 0
             raise ArgumentError(name, "a tensor with memory", "one without: freed, fake or only traced")
@@ -48,6 +49,8 @@ def _unlike(
         return ArgumentError(name, " or ".join(map(str, dtypes)), value.dtype)
     if value.device.type != device_type:
         return ArgumentError(name, f"a tensor on {device_type}", value.device)
+    if value.layout is torch.strided and value.is_contiguous():
+        return ArgumentError(name, "a resolved tensor", "one negated lazily: resolve_neg()")
     strides = list(value.stride()) if value.layout is torch.strided else value.layout
     return ArgumentError(name, "a contiguous tensor", f"strides {strides}")
 

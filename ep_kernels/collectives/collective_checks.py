@@ -33,7 +33,7 @@ class OwnRank:
 
 
 def contiguous(name: str, value: object, device_type: str) -> torch.Tensor:
-    """A contiguous tensor on that kind of device."""
+    """A contiguous tensor on that kind of device, of which the elements are what its memory says."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(name, "a torch.Tensor", type(value).__name__)
     if value.device.type != device_type:
@@ -41,6 +41,10 @@ def contiguous(name: str, value: object, device_type: str) -> torch.Tensor:
     if value.layout is not torch.strided or not value.is_contiguous():
         strides = list(value.stride()) if value.layout is torch.strided else value.layout
         raise ArgumentError(name, "a contiguous tensor", f"strides {strides}")
+    if value.data_ptr() == 0 and value.numel():
+        raise ArgumentError(name, "a tensor with memory", "one without: freed, fake or only traced")
+    if value.is_neg() or value.is_conj():
+        raise ArgumentError(name, "a resolved tensor", "one negated or conjugated lazily: resolve_neg(), resolve_conj()")
     return value.detach()
 
 

@@ -37,6 +37,8 @@ class Repeats:
         if x.layout is not torch.strided or x.requires_grad or not x.is_contiguous():
             return None
         at = x.data_ptr()
+        if not at or x.is_neg():
+            return None
         place = at - self._first if self._first <= at < self._last else None
         if out is x:
             there, told = at, None
@@ -48,11 +50,13 @@ class Repeats:
             if not out.is_contiguous():
                 return None
             there = out.data_ptr()
+            if not there or out.is_neg():
+                return None
             told = self._told(x, out, at, there)
         key = op, num_sms, x.shape, x.dtype, x.device, place, told
         found = self._plans.get(key)
         if found is None:
-            self._missed = key
+            self._missed = None if x.dtype.is_complex else key  # which may be conjugated
             return None
         return *found, at, there
 

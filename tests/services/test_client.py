@@ -123,11 +123,60 @@ def test_no_tokens_need_no_worker() -> None:
         (lambda x, ids, weights: (x, ids, weights.long()), "topk_weights: expected dtype"),
         (lambda x, ids, weights: (x, ids[:4], weights), r"topk_ids: expected \[5, 2\], got \[4, 2\]"),
         (lambda x, ids, weights: (x, ids, weights[:, :1]), r"topk_weights: expected \[5, 2\], got \[5, 1\]"),
+        (lambda x, ids, weights: (None, ids, weights), "x: expected a torch.Tensor with memory, got NoneType"),
+        (lambda x, ids, weights: (x.to("meta"), ids, weights), "x: expected a torch.Tensor with memory, got"),
+        (lambda x, ids, weights: (x, ids.to_sparse(), weights), "topk_ids: expected a torch.Tensor with memory, got"),
     ],
 )
 def test_wrong_arguments_are_refused_here(change: Callable[..., Any], words: str) -> None:
     with Client("127.0.0.1:1") as service, pytest.raises(public.InvalidRequest, match=words):
         service.forward(0, *change(*_batch(5)))
+
+
+@pytest.mark.parametrize("layer", [-1, 1 << 32, 1.5, "1", None])
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_a_wrong_layer_is_refused_here(layer: Any, num_tokens: int) -> None:
+    with Client("127.0.0.1:1") as service, pytest.raises(public.InvalidRequest, match=r"layer: expected an int in 0"):
+        service.forward(layer, *_batch(num_tokens))
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), None, "5"])
+def test_a_timeout_that_is_no_number_is_refused_here(timeout_s: Any) -> None:
+    with Client("127.0.0.1:1") as service:
+        with pytest.raises(public.InvalidRequest, match=r"timeout_s: expected seconds, got"):
+            service.forward(0, *_batch(5), timeout_s=timeout_s)
+        with pytest.raises(public.InvalidRequest, match=r"timeout_s: expected seconds, got"):
+            service.describe(timeout_s)
+
+
+def test_any_long_timeout_is_as_long_as_can_be(workers: list[FakeWorker]) -> None:
+    x, ids, weights = _batch(5)
+    with Client(workers[0].address) as service:
+        for timeout_s in (float("inf"), 1e12):
+            assert torch.equal(service.forward(1, x, ids, weights, timeout_s=timeout_s), x + 1)
+            assert service.describe(timeout_s).model == "f00d"
+    assert all(900_000_000 < request.timeout_ms <= 1_000_000_000 for request in workers[0].seen)
+
+
+@pytest.mark.parametrize("way", ["columns", "negated"])
+def test_rows_of_any_memory_format(workers: list[FakeWorker], way: str) -> None:
+    """What the answer is written into is contiguous whatever x is."""
+    x, ids, weights = _batch(5)
+    x = x.t().contiguous().t() if way == "columns" else torch._neg_view(x)
+    with Client(workers[0].address) as service:
+        assert torch.equal(service.forward(1, x, ids, weights), x + 1)
+
+
+def test_a_row_that_no_message_holds_ends_no_other_request(
+    workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "MAX_MESSAGE_BYTES", 4096)
+    with Client(workers[0].address) as service:
+        service.forward(1, *_batch(5))
+        with pytest.raises(public.InvalidRequest, match=r"x: expected a row of at most 4096 bytes, got 8\d\d\d"):
+            service.forward(1, *_batch(1, 2000))
+        service.forward(1, *_batch(5))
+    assert workers[0].num_streams == 1
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ class Rank:
     engine: Engine
     experts: Scale
     metrics: WorkerMetrics
+    telemetry: WorkerTelemetry
     comm: MoECommunicator | None = None
     ended: queue.Queue[Fault | Left] = field(default_factory=queue.Queue)
     thread: threading.Thread | None = None
@@ -68,7 +69,8 @@ def ranks() -> Iterator[list[Rank]]:
     store, made = dist.HashStore(), []
     for number in range(R):
         metrics = WorkerMetrics()
-        made.append(Rank(number, Engine(M, WorkerTelemetry(metrics, (H * 4, H * 4))), Scale(number), metrics))
+        telemetry = WorkerTelemetry(metrics, (H * 4, H * 4))
+        made.append(Rank(number, Engine(M, telemetry), Scale(number), metrics, telemetry))
 
     def run(rank: Rank) -> None:
         group = StoreGroup(store, rank.number, R, epoch=3)
@@ -103,6 +105,7 @@ def ranks() -> Iterator[list[Rank]]:
         assert not rank.thread.is_alive()
         if rank.comm is not None:
             rank.comm.close()
+        rank.telemetry.close()
 
 
 class Asked:
@@ -383,7 +386,8 @@ def test_a_rank_without_experts_takes_part() -> None:
         with MoECommunicator(config) as comm:
             answers.append(engine.run(comm, Scale(0) if rank == 0 else None, 1))  # type: ignore[arg-type]
 
-    engines = [Engine(M, WorkerTelemetry(WorkerMetrics(), (H * 4, H * 4))) for _ in range(R)]
+    telemetries = [WorkerTelemetry(WorkerMetrics(), (H * 4, H * 4)) for _ in range(R)]
+    engines = [Engine(M, telemetry) for telemetry in telemetries]
     threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(engines)]
     for engine, thread in zip(engines, threads, strict=True):
         engine.open()
@@ -397,6 +401,8 @@ def test_a_rank_without_experts_takes_part() -> None:
     engines[0].leave()
     for thread in threads:
         thread.join(WAIT_S)
+    for telemetry in telemetries:
+        telemetry.close()
     assert answers == [Left((0,))] * R
 
 
@@ -422,7 +428,8 @@ def test_half_types_come_home_in_float32_and_are_rounded_once(dtype: torch.dtype
             assert tokens.dtype is dtype
             return super().forward(layer, tokens.float(), *args, **kwargs)
 
-    engine = Engine(M, WorkerTelemetry(WorkerMetrics(), (H * 2, H * 4)))
+    telemetry = WorkerTelemetry(WorkerMetrics(), (H * 2, H * 4))
+    engine = Engine(M, telemetry)
     engine.open()
     asked = Asked(2 * M + 1)
     x = asked.work.x = asked.work.x.to(dtype)
@@ -434,6 +441,7 @@ def test_half_types_come_home_in_float32_and_are_rounded_once(dtype: torch.dtype
         engine.drain()
         engine.leave()
         thread.join(WAIT_S)
+    telemetry.close()
     assert isinstance(answer, Done)
     ids, weights = asked.work.topk_ids, asked.work.topk_weights
     factors = torch.where(ids < 0, 0, (ids + 1) * 1.0)

@@ -19,7 +19,16 @@ import pytest
 import torch
 from google.protobuf.message import DecodeError
 
-from crossdock.client import AsyncClient, Client, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, direct
+from crossdock.client import (
+    AsyncClient,
+    Client,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    blocking,
+    direct,
+)
 from crossdock.client.direct import BufferPool
 from crossdock.client.directory import ServingWorkers
 from crossdock.client.retry import RetryBudget
@@ -202,6 +211,30 @@ async def test_a_client_of_this_host_opens_one_by_itself(tmp_path: Path) -> None
         answers = await asyncio.gather(*(client.forward(1, *_tensors(Batch.random(5))) for _ in range(20)))
         assert len(answers) == 20
     await until(lambda: made.buffers.num_bytes == 0)
+
+
+async def test_inference_mode_may_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory and answers are written in and outside of it, and by other threads."""
+    monkeypatch.setattr(blocking, "QUIET_S", 0.0)  # each answer is read by the client's own thread
+
+    def ask(client: Client) -> None:
+        batch = Batch.random(3)
+        assert torch.equal(client.forward(1, *_tensors(batch)), 2 * batch.x)
+
+    def ask_often(client: Client) -> None:
+        with torch.inference_mode():
+            while not len(made.buffers):
+                ask(client)
+            for _ in range(5):
+                ask(client)
+        for _ in range(5):
+            ask(client)
+
+    async with world(tmp_path) as made:
+        client = await asyncio.to_thread(Client, made.address)
+        await asyncio.to_thread(ask_often, client)
+        assert isinstance(made.engine.seen[-1].stream, buffer_server._Buffer)
+        await asyncio.to_thread(client.close)
 
 
 async def test_all_buffers_that_a_call_lacks_are_opened_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

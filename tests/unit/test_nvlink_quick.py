@@ -206,6 +206,7 @@ BAD: dict[str, tuple[Callable[..., Any], str]] = {
         "topk_weights: expected torch.float32, got torch.float64",
     ),
     "x elsewhere": (lambda x, i, w: (x.to("meta"), i, w), "x: expected a tensor on cpu, got meta"),
+    "x negated lazily": (lambda x, i, w: (torch._neg_view(x), i, w), "x: expected a resolved tensor, got one negated"),
     "x whose memory was freed": (lambda x, i, w: (freed(x), i, w), "x: expected a tensor with memory, got one without"),
     "weights that are traced": (
         lambda x, i, w: (x, i, traced(w)),
@@ -272,6 +273,7 @@ BAD_Y: dict[str, tuple[Callable[..., Any], str]] = {
     "y a number": (lambda y, z: {"y": 1.0, "out": z}, "y: expected a torch.Tensor, got float"),
     "y of other rows": (lambda y, z: {"y": y[1:], "out": z}, r"y: expected shape \[12, 2304\], got \[11, 2304\]"),
     "y of another dtype": (lambda y, z: {"y": y.half(), "out": z}, "y: expected torch.bfloat16, got torch.float16"),
+    "y negated lazily": (lambda y, z: {"y": torch._neg_view(y), "out": z}, "y: expected a resolved tensor"),
     "y with gaps": (lambda y, z: {"y": y.repeat(1, 2)[:, ::2], "out": z}, "y: expected a contiguous tensor"),
     "z of other tokens": (lambda y, z: {"y": y, "out": z[1:]}, r"out: expected shape \[5, 2304\], got \[4, 2304\]"),
     "z of another dtype": (lambda y, z: {"y": y, "out": z.float()}, "out: expected torch.bfloat16, got torch.float32"),

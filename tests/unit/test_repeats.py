@@ -100,11 +100,30 @@ def test_bad_arguments_are_refused_whatever_has_been_planned(planned: tuple[Coll
         ("x", x.T, {}), ("x", None, {}), ("x", x.to_sparse(), {}), ("x", x.to("meta"), {}),
         ("out", x, {"out": torch.empty(4, 3)}), ("out", x, {"out": x.half()}), ("num_sms", x, {"num_sms": 1.5}),
         ("op", x, {"op": "most"}), ("out", wide[:16].view(4, 4), {"out": wide[8:24].view(4, 4)}),
+        ("x", torch._neg_view(x), {}), ("out", x, {"out": torch._neg_view(x.clone())}),
+        ("x", freed(x.clone()), {}), ("out", x, {"out": freed(x.clone())}),
     ]  # fmt: skip
     for name, given, options in wrong:
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             coll.all_reduce(given, **options)
     assert [plan.num_begun for plan in made] == [0, 0]
+
+
+def test_conjugated_tensors_are_refused_whatever_has_been_gathered() -> None:
+    x = torch.randn(3, dtype=torch.complex64)
+    with Collectives(CollectiveConfig(group=LonelyGroup(), fallback=False, pool_bytes=1 << 20)) as coll:
+        for _ in range(2):
+            assert torch.equal(coll.all_gather(x).wait(), x)
+            with pytest.raises(ArgumentError, match=r"x: expected a resolved tensor, got one .* resolve_conj\(\)"):
+                coll.all_gather(x.conj())
+            with pytest.raises(ArgumentError, match="out: expected a resolved tensor"):
+                coll.all_gather(x, out=torch.empty_like(x).conj())
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """As FSDP frees parameters."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def test_who_has_to_look_takes_the_long_way(planned: tuple[Collectives, list[Plan]]) -> None:

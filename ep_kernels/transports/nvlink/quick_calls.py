@@ -226,6 +226,8 @@ class NvlinkQuickCalls:
             if type(x) is not tuple or len(x) != 2:
                 return None
             x, x_scales = x
+        if type(x) is torch.Tensor and x.is_neg():  # DLPack, by which the native call looks, does not say
+            return None
         begun = engine.num_dispatches
         slot = begun % self._slots[0]
         if self._allocates_scales:
@@ -285,7 +287,7 @@ class NvlinkQuickCalls:
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
         """See `base.QuickCalls`."""
         state = quick_state(handle, self._origin)
-        if state is None:
+        if state is None or (type(y) is torch.Tensor and y.is_neg()):
             return None
         engine, plans = self._engine, self._of(False, state.mode)
         z = torch.empty_like(self._room(state.tokens)) if out is None else out
@@ -306,7 +308,7 @@ class NvlinkQuickCalls:
     def combine_async(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> QuickCombine | None:
         """See `base.QuickCalls`."""
         state = quick_state(handle, self._origin)
-        if state is None:
+        if state is None or (type(y) is torch.Tensor and y.is_neg()):
             return None
         engine, plans = self._engine, self._of(True, state.mode)
         by, given = plans.combine, tuple[torch.Tensor, ...]()

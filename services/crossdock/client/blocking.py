@@ -73,7 +73,7 @@ class Client:
         timeout_s: float = 60.0,
     ) -> torch.Tensor:
         """See AsyncClient.forward."""
-        check(x, topk_ids, topk_weights)
+        check(layer, x, topk_ids, topk_weights, timeout_s)
         if x.shape[0] == 0:
             return x.new_empty(x.shape)
         batch = self._client.batch_of(layer, on_host(x, topk_ids, topk_weights), timeout_s)

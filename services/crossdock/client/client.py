@@ -27,9 +27,21 @@ import torch
 
 from crossdock.client.direct import BufferPool, DirectCall
 from crossdock.client.directory import Directory, ServingWorkers
-from crossdock.client.errors import ClientError, DeadlineExceeded, Overloaded, Unavailable
+from crossdock.client.errors import ClientError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from crossdock.client.retry import RetryBudget
-from crossdock.client.shares import ForwardCall, Parts, Response, Share, check, most_tokens, on_host, read_rows, split
+from crossdock.client.shares import (
+    MAX_TIMEOUT_S,
+    ForwardCall,
+    Parts,
+    Response,
+    Share,
+    check,
+    check_timeout,
+    most_tokens,
+    on_host,
+    read_rows,
+    split,
+)
 from crossdock.client.stream import WorkerStream
 from crossdock.common.security import security_of
 from crossdock.common.settings import SecurityConfig
@@ -73,6 +85,8 @@ class AsyncClient:
         security: SecurityConfig | None = None,
         shared_memory: bool = True,
     ) -> None:
+        if min_tokens_per_worker < 1:
+            raise InvalidRequest(f"min_tokens_per_worker: expected 1 or more, got {min_tokens_per_worker}")
         self._security = security_of(security) if security is not None else None
         self.target, self._retry, self._model = target, retry, model
         self._min_tokens = min_tokens_per_worker
@@ -98,11 +112,13 @@ class AsyncClient:
     async def describe(self, timeout_s: float = 60.0) -> expert_pb2.DescribeResponse:
         """Describe the served model and the group. Raises ClientError."""
 
+        check_timeout(timeout_s)
+
         async def attempt(left_s: float) -> expert_pb2.DescribeResponse:
             service = await self._service(left_s)
             return await self._stream(service, 0).describe(left_s)
 
-        return await self._until(attempt, timeout_s)
+        return await self._until(attempt, min(timeout_s, MAX_TIMEOUT_S))
 
     async def forward(
         self,
@@ -120,19 +136,19 @@ class AsyncClient:
             x: [T, H] in the service's dtype.
             topk_ids: int32 or int64 [T, K], logical expert ids; -1 = no expert.
             topk_weights: float [T, K], final: scaling factors are already in.
-            timeout_s: deadline of the call, including retries.
+            timeout_s: deadline of the call, including retries; at most MAX_TIMEOUT_S.
 
         Returns:
             [T, H], dtype and device of x.
 
         Raises:
-            InvalidRequest: a wrong shape, dtype, layer or id.
+            InvalidRequest: a wrong shape, dtype, layer, id or timeout_s.
             Unavailable: the group does not serve (with retry: until the deadline); has the lost ranks.
             DeadlineExceeded: no answer within timeout_s.
             Overloaded: the service refused more work (with retry: until the deadline).
             NotAllowed: the service does not know this caller.
         """
-        check(x, topk_ids, topk_weights)
+        check(layer, x, topk_ids, topk_weights, timeout_s)
         if x.shape[0] == 0:
             return x.new_empty(x.shape)
         batch = self.batch_of(layer, on_host(x, topk_ids, topk_weights), timeout_s)
@@ -144,7 +160,7 @@ class AsyncClient:
 
     def batch_of(self, layer: int, parts: Parts, timeout_s: float) -> ForwardCall:
         """One call; its shares begin at the next worker."""
-        return ForwardCall(layer, parts, time.monotonic() + timeout_s, next(self._turns))
+        return ForwardCall(layer, parts, time.monotonic() + min(timeout_s, MAX_TIMEOUT_S), next(self._turns))
 
     def begin(self, batch: ForwardCall) -> DirectCall | None:
         """Send a batch through request buffers, if there is one for each share now. Any thread."""
@@ -153,7 +169,7 @@ class AsyncClient:
             return None
         x, ids, _ = batch.parts
         shares = split(x.shape[0], len(service.workers), batch.turn, x.shape[0], self._min_tokens)
-        call, is_complete = DirectCall(self._pool, torch.empty_like(x), batch.deadline), True
+        call, is_complete = DirectCall(self._pool, _rows_like(x), batch.deadline), True
         for share in shares:
             address = service.workers[share.worker][1]
             num_bytes = Places.of(share.stop - share.start, x.shape[1], ids.shape[1], x.element_size()).num_bytes
@@ -182,7 +198,7 @@ class AsyncClient:
     async def by_stream(self, batch: ForwardCall, refused: Overloaded | None = None) -> torch.Tensor:
         """The rows of a batch over gRPC, with retries. refused: it was, before; so this is a retry already."""
         parts, left_s = batch.parts, max(0.0, batch.deadline - time.monotonic())
-        service, out = await self._until(self._service, left_s), torch.empty_like(parts[0])
+        service, out = await self._until(self._service, left_s), _rows_like(parts[0])
         shares = split(out.shape[0], len(service.workers), batch.turn, most_tokens(parts), self._min_tokens)
         await _all([self._share(batch, share, out, refused) for share in shares])
         return out
@@ -311,6 +327,12 @@ class AsyncClient:
             self._streams[address] = stream
         stream.epoch = service.epoch
         return stream
+
+
+def _rows_like(x: torch.Tensor) -> torch.Tensor:
+    """Room for the rows of an answer, contiguous whatever x is; any thread may write it."""
+    with torch.inference_mode(False):
+        return torch.empty(x.shape, dtype=x.dtype)
 
 
 def _retrying(timeout_s: float) -> tenacity.AsyncRetrying:

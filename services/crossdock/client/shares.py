@@ -5,8 +5,11 @@ Letters: T tokens.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 
@@ -22,6 +25,8 @@ REQUEST_BYTES = (2 << 20) - (64 << 10)
 """A larger share is sent as several requests: a worker can start before all of it has arrived, and accepts messages of
 at most its `max_message_bytes`, 2 MiB by default."""
 
+MAX_TIMEOUT_S = 1e6
+"""Longer ones, infinity too, mean this: what a request can carry as milliseconds."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (torch.int32, torch.int64)
 
@@ -77,13 +82,19 @@ def most_tokens(parts: Sequence[torch.Tensor]) -> int:
     return max(1, REQUEST_BYTES // max(1, row_bytes))
 
 
-def check(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+def check(layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, timeout_s: float) -> None:
     """Raises InvalidRequest: what no worker would take, apart from sizes of the model."""
+    if not _is_layer(layer):
+        raise InvalidRequest(f"layer: expected an int in 0..2^32-1, got {layer!r}")
+    check_timeout(timeout_s)
     for name, tensor, dtypes in (
         ("x", x, _FLOATS),
         ("topk_ids", topk_ids, _INTS),
         ("topk_weights", topk_weights, _FLOATS),
     ):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+            got = (tensor.layout, tensor.device) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise InvalidRequest(f"{name}: expected a torch.Tensor with memory, got {got}")
         if tensor.ndim != 2:
             raise InvalidRequest(f"{name}: expected 2 dimensions, got {tensor.ndim}")
         if tensor.dtype not in dtypes:
@@ -92,6 +103,23 @@ def check(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -
     for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if tuple(tensor.shape) != expected:
             raise InvalidRequest(f"{name}: expected {list(expected)}, got {list(tensor.shape)}")
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raises InvalidRequest: no number of seconds."""
+    try:
+        is_number = not math.isnan(timeout_s)
+    except TypeError:
+        is_number = False
+    if not is_number:
+        raise InvalidRequest(f"timeout_s: expected seconds, got {timeout_s!r}")
+
+
+def _is_layer(value: SupportsIndex) -> bool:
+    try:
+        return 0 <= operator.index(value) < 1 << 32
+    except TypeError:
+        return False
 
 
 def read_rows(response: Response, out: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ import grpc
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from crossdock.client.errors import ClientError, DeadlineExceeded, Unavailable, from_answer, from_call
+from crossdock.client.errors import ClientError, DeadlineExceeded, InvalidRequest, Unavailable, from_answer, from_call
 from crossdock.client.shares import Response
 from crossdock.common import rpc
 from crossdock.common.security import Security
@@ -115,7 +115,10 @@ class WorkerStream:
         outbox, request.id = self._outbox, next(self._ids)
         answer = self._pending[request.id] = asyncio.get_running_loop().create_future()
         try:
-            outbox.put_nowait((request.id, packed(request, tensors)))
+            packet = packed(request, tensors)
+            if len(packet) > self._max_message_bytes:  # gRPC would end the stream, and with it all other requests
+                raise InvalidRequest(f"x: expected a row of at most {self._max_message_bytes} bytes, got {len(packet)}")
+            outbox.put_nowait((request.id, packet))
             async with asyncio.timeout(timeout_s):
                 response: Response = await answer
         except TimeoutError:

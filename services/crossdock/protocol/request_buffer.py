@@ -107,7 +107,8 @@ class SharedMemory:
     def tensor(self, dtype: torch.dtype, shape: tuple[int, int], offset: int) -> torch.Tensor:
         """A view of the memory, which the other end may change at any time. The caller has checked that it fits."""
         count = shape[0] * shape[1]
-        return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset).view(shape)
+        with torch.inference_mode(False):  # it is kept, and written in no such mode, too
+            return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset).view(shape)
 
     def rows(self, num_tokens: int, hidden: int, topk: int, dtype: torch.dtype) -> SharedRows:
         """The tensors of a request of that shape; the caller has checked that they fit."""

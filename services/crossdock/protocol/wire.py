@@ -59,7 +59,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, without a copy where it is contiguous and on the host."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    flat = tensor.detach().to("cpu").contiguous().resolve_neg().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
@@ -94,8 +94,10 @@ def decode(
 
 
 def read_into(out: torch.Tensor, data: bytes | memoryview, *, name: str) -> None:
-    """Copy bytes into a contiguous tensor on the host. Raises WireError: not as many as it has."""
+    """Copy bytes into a contiguous tensor on the host. Raises WireError: it is another, or has not as many."""
     into = bytes_of(out)
+    if out.numel() and not (out.is_contiguous() and out.is_cpu and not out.is_neg()):
+        raise WireError(name, "a contiguous tensor on the host to read into", f"strides {list(out.stride())}")
     if len(data) != len(into):
         raise WireError(name, f"{len(into)} bytes for {list(out.shape)}", f"{len(data)} bytes")
     into[:] = data
