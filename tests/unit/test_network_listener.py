@@ -340,6 +340,27 @@ def test_dialling_a_host_that_does_not_answer_is_ended(backlog: int, how: str) -
         ends_soon(end, tickets, how, 2)
 
 
+def test_a_port_that_answers_slowly_takes_no_longer_than_the_deadline() -> None:
+    """Bytes of a handshake, each in time for a deadline of its own."""
+
+    def drip(port: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = port.accept()
+            with connection:
+                for _ in range(handshake.CHALLENGE_BYTES):
+                    time.sleep(0.15)
+                    connection.sendall(b"c")
+
+    with End(0) as end, socket.create_server(("127.0.0.1", 0)) as port:
+        slow = threading.Thread(target=drip, args=(port,))
+        slow.start()
+        begun = time.monotonic()
+        with pytest.raises(PeerTimeout, match="rank 1"):
+            end.channel.connect({1: NetworkTicket("tcp", *port.getsockname(), 5, SECRET.hex())}, 0.4)
+        assert 0.3 < time.monotonic() - begun < 1.2
+        slow.join()
+
+
 def test_a_forked_child_holds_no_connection_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one that greets nor one that has come and waits for the rank's others; peers see the parent's end."""
     monkeypatch.setattr(Network, "_shared", {})
