@@ -189,16 +189,16 @@ void Proxy::why(NetChannel* c, int rank, Text* out) {
   *out = c->peers[rank].why;
 }
 
-// A descriptor that cannot be carried out: whoever waits for its bytes shall see an end, and why. One that names no rank
-// may have been meant for any.
+// A descriptor that cannot be carried out: whoever waits for its bytes shall see an end, and why. One that names no
+// rank may have been meant for any.
 void Proxy::refuse(NetChannel& c, const Order& order, int error) {
   const bool known = order.rank < c.memory.ranks;
   for (int rank = known ? order.rank : 0; rank < (known ? order.rank + 1 : c.memory.ranks); ++rank) {
     NetPeer& p = c.peers[rank];
     if (!p.up) continue;
     p.error = error;
-    p.why.say("a descriptor of this rank cannot be carried out (%s): %u bytes at %llu to rank %d of %d", strerror(error),
-              order.bytes, static_cast<unsigned long long>(order.offset), order.rank, c.memory.ranks);
+    p.why.say("a descriptor of this rank cannot be carried out (%s): %u bytes at %llu to rank %d of %d",
+              strerror(error), order.bytes, static_cast<unsigned long long>(order.offset), order.rank, c.memory.ranks);
     disconnect(c, rank, true);
   }
   if (known) sent(&c, order.rank);

@@ -86,7 +86,7 @@ struct Proxy {
   // come after `remove`, and then do nothing.
   int join(NetChannel* channel, int rank, int control_fd, const int32_t* lanes, int num_lanes);
   void leave(NetChannel* channel, int rank, uint64_t tag);
-  uint64_t up(NetChannel* channel, bool established);  // bit per rank: this end has joined; `established`: the other has, too
+  uint64_t up(NetChannel* channel, bool established);  // bit per rank: this end has joined, or (`established`) both
   void why(NetChannel* channel, int rank, Text* out);    // why its connection ended, "" if nothing is known
   void traffic(NetChannel* channel, Traffic* out);
   void close_in_child();  // in a forked child: closes its copies of descriptors

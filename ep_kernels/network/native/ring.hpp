@@ -37,9 +37,9 @@ struct Order {
   int rank;
 };
 
-// What the proxy reports to a channel's owner, and the value that goes with it: an immediate arrived; the connections with a
-// rank have ended (errno), though it neither closed them in order nor left this rank out; it left this rank out (tag of
-// the epoch); they stand, at both ends. Called under the proxy's lock; must neither block nor call the proxy.
+// What the proxy reports to a channel's owner, and the value that goes with it: an immediate arrived; the connections
+// with a rank have ended (errno), though it neither closed them in order nor left this rank out; it left this rank out
+// (tag of the epoch); they are established. Called under the proxy's lock; must neither block nor call the proxy.
 enum class NetEvent : int32_t { arrived = 0, down = 1, left_out = 2, up = 3 };
 using NetHandler = void (*)(void* context, int32_t rank, NetEvent event, uint64_t value);
 

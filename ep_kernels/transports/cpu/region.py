@@ -19,6 +19,7 @@ import secrets
 import stat
 import weakref
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -148,7 +149,8 @@ def _mapped(fd: int, num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
     address = lib.cd_map(fd, num_bytes)
     if address < 0:
         raise OSError(-address, os.strerror(-address))
-    memory: ctypes.Array[ctypes.c_uint8] = type("Mapped", (ctypes.c_uint8 * num_bytes,), {}).from_address(address)  # type: ignore[attr-defined]
+    kind: Any = type("Mapped", (ctypes.c_uint8 * num_bytes,), {})  # a class of its own can be referenced weakly
+    memory: ctypes.Array[ctypes.c_uint8] = kind.from_address(address)
     weakref.finalize(memory, lib.cd_unmap, address, num_bytes).atexit = False  # type: ignore[misc]
     return memory
 
