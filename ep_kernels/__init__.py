@@ -1,4 +1,4 @@
-"""Crossdock's data plane: move each token to its experts (dispatch) and bring the weighted results home (combine).
+"""Crossdock's data plane: move each token to its experts (dispatch) and return the weighted results (combine).
 
 Knows torch; knows nothing of gRPC, Kubernetes or Prometheus, reads no environment, and runs under plain torchrun.
 Importing it does nothing but define names.

@@ -5,7 +5,7 @@
     z = autograd.combine(comm, y, handle, out.topk_weights)
 
 Per-expert layouts: z_t = sum_k w_tk y_tk, so a row's gradient is w_tk dz_t (one dispatch of dz over the same routing),
-and the gradient of w_tk is <dz_t, y_tk>, computed where the row is and carried home beside dx by dispatch's backward.
+and the gradient of w_tk is <dz_t, y_tk>, computed where the row is and returned beside dx by dispatch's backward.
 Rank-wise layouts: the caller's own graph weights the rows; only the sum over ranks is ours.
 
 Backward is collective too: every rank must run it, in the same order. One operation each way, no extra one for weights.

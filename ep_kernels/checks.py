@@ -117,8 +117,8 @@ def rounds_sums(config: MoEConfig, device_type: str) -> bool:
     return device_type == "cpu" and config.mode is not Mode.AG and config.dtype in _FLOATS
 
 
-def home_weights(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor | None:
-    """float32 [T, K] that an exact combine applies where the rows come home, or None."""
+def source_weights(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor | None:
+    """float32 [T, K] that an exact combine applies at the source rank, or None."""
     if value is not None and not config.exact_combine:
         raise ArgumentError("topk_weights", "None unless exact_combine is on", type(value).__name__)
     return None if value is None else topk_weights(value, rows, config, device_type)

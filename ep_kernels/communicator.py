@@ -195,7 +195,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         out: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Bring the expert rows home, reduced. Collective.
+        """Return the expert rows to their source ranks, reduced. Collective.
 
         Args:
             y: expert outputs, contiguous, in the shape of `DispatchOutput.tokens` and the output dtype; anywhere in
@@ -239,14 +239,14 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         """As `combine`, but returns when this rank's sends are done; `.wait()` receives. y may be reused at once,
         unless it is `combine_input`'s buffer: that is lent until a later `combine_input` gives it again.
 
-        For backward passes: `row_weights` (float32, the leading shape of y; rank-wise layouts: and K) travels home,
-        where the request has it as `.weights` [T, K]; `apply_weights=False` sums rows unweighted.
+        For backward passes: `row_weights` (float32, the leading shape of y; rank-wise layouts: and K) is returned
+        to the source ranks, as the request's `.weights` [T, K]; `apply_weights=False` sums rows unweighted.
         """
         if torch.compiler.is_compiling():
             checks.uncompiled(topk_weights)
-            z, home = ops.combine(self, y, handle, row_weights, apply_weights)
+            z, weights = ops.combine(self, y, handle, row_weights, apply_weights)
             z = z if out is None else out.copy_(z)
-            return CombineRequest(lambda: (z, home))
+            return CombineRequest(lambda: (z, weights))
         pending: base.PendingCombine | None = None
         if self._quick is not None and row_weights is None and apply_weights and self._is_free(self._combines):
             pending = self._run(self._quick.combine_async, y, handle, out, topk_weights)
@@ -272,7 +272,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         self._ready("combine")
         handle = self._own(handle)
         checks.combine_arguments(y, out, row_weights, handle, self._config, self._device)
-        weights = checks.home_weights(topk_weights, handle.num_tokens, self._config, self._device)
+        weights = checks.source_weights(topk_weights, handle.num_tokens, self._config, self._device)
         self._combines.check()
         return base.CombineArgs(y, handle, row_weights, apply_weights, at_once, weights)
 

@@ -100,13 +100,13 @@ def combine(
     row_weights: torch.Tensor | None = None,
     apply_weights: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(z, the row weights that came home), as `MoECommunicator.combine_async`."""
+    """(z, the row weights that were returned), as `MoECommunicator.combine_async`."""
     site = comm._site
-    stamp, z, *home = torch.ops.crossdock.combine(
+    stamp, z, *weights = torch.ops.crossdock.combine(
         site.order, site.comm, y, *carried(handle), row_weights, apply_weights
     )
     site.order.copy_(stamp)
-    return z, home[0] if home else None
+    return z, weights[0] if weights else None
 
 
 def row_weights(comm: Communicator, handle: DispatchHandle) -> torch.Tensor:
@@ -216,8 +216,8 @@ def _dispatch(
 
 def _combine(order: torch.Tensor, comm: str, y: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     *handle, row_weights, apply_weights = rest
-    z, home = find(comm).combine_now(y, _handle(handle), row_weights, apply_weights)
-    return [torch.empty_like(order), z] if home is None else [torch.empty_like(order), z, home]
+    z, weights = find(comm).combine_now(y, _handle(handle), row_weights, apply_weights)
+    return [torch.empty_like(order), z] if weights is None else [torch.empty_like(order), z, weights]
 
 
 def _row_weights(comm: str, *handle: Any) -> torch.Tensor:
@@ -290,8 +290,8 @@ def _fake_dispatch(
 def _fake_combine(order: torch.Tensor, comm: str, y: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     config, tokens, row_weights = find(comm).config, rest[2], rest[6]
     z = y.new_empty(tokens, config.hidden_size, dtype=config.resolved_output_dtype)
-    home = [] if row_weights is None else [y.new_empty(tokens, config.topk, dtype=torch.float32)]
-    return [torch.empty_like(order), z, *home]
+    weights = [] if row_weights is None else [y.new_empty(tokens, config.topk, dtype=torch.float32)]
+    return [torch.empty_like(order), z, *weights]
 
 
 def _fake_row_weights(comm: str, *handle: Any) -> torch.Tensor:

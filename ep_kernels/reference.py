@@ -145,7 +145,9 @@ def combine(
     apply_weights: bool = True,
     domains: Sequence[int] | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-    """Bring the expert rows of every rank home: (z [T, H] in the output dtype, per-row numbers as [T, K] or None).
+    """Return the expert rows of every rank to their source ranks.
+
+    Returns (z [T, H] in the output dtype, per-row numbers as [T, K] or None).
 
     domains: [R], lowest rank of each rank's domain, for `CombineOrder.DOMAIN`. None: one domain.
     """
@@ -160,7 +162,7 @@ def combine(
             terms = _domain_terms(step.config, list(terms), source, domains)
         total = _sum(terms, (len(r.rank), step.config.hidden_size))
         zs.append(total.to(step.config.resolved_output_dtype))
-    return zs, None if row_weights is None else [_weights_home(step, row_weights, s) for s in range(len(zs))]
+    return zs, None if row_weights is None else [_returned_weights(step, row_weights, s) for s in range(len(zs))]
 
 
 Term = tuple[torch.Tensor, torch.Tensor]
@@ -201,7 +203,7 @@ def _domain_terms(config: MoEConfig, partials: list[Term], source: int, domains:
 
 
 def _exact_terms(step: ReferenceStep, ys: Tensors, source: int, weights: torch.Tensor) -> Iterable[Term]:
-    """Every routed row as it moves, weighted at home, in ascending k."""
+    """Every routed row as it moves, weighted at the source rank, in ascending k."""
     destination = step.routes[source].rank
     for k in range(destination.shape[1]):
         row = torch.zeros(len(destination), step.config.hidden_size)
@@ -217,14 +219,14 @@ def _moved(config: MoEConfig, value: torch.Tensor) -> torch.Tensor:
     return value.to(config.resolved_combine_dtype).float()
 
 
-def _weights_home(step: ReferenceStep, row_weights: Tensors, source: int) -> torch.Tensor:
-    home = torch.zeros(step.routes[source].rank.shape)
-    choice = torch.arange(home.shape[1]).expand_as(home)
+def _returned_weights(step: ReferenceStep, row_weights: Tensors, source: int) -> torch.Tensor:
+    returned = torch.zeros(step.routes[source].rank.shape)
+    choice = torch.arange(returned.shape[1]).expand_as(returned)
     for rank, numbers in enumerate(row_weights):
         place = step.places[rank][source]
         here = place >= 0
         if step.config.resolved_layout.per_expert:
-            home[here] = numbers.flatten()[place[here]]
+            returned[here] = numbers.flatten()[place[here]]
         else:
-            home[here] = numbers.flatten(0, -2)[place[here], choice[here]]
-    return home
+            returned[here] = numbers.flatten(0, -2)[place[here], choice[here]]
+    return returned

@@ -82,7 +82,8 @@ class CombineRequest(Request[tuple[torch.Tensor, torch.Tensor | None]]):
 
     @property
     def weights(self) -> torch.Tensor:
-        """The `row_weights` of the call as they came home, float32 [T, K], 0 where no row served (token, k). Waits."""
+        """The `row_weights` of the call, returned to this source rank: float32 [T, K], 0 where no row served
+        (token, k). Waits."""
         weights = self._wait()[1]
         if weights is None:
             raise AttributeError("weights: combine_async was called without row_weights")

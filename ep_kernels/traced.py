@@ -98,7 +98,7 @@ class Communicator(Protocol):
     def combine_now(
         self, y: torch.Tensor, handle: DispatchHandle, row_weights: torch.Tensor | None, apply_weights: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Both halves; (z, the row weights that came home)."""
+        """Both halves; (z, the row weights that were returned)."""
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
         """The weight of every row."""

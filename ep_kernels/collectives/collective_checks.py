@@ -44,7 +44,7 @@ def contiguous(name: str, value: object, device_type: str) -> torch.Tensor:
     if value.data_ptr() == 0 and value.numel():
         raise ArgumentError(name, "a tensor with memory", "one without: freed, fake or only traced")
     if value.is_neg() or value.is_conj():
-        raise ArgumentError(name, "a resolved tensor", "one negated or conjugated lazily: resolve_neg(), resolve_conj()")
+        raise ArgumentError(name, "a resolved tensor", "a lazy negation or conjugate: resolve_neg(), resolve_conj()")
     return value.detach()
 
 

@@ -36,7 +36,7 @@ COLLECTIVES = 3
 """Of a dispatch and its combine, at most: tokens, rows, gradients of weights."""
 _PAGE = 4096
 HOLDS = {
-    "tokens": "rows of every rank in their final place: output",
+    "tokens": "output: rows of every rank in their final place",
     "metadata": "T, places and weights of every rank's tokens",
     "scales": "scales of the rows",
 }

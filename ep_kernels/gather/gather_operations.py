@@ -108,7 +108,7 @@ class GatherCombine:
         self._engine, self._args = engine, args
         self._state: GatherState = args.handle.state
         self._num_tokens = args.handle.num_tokens
-        self._z = self._home = torch.empty(0)
+        self._z = self._z_weights = torch.empty(0)
         self._weighs = args.row_weights is not None
         self._pending: list[PendingCollective] = []
         self._result: tuple[torch.Tensor, torch.Tensor | None] | None = None
@@ -122,8 +122,8 @@ class GatherCombine:
         self._z = out
         self._pending.append(engine.reduce(engine.rows(args.y, state), out, state.origin))
         if args.row_weights is not None:
-            self._home = torch.empty(tokens, engine.config.topk, device=device)
-            self._pending.append(engine.reduce(engine.choices(args.row_weights, state), self._home, state.origin))
+            self._z_weights = torch.empty(tokens, engine.config.topk, device=device)
+            self._pending.append(engine.reduce(engine.choices(args.row_weights, state), self._z_weights, state.origin))
         self._stream = engine.stream()
         self._args = None  # type: ignore[assignment]  # the rows have been copied
 
@@ -135,8 +135,8 @@ class GatherCombine:
             with operation_errors():
                 for pending in self._pending:
                     pending.wait()
-            self._engine.lend(self._stream, self._z, self._home)
+            self._engine.lend(self._stream, self._z, self._z_weights)
             z = self._z if self._z is out else self._z[: self._num_tokens]
             z = z if out is None or z is out else out.copy_(z)
-            self._result = z, self._home[: self._num_tokens] if self._weighs else None
+            self._result = z, self._z_weights[: self._num_tokens] if self._weighs else None
         return self._result

@@ -78,7 +78,7 @@ class CombineArgs:
         y: expert rows in the shape of the handle's `DispatchOutput.tokens`, output dtype. Either anywhere in memory or
             the very tensor `combine_input` gave (zero copy).
         handle: the dispatch to undo.
-        row_weights: float32 [N, K] | [R, M, K] to be carried home beside the rows (weight gradients), or None.
+        row_weights: float32 [N, K] | [R, M, K] to be returned beside the rows (weight gradients), or None.
             Per-expert layouts: float32 [L, slots] | [N], one number per row.
         at_once: as in DispatchArgs.
         apply_weights: False sums a rank's rows unweighted (backward of dispatch). Ignored by rank-wise layouts.

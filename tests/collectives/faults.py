@@ -25,7 +25,7 @@ from ep_kernels.errors import TransportError
 from tests.collectives.steps import Seat, Store, check_all, everyone, on_device, same_bits, settle, values
 from tests.transports.lives import holdings
 
-PATIENCE_S = 3.0
+PATIENCE_S = 2.0
 """Deadline of waits in these tests; a rank that lives is never late by so much."""
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_gather registered", "all_reduce registered", "barrier")
 AHEAD = 12

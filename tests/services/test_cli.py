@@ -151,6 +151,7 @@ def test_a_transport_is_checked_before_anything_starts(tmp_path: Path) -> None:
         (["demo", "--transport", "pigeon"], "pigeon"),
         (["demo", "--workers", "0"], "--workers"),
         (["status", "--target", "nowhere"], "host:port"),
+        (["status", "--timeout", "nan"], "--timeout"),
         (["topo", "--target", "a:1,b"], "host:port"),
         (["tune", "--transport", "pigeon"], "pigeon"),
         (["tune", "--transport", "cpu", "--topk", "300"], "topk"),

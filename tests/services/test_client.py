@@ -28,6 +28,7 @@ from crossdock.protocol.v1 import control_pb2, expert_pb2
 from tests.chaos.proxy import Network
 from tests.services.control_world import TIMEOUT_S, lasting_port
 from tests.services.fakes import Answer, FakeControl, FakeWorker, echo, refuse, view_of
+from tests.waiting import until
 
 SOON_S = (0.4, 4.0, 40.0)
 """Deadlines that shall pass, each tried if a machine was too busy to come far enough before the one before it."""
@@ -374,13 +375,6 @@ def test_a_worker_that_is_cut_off_is_left_out_until_it_answers_again(
         until(lambda: not first.unresponsive)
         number = len(workers[0].seen)
         until(lambda: len(workers[0].seen) > number or service.forward(3, x, ids, weights, timeout_s=TIMEOUT_S) is None)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_slow_worker_that_is_there_is_waited_for(workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch) -> None:

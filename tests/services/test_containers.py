@@ -189,6 +189,7 @@ def test_one_that_keeps_ending_young_is_given_up(daemon: Daemon, run: Any, monke
 
 
 def test_a_container_that_somebody_removed_is_named(daemon: Daemon, run: Any) -> None:
+    daemon.turn(CONTROL, "removing")
     del daemon.containers[CONTROL]
     with pytest.raises(SupervisorError, match="group-control: the container was removed"):
         run.check()

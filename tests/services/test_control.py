@@ -423,7 +423,7 @@ async def test_many_changes_at_once_are_told_together(monkeypatch: pytest.Monkey
     """In a large group: those who come and go before the table is complete; that all are there is told soon."""
     size = 2 * watchers.DEBOUNCE_FROM_RANKS
     monkeypatch.setattr(watchers, "NOTIFY_DEBOUNCE_S_PER_RANK", 3600.0 / size)
-    monkeypatch.setattr(watchers, "FULL_NOTIFY_DEBOUNCE_S_PER_RANK", 2.0 / size)
+    monkeypatch.setattr(watchers, "FULL_NOTIFY_DEBOUNCE_S_PER_RANK", 1.0 / size)
     async with in_process(ControlConfig(world_size=size, lease_s=60, recover_s=0.01)) as control:
         control.clock.now += 1.0
         control.service.tick()

@@ -21,6 +21,7 @@ from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
 from ep_kernels.transports.cpu.native import OPS
 from ep_kernels.transports.cpu.transport import CpuTransport
+from tests.waiting import until
 
 R, E, H, K, M = 2, 4, 16, 2, 8
 WAIT_S = 120
@@ -157,13 +158,6 @@ def submit(rank: Rank, asked: Asked) -> Asked:
         except Refused:
             assert time.monotonic() < deadline
             threading.Event().wait(0.005)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.002)
 
 
 def test_a_request_that_is_being_read_calls_the_others(ranks: list[Rank]) -> None:

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def group(folder: Path) -> Iterator[Cluster]:
     """Two ranks, elastic: a lost one leaves a slot that anybody may take who fits."""
-    yield from cluster(folder, num_workers=2, lease_s=10.0, elastic=True, max_tokens_per_step=64)
+    yield from cluster(folder, num_workers=2, lease_s=5.0, elastic=True, max_tokens_per_step=64)
 
 
 def knock(group: Cluster, folder: Path, **fields: object) -> CompletedProcess[str]:

@@ -26,7 +26,7 @@ from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S, Batch, Clus
 pytestmark = pytest.mark.timeout(TEST_S)
 REDUNDANT = 4
 PLACEMENT = PlacementConfig(redundant_experts=REDUNDANT, load_half_life_s=5.0)
-LEASE_S = 9.0
+LEASE_S = 4.5
 """Loads are told three times in it."""
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(TEST_S)
 def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two ranks and a spare. Leases are short: nobody asks an idle group, so only they tell who is gone."""
     folder = tmp_path_factory.mktemp("spare")
-    yield from cluster(folder, num_workers=2, spares=1, lease_s=10.0, elastic=request.param, max_tokens_per_step=64)
+    yield from cluster(folder, num_workers=2, spares=1, lease_s=5.0, elastic=request.param, max_tokens_per_step=64)
 
 
 def uids(view: GroupView) -> dict[int, str]:

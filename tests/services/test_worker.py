@@ -20,6 +20,7 @@ from crossdock.common import rpc
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from tests.services.cluster import ANSWER_S, LAYERS, TEST_S, Batch, Caller, Cluster, E, H, K, check, cluster, rows
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(TEST_S)
 M = 64
@@ -253,13 +254,6 @@ def test_cancel(group: Cluster, caller: Caller) -> None:
     check(caller.forward(batch), batch, group.tensors)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + ANSWER_S
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
-
-
 def test_hanging_up_gives_everything_back(group: Cluster, caller: Caller) -> None:
     for _ in range(5):
         with group.caller(0) as rude:
@@ -356,12 +350,12 @@ def test_a_trace_of_all_ranks(group: Cluster, caller: Caller, tmp_path: Path) ->
 
 
 def test_an_idle_group_uses_no_cpu(group: Cluster) -> None:
-    """Not in any six seconds if a thread spins; in some of them if none does, whatever the tests before have left."""
+    """Not in any three seconds if a thread spins; in some of them if none does, whatever the tests before have left."""
     pids, deadline = [*group.supervisor.worker_pids(), group.supervisor.control_pid], time.monotonic() + ANSWER_S
     used = [1.0]
     while max(used) >= 0.02:
         assert time.monotonic() < deadline, used
         before, began = [cpu_seconds(pid) for pid in pids], time.monotonic()
-        threading.Event().wait(6.0)
+        threading.Event().wait(3.0)
         took_s = time.monotonic() - began
         used = [(cpu_seconds(pid) - then) / took_s for pid, then in zip(pids, before, strict=True)]

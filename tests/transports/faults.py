@@ -31,7 +31,7 @@ from tests.transports.steps import (
     start,
 )
 
-PATIENCE_S = 4.0
+PATIENCE_S = 2.5
 """Deadline of waits in these tests; a rank that lives is never late by so much."""
 SLACK_S = 15.0
 """What a loaded machine may add; far below what a hang takes."""

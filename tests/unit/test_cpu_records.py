@@ -36,7 +36,7 @@ def test_a_dispatch_has_each_word_in_its_place() -> None:
 def test_a_combine_has_each_word_in_its_place() -> None:
     op = native.combine_op(range(1, 7), (7, 1), (9, 10), (-1, 1), 13)
     assert words(op.routing, ROUTING) == [1, 2, 3, 4, 5, 6, 7, 1]
-    assert words(op, ("y", "row_weights", "outputs_slot", "apply_weights", "z", "weights_home")) == [
+    assert words(op, ("y", "row_weights", "outputs_slot", "apply_weights", "z", "z_weights")) == [
         9,
         10,
         -1,

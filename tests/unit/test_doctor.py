@@ -125,8 +125,8 @@ def test_peer_access_as_tried(tmp_path: Path) -> None:
     assert found["peer-access"].level is Level.FAIL
     assert found["peer-access"].what.startswith("GPUs 2-6: cuCtxEnablePeerAccess")
     assert found["peer-bandwidth"].what.startswith("GPU 6 to GPU 2: 100 GB/s, expected at least 239")
-    untried = list(hardware.judge_trials(host, {}, "a GPU or its driver hangs"))
-    assert [(one.level, one.what) for one in untried] == [(Level.UNTRIED, "a GPU or its driver hangs")]
+    skipped = list(hardware.judge_trials(host, {}, "a GPU or its driver hangs"))
+    assert [(one.level, one.what) for one in skipped] == [(Level.SKIPPED, "a GPU or its driver hangs")]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_reachable_and_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         (here,) = reach.judge_addresses([address], 5.0)
-        assert here.level is Level.GOOD
+        assert here.level is Level.OK
     (gone,) = reach.judge_addresses([address], 5.0)
     assert gone.level is Level.FAIL
     assert list(bad(reach.judge_addresses(["nonsense"], 1.0))) == ["reachable"]
@@ -263,11 +263,11 @@ def test_the_domain_decides_what_is_tried(tmp_path: Path) -> None:
 
 
 def test_it_is_shown_with_cause_and_cure() -> None:
-    findings = [Finding("a", Level.GOOD, "fine"), Finding("b", Level.WARN, "odd", "because", "do this")]
+    findings = [Finding("a", Level.OK, "fine"), Finding("b", Level.WARN, "odd", "because", "do this")]
     out = io.StringIO()
     assert run.show(findings, Console(file=out, width=100)) == findings
     assert "cause: because" in out.getvalue()
-    assert out.getvalue().splitlines()[-1] == "1 good, 1 warn"
+    assert out.getvalue().splitlines()[-1] == "1 ok, 1 warn"
     assert (run.exit_code(findings, strict=False), run.exit_code(findings, strict=True)) == (0, 1)
     assert run.as_dict(findings, strict=True)["ok"] is False
 
@@ -285,7 +285,7 @@ def test_a_real_pass_on_this_host() -> None:
     done = CliRunner().invoke(cli.app, ["doctor", "--json", "--transport", "cpu"])
     data = json.loads(done.stdout)
     found = {finding["check"]: finding for finding in data["findings"]}
-    assert found["cpu-pass"]["level"] == "good", found["cpu-pass"]
+    assert found["cpu-pass"]["level"] == "ok", found["cpu-pass"]
     assert {"cpu-latency", "cpu-bandwidth"} <= set(found)
     failed = [finding for finding in data["findings"] if finding["level"] == "fail"]
     assert done.exit_code == bool(failed)

@@ -45,7 +45,7 @@ def test_ports_are_tried_for_every_worker() -> None:
     with socket.create_server(("127.0.0.1", port + 2)):
         taken = findings_of(3, listen=f"127.0.0.1:{port}")["data-port"]
         assert (taken.level, taken.what) == (Level.FAIL, f"127.0.0.1:{port + 2}: Address already in use")
-        assert findings_of(2, listen=f"127.0.0.1:{port}")["data-port"].level is Level.GOOD
+        assert findings_of(2, listen=f"127.0.0.1:{port}")["data-port"].level is Level.OK
     assert findings_of(2)["data-port"].what == "any port of 0.0.0.0 can be listened on"
     assert findings_of(listen="198.51.100.7:0")["data-port"].level is Level.FAIL, "no address of this host"
 
@@ -76,7 +76,7 @@ def test_the_address_of_the_default_route(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_interfaces_and_locked_memory() -> None:
-    assert findings_of(devices=("lo",))["data-devices"].level is Level.GOOD
+    assert findings_of(devices=("lo",))["data-devices"].level is Level.OK
     missing = findings_of(devices=("lo", "none0"))["data-devices"]
     assert (missing.level, missing.what.partition(" here")[0]) == (Level.FAIL, "no none0")
     assert findings_of()["data-memlock"].what == "not needed: provider tcp locks no memory"
@@ -138,6 +138,6 @@ def test_two_doctors_dispatch_and_combine_over_the_network() -> None:
             process.kill()
     for text in said:
         found = {finding["check"]: finding for finding in json.loads(text)["findings"]}
-        assert found["network-pass"]["level"] == "good", found["network-pass"]
+        assert found["network-pass"]["level"] == "ok", found["network-pass"]
         assert found["network-pass"]["what"] == "2 ranks, every token came back as it was sent"
         assert {"network-meeting", "network-latency", "network-bandwidth"} <= set(found)

@@ -200,11 +200,11 @@ def test_the_configured_gid_is_the_one_that_is_announced(tmp_path: Path) -> None
 def test_the_doctor_shows_ports_and_what_is_missing(tmp_path: Path) -> None:
     facts = facts_of(hgx_h100(), tmp_path)
     found = list(rdma.judge_nics(facts, ALLOWED))
-    assert [finding.level for finding in found] == [Level.GOOD] * 9
+    assert [finding.level for finding in found] == [Level.OK] * 9
     assert found[2].what.startswith("mlx5_4/1: PIX from GPU 2, 400 Gb/s; GID 0 fe80")
     nothing = replace(ALLOWED, peermem=False)
     assert list(rdma.judge_nics(facts, nothing))[-1].what.startswith("neither nvidia_peermem")
-    assert list(rdma.judge_nics(facts, replace(nothing, open_driver=True)))[-1].level is Level.GOOD
+    assert list(rdma.judge_nics(facts, replace(nothing, open_driver=True)))[-1].level is Level.OK
     few = {one.check: one for one in rdma.judge_nics(facts_of(pcie_box(), tmp_path), ALLOWED)}
     assert few["rdma-shared"].what == "mlx5_0/1: 4 GPUs"
     (wrong,) = rdma.judge_nics(facts, ALLOWED, ["mlx5_2"])
@@ -214,7 +214,7 @@ def test_the_doctor_shows_ports_and_what_is_missing(tmp_path: Path) -> None:
 
 def test_a_step_outlasts_the_retries_of_a_queue_pair() -> None:
     (good,) = rdma.judge_retries("shuffle(verbs)", 10.0)
-    assert (good.level, good.what) == (Level.GOOD, "a queue pair gives up after 2.1 s at most, a step after 10 s")
+    assert (good.level, good.what) == (Level.OK, "a queue pair gives up after 2.1 s at most, a step after 10 s")
     (short,) = rdma.judge_retries("verbs", 2.0)
     assert (short.check, short.level) == ("rdma-retry", Level.WARN)
     assert not list(rdma.judge_retries("tcp", 1.0))
@@ -222,7 +222,7 @@ def test_a_step_outlasts_the_retries_of_a_queue_pair() -> None:
 
 def test_locked_memory(tmp_path: Path) -> None:
     limited = replace(ALLOWED, locked_bytes=8 << 20)
-    assert rdma.judge_memlock("shuffle(tcp)", limited).level is Level.GOOD
+    assert rdma.judge_memlock("shuffle(tcp)", limited).level is Level.OK
     assert rdma.judge_memlock("verbs", ALLOWED).what == "unlimited"
     assert rdma.judge_memlock("verbs", replace(limited, ipc_lock=True)).what == "CAP_IPC_LOCK"
     refused = rdma.judge_memlock("libfabric", limited)

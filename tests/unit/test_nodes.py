@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +19,7 @@ from crossdock.common.settings import KubernetesConfig
 from crossdock.control import nodes as nodes_module
 from crossdock.control.discovery import Labels
 from crossdock.control.nodes import Nodes, labels_of
+from tests.waiting import until
 
 CLIQUE, RACK = "nvidia.com/gpu.clique", "network.topology.nvidia.com/leaf"
 WAIT_S = 60.0
@@ -172,13 +172,6 @@ def config(api: Api, tmp_path: Path) -> KubernetesConfig:
     path = tmp_path / "kubeconfig"
     path.write_text(yaml.safe_dump(kubeconfig))
     return KubernetesConfig(kubeconfig=str(path))
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.01)
 
 
 def test_labels_are_listed_then_watched(api: Api, config: KubernetesConfig) -> None:

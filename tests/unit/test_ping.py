@@ -43,7 +43,7 @@ def test_dropped_connections_end_at_a_deadline(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_doctor_pings_in_a_process_of_its_own() -> None:
-    assert trial.judge_ping(trial.run_ping(WorkerNetworkConfig(listen="127.0.0.1:0"))).level is Level.GOOD
+    assert trial.judge_ping(trial.run_ping(WorkerNetworkConfig(listen="127.0.0.1:0"))).level is Level.OK
     refused = trial.judge_ping(main(json.dumps({"listen": "198.51.100.7:0"})))
     assert (refused.check, refused.level) == ("network-ping", Level.FAIL)
     assert "cannot listen on 198.51.100.7:0" in refused.what
@@ -56,9 +56,9 @@ def test_the_doctor_says_where_boxes_lie(way: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor_ping, "boxes", lambda _, config, __: str(gpu_direct.look(config, Refuses())))
     answer = main(json.dumps({"provider": "verbs", "gpu_direct": way}))
-    assert trial.judge_ping(answer).level is Level.GOOD
+    assert trial.judge_ping(answer).level is Level.OK
     (found,) = trial.judge_boxes(answer)
-    assert (found.check, found.level) == ("network-boxes", Level.GOOD if way == "auto" else Level.FAIL)
+    assert (found.check, found.level) == ("network-boxes", Level.OK if way == "auto" else Level.FAIL)
     expected = (
         "boxes in pinned host memory: no order" if way == "auto" else "gpu_direct dma-buf cannot be had: no order"
     )

@@ -28,7 +28,7 @@ from crossdock.common.config import (
     load,
 )
 from crossdock.common.settings import PROVIDER_PATTERN, AccessConfig, SecurityConfig, WorkerNetworkConfig
-from crossdock.host.run import check_network
+from crossdock.host.run import _log_dir_of, check_network
 from crossdock.worker import data_network
 from crossdock.worker.data_network import announced, network_of
 from crossdock.worker.process import _Process
@@ -157,6 +157,22 @@ def test_overrides_win_and_take_the_type_of_their_field(tmp_path: Path) -> None:
 def test_a_wrong_override_is_refused(override: str, words: str) -> None:
     with pytest.raises(ConfigFileError, match=words):
         load(ControlConfig, None, [override])
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (ControlConfig, "world_size"),
+        (ControlConfig, "max_message_bytes"),
+        (HostConfig, "num_workers"),
+        *((WorkerConfig, field) for field in ("max_message_bytes", "torch_threads", "local_rank", "device")),
+    ],
+)
+def test_a_number_that_no_part_could_use_is_refused_by_name(kind: type[msgspec.Struct], field: str) -> None:
+    """Foreign libraries take 32 bits, and would end the process with words of their own."""
+    needed = ["model=/m"] if kind is WorkerConfig else ["worker.model=/m"] if kind is HostConfig else []
+    with pytest.raises(ConfigFileError, match=rf"Expected `int.* - at `\$\.{field}`"):
+        load(kind, None, [*needed, f"{field}={1 << 33}"])
 
 
 def test_a_required_field_is_named() -> None:
@@ -349,6 +365,13 @@ def test_a_group_of_several_hosts_listens_where_they_reach_it(given: list[str], 
         return
     with pytest.raises(ConfigFileError, match=f"worker.network: expected addresses .* got {closed}; set"):
         check_network(config)
+
+
+@pytest.mark.parametrize("folder", ["/dev/null/logs", "/proc"])
+def test_logs_that_cannot_be_written_are_refused_by_name(folder: str, tmp_path: Path) -> None:
+    config = load(HostConfig, None, [f"worker.model={tmp_path}", f"log_dir={folder}"])
+    with pytest.raises(ConfigFileError, match=f"log_dir: expected a directory to write files in, got '{folder}'"):
+        _log_dir_of(config)
 
 
 def test_a_network_is_refused_where_the_transport_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,34 @@ def test_a_product_beside_the_event_loop_uses_the_configured_threads(num_threads
     assert done.stdout.strip() == str((num_threads - 1, num_threads)), done.stdout + done.stderr
 
 
+_END = """
+import sys, threading, torch
+from crossdock.cli import main
+from crossdock.worker import process
+
+def spin():
+    x = torch.randn(64, 64)
+    while True:
+        x.clone()
+
+def run_worker(config):
+    for _ in range(8):
+        threading.Thread(target=spin, daemon=True).start()
+    print("stopped")
+    return 0
+
+process.run_worker = run_worker
+sys.argv = ["crossdock", "worker", "--set", "model=/m"]
+main()
+"""
+
+
+def test_a_worker_ends_orderly_while_threads_are_in_torch() -> None:
+    """As while experts load: the interpreter's own end would abort the process."""
+    done = subprocess.run([sys.executable, "-c", _END], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped\n", "")
+
+
 class _Memory:
     """What the frame of a function holds."""
 

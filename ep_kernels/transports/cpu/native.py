@@ -111,7 +111,7 @@ class CombineOp(ctypes.Structure):
         + _fields(Routing, "routing")
         + _fields(c_void_p, "y row_weights")
         + _fields(c_int32, "outputs_slot apply_weights")
-        + _fields(c_void_p, "z weights_home")
+        + _fields(c_void_p, "z z_weights")
         + _fields(c_int32, "z_type pad")
     )
 
@@ -131,11 +131,11 @@ def dispatch_op(
 
 
 def combine_op(
-    routing: Sequence[int], of_routing: Sequence[int], given: Sequence[int], flags: Sequence[int], weights_home: int
+    routing: Sequence[int], of_routing: Sequence[int], given: Sequence[int], flags: Sequence[int], z_weights: int
 ) -> CombineOp:
     """The same of a CombineOp: y and what follows; `outputs_slot` and what follows; where z goes is not known yet."""
     op = CombineOp()
-    _OF_COMBINE.pack_into(op, 0, 0, 0, 0, 0, *routing, *of_routing, *given, *flags, 0, weights_home, 0, 0)
+    _OF_COMBINE.pack_into(op, 0, 0, 0, 0, 0, *routing, *of_routing, *given, *flags, 0, z_weights, 0, 0)
     return op
 
 

@@ -21,7 +21,7 @@ _MODES = (Mode.LL, Mode.HT)
 _TOTALS = ("num_rows", "num_dropped", "num_invalid_ids")
 
 
-class OperationHome(Protocol):
+class OperationContext(Protocol):
     """What an operation needs of the transport that it is of."""
 
     config: MoEConfig
@@ -45,7 +45,7 @@ class OperationHome(Protocol):
 class CpuDispatch:
     """See `base.PendingDispatch`."""
 
-    def __init__(self, transport: OperationHome, args: DispatchArgs) -> None:
+    def __init__(self, transport: OperationContext, args: DispatchArgs) -> None:
         self._transport, self._args = transport, args
         self._comm = transport.native()
         self._epoch = transport.epoch
@@ -137,7 +137,7 @@ class CpuDispatch:
 class CpuCombine:
     """See `base.PendingCombine`."""
 
-    def __init__(self, transport: OperationHome, args: CombineArgs) -> None:
+    def __init__(self, transport: OperationContext, args: CombineArgs) -> None:
         self._transport, self._args = transport, args
         self._comm = transport.native()
         self._epoch = transport.epoch
@@ -186,7 +186,7 @@ class CpuCombine:
         return z, self._weights
 
 
-def _same_epoch(transport: OperationHome, epoch: int) -> None:
+def _same_epoch(transport: OperationContext, epoch: int) -> None:
     if transport.epoch != epoch:
         raise HandleError(f"wait: begun in epoch {epoch}, the group is in epoch {transport.epoch}")
 

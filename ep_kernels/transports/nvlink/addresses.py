@@ -73,7 +73,7 @@ class RecordAddresses:
     def combine(
         self, op: int, routing: int, routing_id: int, carried: int, y: int, row_weights: int, weights: int, z: int
     ) -> tuple[int, ...]:
-        """Those of a combine's record, in its order, but for the weights that come home."""
+        """Those of a combine's record, in its order, but for the weights that are returned."""
         at = self.state
         return (
             op, routing_id, y, row_weights, routing + at.dst_rows, carried + at.weights, routing + at.tokens,

@@ -337,13 +337,13 @@ class LaunchEngine:
             z = out
             if z is None or z.data_ptr() % _ROW:
                 z = self._empty((handle.num_tokens, self._width), self._out_dtype)
-            record.z, home = z.data_ptr(), None
+            record.z, z_weights = z.data_ptr(), None
             if args.row_weights is not None:
-                home = self._empty((handle.num_tokens, self.config.topk), torch.float32)
-                record.z_weights = home.data_ptr()
-            call.keep += [z, home]
+                z_weights = self._empty((handle.num_tokens, self.config.topk), torch.float32)
+                record.z_weights = z_weights.data_ptr()
+            call.keep += [z, z_weights]
             self.num_combines = seq if args.at_once else self.num_combines
-            return z, home
+            return z, z_weights
 
         if not args.at_once:
             self.num_combines = seq  # its send phase follows; otherwise both phases, when `receive` has its memory

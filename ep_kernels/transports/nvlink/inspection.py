@@ -39,20 +39,20 @@ T = TypeVar("T")
 # Memory.
 
 HOLDS = {
-    "flags": "how far each peer has come",
+    "flags": "progress of each peer: the seq of its last operation",
     "counts": "HT: rows that each source sends, per expert",
     "arrivals": "HT, per-expert layouts: which rows have arrived",
     "routing_ids": "HT: routing_id of each source",
     "metadata": "HT: expert, row, weight, token of each row",
     "scales": "HT: fp8 scales of the rows, by source",
-    "rows": "rows in their final place: output",
+    "rows": "output: rows in their final place",
     "combine_rows": "HT: combine receive buffer: partials, with their fp8 scales",
     "combine_weights": "HT: gradients of weights, received by combine",
     "combine_routing_ids": "HT: routing_id of each expert rank",
     "row_lines": "LL: rows and their scales as they travel, by source",
     "metadata_lines": "LL: expert, row, weight, token of each row",
     "count_lines": "LL, per-expert layouts: rows that each source sends, per expert",
-    "count_packets": "LL: rows that each source sends, and the age of its routing",
+    "count_packets": "LL: rows that each source sends, and how many dispatches old its routing is",
     "combine_lines": "LL: combine receive buffer: partials, with their fp8 scales",
     "weight_lines": "LL: gradients of weights, received by combine",
     "routing_packets": "LL: routing_id of each expert rank",

@@ -31,12 +31,12 @@ _RUNS = ("num_tokens", "op")
 
 @dataclass(frozen=True, slots=True)
 class _PlansOfMode:
-    """Of one algorithm, in one launch or in two. `home`: combine with weights that are given to it."""
+    """Of one algorithm, in one launch or in two. `weighted`: combine with weights that are given to it."""
 
     fresh: OperationPlan
     again: OperationPlan
     combine: OperationPlan
-    home: OperationPlan | None
+    weighted: OperationPlan | None
 
 
 class NumberReader(Protocol):
@@ -157,7 +157,7 @@ class NvlinkQuickCalls:
             "scales": ExpectedTensor(engine.sizes.scale_dtype, shape) if shape else none,
         }
 
-    def _combine_plan(self, mode: Mode, home: bool, split: bool) -> OperationPlan:
+    def _combine_plan(self, mode: Mode, weighted: bool, split: bool) -> OperationPlan:
         engine, config = self._engine, self._engine.config
         operation, width = engine.combine_operations[mode], (config.hidden_size,)
         is_ht = plan.algorithm(config, mode) is Mode.HT
@@ -166,7 +166,7 @@ class NvlinkQuickCalls:
         tensors = {"y": ExpectedTensor(config.resolved_output_dtype, (*lead, *width), aligned=True), "z": z}
         if split:  # of its own: until it is received, another may begin
             tensors["op"] = ExpectedTensor(torch.int64, (abi.OP_WORDS,))
-        if home:
+        if weighted:
             tensors["given"] = ExpectedTensor(torch.float32, (TOKENS, config.topk))
         return OperationPlan(
             self._around,
@@ -176,7 +176,7 @@ class NvlinkQuickCalls:
             tensors,
             lambda a: engine.addresses.combine(
                 a.get("op", engine.op_address), a["routing"], a["routing_id"], a["carried"], a["y"], 0,
-                a["given" if home else "weights"], a["z"],
+                a["given" if weighted else "weights"], a["z"],
             ),
             config.max_tokens_per_rank,
             -1,
@@ -188,7 +188,7 @@ class NvlinkQuickCalls:
     def was_captured(self) -> bool:
         """Whether a CUDA graph took one of their launches."""
         sets = (*self._plans.values(), *self._split.values())
-        plans = [plan for each in sets for plan in (each.fresh, each.again, each.combine, each.home)]
+        plans = [plan for each in sets for plan in (each.fresh, each.again, each.combine, each.weighted)]
         return any(plan.was_captured for plan in plans if plan is not None)
 
     # Calls.
@@ -295,8 +295,8 @@ class NvlinkQuickCalls:
         slot = begun % self._slots[1]
         if topk_weights is None:
             done = plans.combine.call(slot, state.words, y, z)
-        elif plans.home is not None:
-            done = plans.home.call(slot, state.words, y, z, topk_weights)
+        elif plans.weighted is not None:
+            done = plans.weighted.call(slot, state.words, y, z, topk_weights)
         else:
             return None
         if done != 0:
@@ -313,11 +313,11 @@ class NvlinkQuickCalls:
         engine, plans = self._engine, self._of(True, state.mode)
         by, given = plans.combine, tuple[torch.Tensor, ...]()
         if topk_weights is not None:
-            if plans.home is None or type(topk_weights) is not torch.Tensor:
+            if plans.weighted is None or type(topk_weights) is not torch.Tensor:
                 return None
             if topk_weights.data_ptr() == 0 or not topk_weights.is_contiguous():
                 return None
-            by, given = plans.home, (topk_weights.clone(),)  # the caller may overwrite its own before `wait`
+            by, given = plans.weighted, (topk_weights.clone(),)  # the caller may overwrite its own before `wait`
         z = torch.empty_like(self._room(state.tokens)) if out is None else out
         op, begun = torch.empty_like(self._op), engine.num_combines
         words = by.call(begun % self._slots[1], state.words, y, z, op, *given)

@@ -6,7 +6,6 @@ that does not take it, 4 (a worker) a GPU that was lost.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +22,7 @@ from crossdock.cli.console import (
     ParentPid,
     SecurityFile,
     Target,
+    Timeout,
     console,
     load_security,
     security_of,
@@ -44,7 +44,7 @@ _USAGE_ERRORS = (
 
 app = typer.Typer(
     name="crossdock",
-    help="Serve the experts of a mixture-of-experts model, expert-parallel.",
+    help="Expert parallelism for mixture-of-experts models: serve the experts, measure, inspect and repair a group.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -53,7 +53,7 @@ app = typer.Typer(
 
 @app.callback()
 def root(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
-    """Serve the experts of a mixture-of-experts model, expert-parallel."""
+    """Expert parallelism for mixture-of-experts models: serve the experts, measure, inspect and repair a group."""
 
 
 @app.command()
@@ -63,9 +63,9 @@ def up(
     listen: Annotated[str, typer.Option("--listen", "-l", help="host:port of the control plane started here.")] = "",
     join: Annotated[str, typer.Option("--join", help="host:port of a control plane that runs elsewhere.")] = "",
     world_size: Annotated[int | None, typer.Option("--world-size", help="Ranks of all hosts.")] = None,
-    network: Annotated[str, typer.Option("--network", help="tcp: how ranks of other hosts are reached.")] = "",
+    network: Annotated[str, typer.Option("--network", help="Between hosts: tcp, verbs or libfabric.")] = "",
     transport: Annotated[str, typer.Option("--transport", help=f"How ranks reach each other: {KNOWN}.")] = "",
-    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16; the checkpoint's own.")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16; else the checkpoint's.")] = "",
     log_dir: Annotated[str, typer.Option("--log-dir", help="Directory of the log files.")] = "",
     runtime: Annotated[str, typer.Option("--runtime", help="process, or docker: containers of our images.")] = "",
     security: SecurityFile = None,
@@ -117,19 +117,14 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
 
     loaded = load(WorkerConfig, config, overrides or [])
     _die_with(parent_pid)
-    from crossdock.worker.process import EXIT_DEVICE_LOST, run_worker
+    from crossdock.worker.process import end_process, run_worker
 
-    code = run_worker(loaded)
-    if code == EXIT_DEVICE_LOST:  # an orderly end would free what the lost GPU holds, and could crash on it
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    raise typer.Exit(code)
+    end_process(run_worker(loaded))
 
 
 @app.command("deep-ep")
 def deep_ep(as_json: Json = False) -> None:
-    """Print the folder that makes `import deep_ep` mean Crossdock: PYTHONPATH="$(crossdock deep-ep)" PROGRAM."""
+    """Print the folder of our `deep_ep` module: PYTHONPATH="$(crossdock deep-ep)" PROGRAM imports it as DeepEP."""
     path = str(Path(crossdock.__file__).parent / "deep_ep" / "path")
     show_json({"path": path}) if as_json else print(path)
 
@@ -138,7 +133,7 @@ def deep_ep(as_json: Json = False) -> None:
 def status(
     target: Target = DEFAULT_TARGET,
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 5.0,
+    timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
     """Show ranks, epoch, states, experts and rates of a group. Exit status 1 unless it is serving."""
@@ -161,13 +156,13 @@ def status(
 @app.command()
 def experts(
     target: Target = DEFAULT_TARGET,
-    layer: Annotated[int | None, typer.Option("--layer", help="One MoE layer: its experts, by load.")] = None,
+    layer: Annotated[int | None, typer.Option("--layer", help="The experts of this MoE layer, by load.")] = None,
     most: Annotated[int, typer.Option("--most", min=1, help="With --layer: number of experts.")] = 32,
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
+    timeout_s: Timeout = 60.0,
     security: SecurityFile = None,
 ) -> None:
-    """Show each expert's load and copies, how balanced the ranks are, and what would move."""
+    """Show each expert's load and copies, how balanced the ranks are, and what `rebalance` would move."""
     from crossdock.cli.experts import as_dict, as_tables
     from crossdock.common import rpc
     from crossdock.common.config import ConfigFileError
@@ -193,10 +188,10 @@ def experts(
 def rebalance(
     target: Target = DEFAULT_TARGET,
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 60.0,
+    timeout_s: Timeout = 60.0,
     security: SecurityFile = None,
 ) -> None:
-    """Move experts between ranks while they serve, as `crossdock experts` says. Exit status 1 if it cannot be now."""
+    """Move experts between ranks while they serve, as `crossdock experts` shows. Exit status 1 if refused."""
     from crossdock.common import rpc
     from crossdock.common.control_channel import call_leader
     from crossdock.protocol.v1.control_pb2 import RebalanceRequest
@@ -220,9 +215,9 @@ def demo(
     transport: Annotated[str, typer.Option("--transport", help=f"{KNOWN}; on GPUs one worker on each.")] = "cpu",
     workers: Annotated[int | None, typer.Option("--workers", "-n", min=1, help="By default 4, or one per GPU.")] = None,
     family: Annotated[
-        list[str] | None, typer.Option("--family", "--families", help="Only this one; all: every one. Repeatable.")
+        list[str] | None, typer.Option("--family", "--families", help="A model family, or all. Repeatable.")
     ] = None,
-    hosts: Annotated[int, typer.Option("--hosts", min=1, help="2: half of the workers in another namespace.")] = 1,
+    hosts: Annotated[int, typer.Option("--hosts", min=1, help="2: workers in two network namespaces.")] = 1,
     as_json: Json = False,
     security: SecurityFile = None,
     in_namespace: Annotated[bool, typer.Option("--in-namespace", hidden=True)] = False,
@@ -239,18 +234,18 @@ def demo(
 
 @app.command()
 def topo(
-    files: Annotated[list[Path] | None, typer.Argument(help="Facts of hosts, from `crossdock topo --facts`.")] = None,
-    target: Annotated[str, typer.Option("--target", "-t", help="host:port of a control plane: its live group.")] = "",
+    files: Annotated[list[Path] | None, typer.Argument(help="Output of `topo --facts` on other hosts.")] = None,
+    target: Annotated[str, typer.Option("--target", "-t", help="host:port of a control plane: show its group.")] = "",
     as_json: Json = False,
     as_dot: Annotated[bool, typer.Option("--dot", help="Print a graph for Graphviz.")] = False,
-    as_svg: Annotated[bool, typer.Option("--svg", help="Print a picture.")] = False,
-    only_facts: Annotated[bool, typer.Option("--facts", help="Print this host's facts, to be read elsewhere.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="With --target: seconds to wait.")] = 5.0,
+    as_svg: Annotated[bool, typer.Option("--svg", help="Print an SVG picture.")] = False,
+    only_facts: Annotated[bool, typer.Option("--facts", help="Print this host's facts, for FILES.")] = False,
+    timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
     """Show the connections between GPUs, their transport and speed, each GPU's NIC, and why a transport is off.
 
-    Of this host, of hosts whose facts were written to files, or of a live group.
+    By default of this host; of other hosts from files, or of a running group.
     """
     from crossdock.common.config import ConfigFileError
     from crossdock.topo import listing, picture, sources
@@ -280,23 +275,23 @@ def topo(
 @app.command()
 def memory(
     as_json: Json = False,
-    num_experts: Annotated[int, typer.Option("--num-experts", help="E.")] = 256,
-    hidden_size: Annotated[int, typer.Option("--hidden-size", help="H.")] = 7168,
-    topk: Annotated[int, typer.Option("--topk", help="K.")] = 8,
+    num_experts: Annotated[int, typer.Option("--num-experts", help="Experts of a layer (E).")] = 256,
+    hidden_size: Annotated[int, typer.Option("--hidden-size", help="Hidden size (H).")] = 7168,
+    topk: Annotated[int, typer.Option("--topk", help="Experts per token (K).")] = 8,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens per rank.")] = 128,
-    ranks: Annotated[int, typer.Option("--ranks", help="R.")] = 8,
+    ranks: Annotated[int, typer.Option("--ranks", help="Ranks of the group, over all hosts.")] = 8,
     mode: Annotated[str, typer.Option("--mode", help="ll, ht or auto.")] = "ll",
     layout: Annotated[str, typer.Option("--layout", help="expert_major, grouped, ...")] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32, fp8.")] = "bfloat16",
-    transport: Annotated[str, typer.Option("--transport", help="By default the one on GPUs.")] = "",
-    hosts: Annotated[int, typer.Option("--hosts", help="Over which the ranks are spread evenly.")] = 1,
+    transport: Annotated[str, typer.Option("--transport", help="cpu or nvlink; by default nvlink.")] = "",
+    hosts: Annotated[int, typer.Option("--hosts", help="Hosts of the group, with equally many ranks.")] = 1,
     model: Annotated[Path | None, typer.Option("--model", help="Checkpoint: show its experts' bytes instead.")] = None,
     expert_dtype: Annotated[str, typer.Option("--expert-dtype", help="With --model: as in a worker's config.")] = "",
     rank_gib: Annotated[float | None, typer.Option("--rank-gib", help="With --model: memory of each rank.")] = None,
 ) -> None:
-    """Show the bytes of one rank's region, array by array, and of what it has for ranks of other hosts.
+    """Show how much memory the transport takes on one rank, array by array, with the buffers for other hosts.
 
-    With --model, the bytes of its experts on each of --ranks, whether they fit, and how many ranks would be enough.
+    With --model: the bytes of its experts on each rank, whether they fit, and the least number of ranks that would do.
     """
     from crossdock.cli import memory as regions
 
@@ -321,12 +316,12 @@ for _command in (doctor, tune, drain, cordon, uncordon, load_checkpoint, postmor
 
 @app.command()
 def certs(
-    folder: Annotated[Path, typer.Argument(help="Where they are written; made if missing.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write to; created if missing.")],
     host: Annotated[list[str] | None, typer.Option("--host", help="Name or address of a server. Repeatable.")] = None,
-    days: Annotated[int, typer.Option("--days", min=1, help="Until they end.")] = 365,
+    days: Annotated[int, typer.Option("--days", min=1, help="Days until they expire.")] = 365,
     as_json: Json = False,
 ) -> None:
-    """Make an authority and certificates for every part of a group. Run again: new ones of the same authority."""
+    """Make a certificate authority and certificates for every part of a group. A second run keeps the authority."""
     from crossdock.cli.certs import make_all
 
     made = [str(path) for path in make_all(folder, host or (), days)]
@@ -335,7 +330,7 @@ def certs(
 
 @app.command()
 def version(as_json: Json = False) -> None:
-    """Show the versions of Crossdock and of what it stands on."""
+    """Show the versions of Crossdock and of its main dependencies."""
     import platform
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as version_of

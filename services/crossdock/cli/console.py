@@ -27,6 +27,7 @@ Target = Annotated[str, typer.Option("--target", "-t", help="host:port of the co
 SecurityFile = Annotated[
     Path | None, typer.Option("--security", help="YAML file: certificates and token (docs/security.md).")
 ]
+Timeout = Annotated[float, typer.Option("--timeout", min=0, max=86400, help="Seconds to wait for each answer.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 

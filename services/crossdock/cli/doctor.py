@@ -8,30 +8,32 @@ import typer
 
 from crossdock.cli.console import KNOWN, ConfigFile, Json, Overrides, SecurityFile, console, security_of, show_json
 
-Listen = Annotated[str, typer.Option("--listen", "-l", help="host:port where a doctor of another host is awaited.")]
-Peer = Annotated[str, typer.Option("--peer", help="host:port of the doctor that awaits this one.")]
-Wait = Annotated[float, typer.Option("--wait", min=1, help="With --listen, --peer: seconds for the other to come.")]
+Listen = Annotated[str, typer.Option("--listen", "-l", help="host:port to wait at for another host's --peer.")]
+Peer = Annotated[str, typer.Option("--peer", help="host:port where another host waits with --listen.")]
+Wait = Annotated[float, typer.Option("--wait", min=1, help="With --listen, --peer: seconds to wait for the other.")]
 
 
 def doctor(
     transport: Annotated[str, typer.Option("--transport", help=f"auto, {KNOWN}.")] = "auto",
-    target: Annotated[str, typer.Option("--target", "-t", help="host:port of a control plane: its group too.")] = "",
-    reach: Annotated[list[str] | None, typer.Option("--reach", help="host:port to reach. Repeatable.")] = None,
+    target: Annotated[str, typer.Option("--target", "-t", help="host:port of a control plane to check.")] = "",
+    reach: Annotated[list[str] | None, typer.Option("--reach", help="host:port to connect to. Repeatable.")] = None,
     listen: Listen = "",
     peer: Peer = "",
     wait_s: Wait = 300.0,
-    passes: Annotated[bool, typer.Option("--pass/--no-pass", help="Really dispatch and combine here.")] = True,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings too make the exit status 1.")] = False,
+    passes: Annotated[bool, typer.Option("--pass/--no-pass", help="Run a dispatch and a combine on this host.")] = True,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit status 1 for warnings, too.")] = False,
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for each connection.")] = 5.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, max=86400, help="Seconds to wait for each connection.")
+    ] = 5.0,
     security: SecurityFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Look for what would keep a group from working here: with cause and cure. Exit status 1 if anything fails.
+    """Check whether a group can run on this host; failures with cause and remedy. Exit status 1 if a check fails.
 
-    With the config of `crossdock up` its network is looked at too; with --listen here and --peer on another host both
-    dispatch and combine over the network between them.
+    Given the config of `crossdock up`, its network is checked, too.
+    With --listen on one host and --peer on another, the two dispatch and combine over the network between them.
     """
     from crossdock.common.addresses import split_address
     from crossdock.common.config import ConfigFileError, HostConfig, load

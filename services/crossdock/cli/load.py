@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Target, security_of, show_json
+from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Target, Timeout, security_of, show_json
 
 if TYPE_CHECKING:
     from crossdock.protocol.v1.control_pb2 import LoadRequest
@@ -17,14 +17,14 @@ LOOK_S = 0.25
 
 
 def load(
-    model: Annotated[Path, typer.Option("--model", help="Checkpoint of the same shape, where all workers find it.")],
+    model: Annotated[Path, typer.Option("--model", help="Checkpoint of the same shapes, at a path of all workers.")],
     target: Target = DEFAULT_TARGET,
     wait_s: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait until all layers have it.")] = 600.0,
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer.")] = 5.0,
+    timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
-    """Load another checkpoint while the group serves, layer by layer. Exit status 1: it was not (wholly) loaded."""
+    """Load another checkpoint while the group serves, layer by layer. Exit status 1 unless all of it was loaded."""
     from crossdock.common import rpc
     from crossdock.common.control_channel import call_leader
     from crossdock.protocol.v1.control_pb2 import ExpertsRequest, ExpertsResponse

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Target, security_of, show_json
+from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Target, Timeout, security_of, show_json
 
 if TYPE_CHECKING:
     from crossdock.protocol.v1.control_pb2 import Barred, GroupView
 
 Name = Annotated[str, typer.Argument(help="A rank, a worker (uid), or a host: every worker there.")]
 Reason = Annotated[str, typer.Option("--reason", help="Shown as the reason.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer.")]
 LOOK_S = 0.25
 
 
@@ -28,7 +27,7 @@ def drain(
     timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
-    """Make workers finish what is queued and leave, and keep them out until `uncordon`. Exit status 1: some stayed."""
+    """Let workers finish what is queued and leave; they stay out until `uncordon`. Exit status 1 if some stayed."""
     barred = _cordon(name, reason, target, timeout_s, security, drain_too=True)
     deadline = time.monotonic() + wait_s
     left = _members(target, timeout_s, security)
@@ -48,7 +47,7 @@ def cordon(
     timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
-    """Bar workers from registering again; current members continue to serve."""
+    """Refuse workers that register; those that are members continue to serve."""
     _print(_cordon(name, reason, target, timeout_s, security, drain_too=False), "cordoned", as_json=as_json)
 
 
@@ -59,7 +58,7 @@ def uncordon(
     timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
-    """Let workers in again: cordoned, drained or quarantined ones."""
+    """Accept workers again that were cordoned, drained or quarantined."""
     from crossdock.common import rpc
     from crossdock.common.control_channel import call_leader
     from crossdock.protocol.v1.control_pb2 import UncordonRequest

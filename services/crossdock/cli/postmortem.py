@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, security_of, show_json
+from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Timeout, security_of, show_json
 from crossdock.common.postmortem_record import is_number, parse
 
 Record = Mapping[str, Any]
@@ -35,10 +35,10 @@ def postmortem(
     files: Annotated[list[Path] | None, typer.Argument(help="Log files of workers; by default --target.")] = None,
     target: Annotated[str, typer.Option("--target", "-t", help="host:port of the control plane.")] = "",
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 5.0,
+    timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
-    """Show which waits for a rank have failed, in order, over all ranks. Exit status 1 if none has."""
+    """Show the waits for a rank that failed, of all ranks, in order of time. Exit status 1 if none did."""
     from crossdock.common.config import ConfigFileError
 
     if files and target:

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, console, security_of, show_json
+from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Timeout, console, security_of, show_json
 from crossdock.cli.latency_view import verdict_dict, verdict_line, waits
 from crossdock.host.group_table import headline
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupState, GroupView, LatencyReport, Member
@@ -31,13 +31,13 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
     as_json: Json = False,
     every_s: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two screens.")] = 1.0,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 5.0,
+    timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
     """Show a group while it works: ranks, rates, p50 and p99 by operation, who waits for whom, what is slow.
 
-    With --json one object, as with --once. Exit status 1 unless it is serving. Where the control plane does not answer
-    for a while, the last view stays.
+    --json prints one object and ends, as --once does one screen. Exit status 1 unless the group is serving.
+    While the control plane does not answer, the last screen stays.
     """
     from crossdock.common.rpc import CallError
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from crossdock.cli.clock_offsets import Offset, Trace, offsets
-from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, security_of, show_json
+from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Timeout, security_of, show_json
 from crossdock.protocol.v1.control_pb2 import Member
 from crossdock.protocol.v1.expert_pb2 import Operation, TraceRequest, TraceResponse
 
@@ -27,7 +27,7 @@ def trace(
     steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Of each rank, the last ones.")] = 100,
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("trace.json"),
     as_json: Json = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for each answer.")] = 10.0,
+    timeout_s: Timeout = 10.0,
     security: SecurityFile = None,
 ) -> None:
     """Write the last steps of all ranks to a file that Perfetto opens (operators only)."""

@@ -8,36 +8,37 @@ import typer
 
 from crossdock.cli.console import KNOWN, Json, console, show_json
 
-Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="By default every GPU here, or 4.")]
+Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="By default one per GPU of this host, or 4.")]
 Layouts = Annotated[list[str] | None, typer.Option("--layout", help="Repeatable; by default grouped and flat.")]
 Dtype = Annotated[
-    str, typer.Option("--dtype", help="bfloat16, float16, float32; fp8: sent as fp8; fp8-rows: come as fp8.")
+    str,
+    typer.Option("--dtype", help="bfloat16, float16, float32; fp8: dispatch quantises; fp8-rows: x is fp8."),
 ]
-Largest = Annotated[int | None, typer.Option("--max-tokens", min=1, help="Largest step; by default 4096, cpu: 512.")]
-Runs = Annotated[int, typer.Option("--runs", min=1, help="Of each step and algorithm; the median counts.")]
+Largest = Annotated[int | None, typer.Option("--max-tokens", min=1, help="Largest T; by default 4096, on cpu 512.")]
+Runs = Annotated[int, typer.Option("--runs", min=1, help="Runs of each size and algorithm; their median is taken.")]
 Folder = Annotated[
-    str | None, typer.Option("--cache-dir", help="`kernel_cache_dir` of the processes that will use it.")
+    str | None, typer.Option("--cache-dir", help="Where to save: `kernel_cache_dir` of the processes that read it.")
 ]
 
 
 def tune(
     transport: Annotated[str, typer.Option("--transport", help=f"auto, {KNOWN}.")] = "auto",
     ranks: Ranks = None,
-    num_experts: Annotated[int, typer.Option("--num-experts", help="E.")] = 256,
-    hidden_size: Annotated[int, typer.Option("--hidden-size", help="H.")] = 7168,
-    topk: Annotated[int, typer.Option("--topk", help="K.")] = 8,
+    num_experts: Annotated[int, typer.Option("--num-experts", help="Experts of a layer (E).")] = 256,
+    hidden_size: Annotated[int, typer.Option("--hidden-size", help="Hidden size (H).")] = 7168,
+    topk: Annotated[int, typer.Option("--topk", help="Experts per token (K).")] = 8,
     layout: Layouts = None,
     dtype: Dtype = "bfloat16",
-    fp8_combine: Annotated[bool, typer.Option("--fp8-combine", help="Combine moves partials as fp8.")] = False,
-    num_sms: Annotated[int | None, typer.Option("--num-sms", min=1, help="Multiprocessors, if AUTO has few.")] = None,
+    fp8_combine: Annotated[bool, typer.Option("--fp8-combine", help="Combine sends fp8.")] = False,
+    num_sms: Annotated[int | None, typer.Option("--num-sms", min=1, help="SMs that one operation may use.")] = None,
     max_tokens: Largest = None,
     runs: Runs = 15,
     cache_dir: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Measure LL against HT here, and keep from which step on AUTO is to run HT.
+    """Measure LL, HT and AG on this host, and save which of them AUTO runs for how many tokens.
 
-    By itself it starts a process for each rank; under torchrun it is one.
+    It starts a process for each rank; under torchrun it runs as one of them.
     """
     from crossdock.tune import run
     from crossdock.tune.request import TuneRequest

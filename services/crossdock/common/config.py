@@ -100,7 +100,7 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     """host:port of the gRPC server; port 0 = any free one. Loopback, since it has no `security` by default."""
     http_listen: str = "127.0.0.1:7401"
     """host:port of /metrics, /livez, /readyz."""
-    world_size: Count | None = None
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] | None = None
     """Ranks in the group. Fixed: the slot of a lost rank stays empty until it is replaced. Null: 4; under `crossdock
     up` as many as it has workers, and a larger number waits for workers of other hosts."""
     lease_s: Seconds = 3.0
@@ -120,7 +120,7 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     """Window of these epochs: a rank that fails more rarely costs less than a replacement."""
     recover_s: Seconds = 5.0
     """Recovery period after a restart, in which a serving group can report itself."""
-    max_message_bytes: Count = 1 << 20
+    max_message_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] = 1 << 20
     """Largest message accepted from a worker: heartbeats of 15,616 expert slots take 200 KiB, facts and regions 64."""
     max_calls_per_s: Rate = 100.0
     """Calls of one caller (of workers: one uid at one host) per second; more end with RESOURCE_EXHAUSTED. 0: any."""
@@ -152,9 +152,9 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """host:port of the control plane; of several replicas, separated by commas."""
     uid: str = ""
     """Stable identity over restarts. Empty: <host>/<local_rank>."""
-    local_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    local_rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
     """Number of this worker on its host."""
-    device: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    device: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] | None = None
     """GPUs: index of the CUDA device, as this process sees them. Null: local_rank."""
     listen: str = "127.0.0.1:0"
     """host:port of the ExpertService; port 0 = any free one (the control plane learns it)."""
@@ -192,7 +192,7 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """The same for all clients together; above it requests are refused with RESOURCE_EXHAUSTED."""
     max_shared_bytes: Annotated[int, msgspec.Meta(ge=0)] = 128 << 20
     """Memory shared with clients of this host; one client gets a quarter, and uses gRPC beyond it. 0: none."""
-    max_message_bytes: Count = 2 << 20
+    max_message_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] = 2 << 20
     """Largest message accepted from a client; larger ones end their stream with RESOURCE_EXHAUSTED. `crossdock.client`
     cuts larger batches by rows, into requests that fit the default. A stream can hold one unfinished message."""
     max_calls_per_s: Rate = 100.0
@@ -201,7 +201,7 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """Requests of one client per second; more are answered RESOURCE_EXHAUSTED. 0: any."""
     drain_timeout_s: Seconds = 30.0
     """Time limit for queued requests after SIGTERM."""
-    torch_threads: Count | None = None
+    torch_threads: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
     """Threads of the expert GEMMs on a CPU. Null: 1; under `crossdock up` the host's processors per worker less one, at
     least 1. More threads than processors cost most of a host's throughput."""
     tracing: TracingConfig | None = None
@@ -214,7 +214,7 @@ class HostConfig(_Config, frozen=True, kw_only=True):
 
     worker: WorkerConfig
     """Config of all workers. Fixed ports and `device` count up by local rank: worker i listens on port + i."""
-    num_workers: Count = DEFAULT_WORLD
+    num_workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = DEFAULT_WORLD
     """Workers on this host."""
     control: ControlConfig | None = ControlConfig()
     """The control plane to start here; its `world_size` is `num_workers`, or more where workers of other hosts join.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from crossdock.common.addresses import EVERY_INTERFACE, family_of, format_address, split_address
 from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.doctor import rdma
-from crossdock.doctor.findings import Finding, fail, good, judge, warn
+from crossdock.doctor.findings import Finding, fail, judge, ok, warn
 
 _NOWHERE = ("192.0.2.1", 9)
 """An address for documentation: connecting a UDP socket to it sends nothing, and shows the default route."""
@@ -59,7 +59,7 @@ def _ports(network: WorkerNetworkConfig, num_workers: int) -> Finding:
             return fail("data-port", f"{address}: {reason}", cause, cure)
     first, last = split_address(network.listen)[1], split_address(network.of_worker(num_workers - 1).listen)[1]
     ports = f"ports {first} to {last}" if last > first else f"port {first}" if first else "any port"
-    return good("data-port", f"{ports} of {split_address(network.listen)[0]} can be listened on")
+    return ok("data-port", f"{ports} of {split_address(network.listen)[0]} can be listened on")
 
 
 def _devices(devices: tuple[str, ...]) -> Finding:
@@ -88,7 +88,7 @@ def _address(network: WorkerNetworkConfig) -> Finding:
     if shown.startswith("127.") or shown == "::1":
         return warn("data-address", f"{host} is loopback", "no other host reaches it", cure)
     whence = "" if named or listens not in EVERY_INTERFACE else ", that of the default route"
-    return good("data-address", f"{host}{whence}")
+    return ok("data-address", f"{host}{whence}")
 
 
 def trial_network(network: WorkerNetworkConfig | None, at: str, *, listens: bool) -> WorkerNetworkConfig:

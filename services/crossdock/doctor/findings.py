@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 
 class Level(enum.Enum):
-    """How bad it is: GOOD, UNTRIED (nothing to judge, `what` says why), WARN (works, but slower or with less reserve),
+    """How bad it is: OK, SKIPPED (nothing to judge, `what` says why), WARN (works, but slower or with less reserve),
     FAIL (does not work)."""
 
-    GOOD = "good"
-    UNTRIED = "untried"
+    OK = "ok"
+    SKIPPED = "skipped"
     WARN = "warn"
     FAIL = "fail"
 
@@ -35,14 +35,14 @@ class Finding:
     cure: str = ""
 
 
-def good(check: str, what: str) -> Finding:
+def ok(check: str, what: str) -> Finding:
     """Nothing to do."""
-    return Finding(check, Level.GOOD, what)
+    return Finding(check, Level.OK, what)
 
 
-def untried(check: str, why: str) -> Finding:
+def skipped(check: str, why: str) -> Finding:
     """Not available, or not requested."""
-    return Finding(check, Level.UNTRIED, why)
+    return Finding(check, Level.SKIPPED, why)
 
 
 def warn(check: str, what: str, cause: str, cure: str) -> Finding:
@@ -55,6 +55,6 @@ def fail(check: str, what: str, cause: str, cure: str) -> Finding:
     return Finding(check, Level.FAIL, what, cause, cure)
 
 
-def judge(check: str, ok: bool, what: str, cause: str, cure: str, *, level: Level = Level.FAIL) -> Finding:
-    """Good, or `level` with cause and cure."""
-    return good(check, what) if ok else Finding(check, level, what, cause, cure)
+def judge(check: str, holds: bool, what: str, cause: str, cure: str, *, level: Level = Level.FAIL) -> Finding:
+    """OK, or `level` with cause and cure."""
+    return ok(check, what) if holds else Finding(check, level, what, cause, cure)

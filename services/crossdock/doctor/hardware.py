@@ -7,7 +7,7 @@ from typing import Protocol
 
 from crossdock.common.transports import GPU_LINKS, installed
 from crossdock.control.discovery import Topology, gpu_trouble, join, nic_trouble, oldest_gpu, too_old
-from crossdock.doctor.findings import Finding, Level, fail, good, judge, untried, warn
+from crossdock.doctor.findings import Finding, Level, fail, judge, ok, skipped, warn
 from crossdock.protocol.v1 import topology_pb2 as pb
 
 LEAST_OF_PAPER = 0.5
@@ -49,7 +49,7 @@ def judge_host(host: pb.HostFacts, *, needs_gpus: bool) -> Iterator[Finding]:
 def judge_trials(host: pb.HostFacts, trials: Trials, why_not: str) -> Iterator[Finding]:
     """Peer access, as it was tried; `why_not`: why nothing was tried."""
     if not trials:
-        yield untried("peer-access", why_not)
+        yield skipped("peer-access", why_not)
         return
     topology = join([host])
     numbers = {gpu.pci_bus_id: number for number, gpu in enumerate(host.gpus)}
@@ -68,7 +68,7 @@ def judge_trials(host: pb.HostFacts, trials: Trials, why_not: str) -> Iterator[F
         yield warn("peer-bandwidth", words, cause, "`nvidia-smi nvlink -s -e`; run this again on an idle host")
     working = [trial.gbps for trial in trials.values() if trial.ok]
     if working and not slow:
-        yield good("peer-access", f"{len(working)} ordered pairs, {min(working):.0f} to {max(working):.0f} GB/s each")
+        yield ok("peer-access", f"{len(working)} ordered pairs, {min(working):.0f} to {max(working):.0f} GB/s each")
 
 
 def _slow(topology: Topology, trials: Trials, numbers: Mapping[str, int]) -> Iterator[str]:
@@ -94,9 +94,9 @@ def _names(*, needs_gpu: bool) -> str:
 
 def _driver(host: pb.HostFacts, *, needs_gpus: bool) -> Finding:
     if host.gpus:
-        return good("driver", f"{host.driver_version}, CUDA {host.cuda_version}, {len(host.gpus)} GPUs")
+        return ok("driver", f"{host.driver_version}, CUDA {host.cuda_version}, {len(host.gpus)} GPUs")
     if not needs_gpus:
-        return untried("driver", f"no GPU here ({host.no_gpus_reason}): transport {_names(needs_gpu=False)} only")
+        return skipped("driver", f"no GPU here ({host.no_gpus_reason}): transport {_names(needs_gpu=False)} only")
     cure = "install the NVIDIA driver; in a container use the NVIDIA runtime and ask for GPUs (nvidia.com/gpu)"
     return fail("driver", host.no_gpus_reason, f"transport {_names(needs_gpu=True)} needs GPUs", cure)
 
@@ -127,7 +127,7 @@ def _gpus(host: pb.HostFacts, *, needs_gpus: bool) -> Iterator[Finding]:
         what = f"GPU {gpu.index}: {gpu.ecc_uncorrected} uncorrected since the driver was loaded"
         yield fail("ecc", what, "its memory lost data", "drain the host, reset the GPU; replace it if they come again")
     if not sick:
-        yield good("ecc", "no uncorrected memory errors")
+        yield ok("ecc", "no uncorrected memory errors")
     for gpu in host.gpus:
         reasons = [reason for reason in gpu.held_back_by if reason not in _HARMLESS]
         if reasons:
@@ -139,7 +139,7 @@ def _domain(topology: Topology) -> Finding:
     sizes = sorted((len(members) for members in topology.domains.values()), reverse=True)
     count = len(topology.devices)
     if not sizes:
-        return untried("nvlink-domain", f"no two of {count} GPUs reach each other over NVLink: transport cpu only")
+        return skipped("nvlink-domain", f"no two of {count} GPUs reach each other over NVLink: transport cpu only")
     words = f"{' + '.join(map(str, sizes))} of {count} GPUs"
     cause = "a group of all of them is not possible over nvlink"
     cure = "`crossdock topo` says why for each pair"
@@ -148,14 +148,14 @@ def _domain(topology: Topology) -> Finding:
 
 def _nics(host: pb.HostFacts) -> Iterator[Finding]:
     if not host.nics:
-        yield untried("rdma", "no RDMA device: hosts are joined by sockets only (worker.network)")
+        yield skipped("rdma", "no RDMA device: hosts are joined by sockets only (worker.network)")
         return
     down = [nic_trouble(nic) for nic in host.nics if nic_trouble(nic)]
     if down:
         cure = "check cable, switch port, and subnet manager (InfiniBand) or address (Ethernet); ignore unused ports"
         yield warn("rdma-state", "; ".join(down), "the GPUs near to it use one that is farther away", cure)
     else:
-        yield good("rdma-state", f"{len(host.nics)} ports, all active")
+        yield ok("rdma-state", f"{len(host.nics)} ports, all active")
     for nic in host.nics:
         if nic.link_layer == "Ethernet" and not nic_trouble(nic):
             if nic.roce != "RoCE v2":

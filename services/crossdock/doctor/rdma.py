@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crossdock.common.plural import counted
-from crossdock.doctor.findings import Finding, Level, fail, good, judge, warn
+from crossdock.doctor.findings import Finding, Level, fail, judge, ok, warn
 from ep_kernels import TransportError
 from ep_kernels.network.nics import NicChoice, nic_of_gpus, nic_of_rank
 from ep_kernels.topology import HostFacts
@@ -65,7 +65,7 @@ def judge_nics(
         yield (fail if devices or gid_index >= 0 else warn)("rdma-nic", str(error), "no rank can use RDMA here", cure)
         return
     for choice in choices.values():
-        yield good("rdma-nic", _shown(choice))
+        yield ok("rdma-nic", _shown(choice))
     yield from _shared(choices.values())
     if facts.gpus:
         yield _gpu_direct(rdma)
@@ -74,9 +74,9 @@ def judge_nics(
 def judge_memlock(provider: str, rdma: RdmaFacts) -> Finding:
     """Whether a provider may lock the memory that it registers."""
     if "tcp" in provider.partition(";")[0]:
-        return good("data-memlock", f"not needed: provider {provider} locks no memory")
+        return ok("data-memlock", f"not needed: provider {provider} locks no memory")
     if rdma.locked_bytes < 0 or rdma.ipc_lock:
-        return good("data-memlock", "unlimited" if rdma.locked_bytes < 0 else "CAP_IPC_LOCK")
+        return ok("data-memlock", "unlimited" if rdma.locked_bytes < 0 else "CAP_IPC_LOCK")
     cause = f"provider {provider} registers hundreds of MiB, and a registration over the limit is refused"
     cure = (
         "ulimit -l unlimited; LimitMEMLOCK=infinity of the unit, in Kubernetes of containerd's; or CAP_IPC_LOCK as root"
@@ -113,7 +113,7 @@ def _shared(choices: Iterable[NicChoice]) -> Iterator[Finding]:
 
 def _gpu_direct(rdma: RdmaFacts) -> Finding:
     if rdma.peermem or rdma.open_driver:
-        return good("gpu-direct", "nvidia_peermem" if rdma.peermem else "dma-buf, by the open kernel modules")
+        return ok("gpu-direct", "nvidia_peermem" if rdma.peermem else "dma-buf, by the open kernel modules")
     what = "neither nvidia_peermem nor the driver's open kernel modules (dma-buf)"
     cause = "NICs do not reach GPU memory: rows are staged through pinned host memory"
     return warn("gpu-direct", what, cause, "modprobe nvidia_peermem, or install the open kernel modules of the driver")

@@ -12,7 +12,7 @@ from crossdock.common import rpc
 from crossdock.common.addresses import split_address
 from crossdock.common.control_channel import call_leader
 from crossdock.common.security import Security
-from crossdock.doctor.findings import Finding, fail, good, judge, warn
+from crossdock.doctor.findings import Finding, fail, judge, ok, warn
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
 
@@ -28,7 +28,7 @@ def judge_addresses(addresses: Sequence[str], timeout_s: float) -> Iterator[Find
 
 
 def judge_certificate(security: Security) -> Iterator[Finding]:
-    """How long the certificate of this process is good."""
+    """How long the certificate of this process is valid."""
     if not security.config.cert_file:
         return
     left_s = security.not_after - time.time()
@@ -39,7 +39,7 @@ def judge_certificate(security: Security) -> Iterator[Finding]:
     elif left_s < _SOON_S:
         yield warn("certificate", words, "it ends within a week", cure)
     else:
-        yield good("certificate", words)
+        yield ok("certificate", words)
 
 
 def judge_group(target: str, timeout_s: float, security: Security | None = None) -> Iterator[Finding]:
@@ -86,4 +86,4 @@ def _connect(check: str, address: str, timeout_s: float) -> Finding:
     words = f"{address}: {milliseconds:.1f} ms"
     if milliseconds > _SLOW_MS:
         return warn(check, words, "connecting takes long", "check name service and routes")
-    return good(check, words)
+    return ok(check, words)

@@ -16,12 +16,12 @@ from crossdock.common.security import Security
 from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.control.discovery import join
 from crossdock.doctor import data_port, hardware, rdma, reach, system, trial
-from crossdock.doctor.findings import Finding, Level, good, untried
+from crossdock.doctor.findings import Finding, Level, ok, skipped
 from crossdock.protocol.v1 import topology_pb2
 from crossdock.topo.facts import host_facts
 from ep_kernels.topology import HostFacts, probe, try_peers
 
-_STYLES = {Level.GOOD: "green", Level.UNTRIED: "dim", Level.WARN: "yellow", Level.FAIL: "bold red"}
+_STYLES = {Level.OK: "green", Level.SKIPPED: "dim", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def examine(request: DoctorRequest, facts: HostFacts | None = None) -> Iterator[
         yield from reach.judge_group(request.target, request.timeout_s, request.security)
     yield from _network(request)
     if not request.passes:
-        yield untried("pass", "disabled (--no-pass)")
+        yield skipped("pass", "disabled (--no-pass)")
         return
     if len(host.gpus) > 1:
         trials, why = try_peers()
@@ -104,7 +104,7 @@ def _network(request: DoctorRequest) -> Iterator[Finding]:
         yield from trial.judge_boxes(answer)
     if meeting:
         how = f"on the other host: crossdock doctor --peer {meeting}" if listens else f"at {meeting}"
-        yield good("network-meeting", f"waiting up to {request.wait_s:g} s; {how}")
+        yield ok("network-meeting", f"waiting up to {request.wait_s:g} s; {how}")
         transport = next(name for name in transports.cross_host_names() if not transports.needs_gpu(name))
         answers = trial.run_between_hosts(transport, int(not listens), meeting, network, request.wait_s)
         yield from trial.judge_trial(transport, answers, 0.0, name="network")

@@ -13,7 +13,7 @@ from pathlib import Path
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig
 from crossdock.common.plural import counted
-from crossdock.doctor.findings import Finding, Level, good, judge, untried, warn
+from crossdock.doctor.findings import Finding, Level, judge, ok, skipped, warn
 from ep_kernels import tuning
 
 _GIB = 1 << 30
@@ -88,13 +88,13 @@ def judge_system(facts: SystemFacts, *, num_ranks: int, has_gpus: bool, has_nics
     yield _ports(facts)
 
 
-def _reserve(check: str, ok: bool, what: str, cause: str, cure: str) -> Finding:
-    return judge(check, ok, what, cause, cure, level=Level.WARN)
+def _reserve(check: str, holds: bool, what: str, cause: str, cure: str) -> Finding:
+    return judge(check, holds, what, cause, cure, level=Level.WARN)
 
 
 def _shm(facts: SystemFacts) -> Finding:
     if facts.shm_bytes < 0:
-        return untried("shm", "no /dev/shm: Crossdock itself does not use it, NCCL does")
+        return skipped("shm", "no /dev/shm: Crossdock itself does not use it, NCCL does")
     cause = "Crossdock does not use it (regions are memfds), but NCCL does"
     cure = "docker run --shm-size 1g; an emptyDir with medium: Memory at /dev/shm"
     return _reserve("shm", facts.shm_bytes >= _LEAST_SHM, f"{facts.shm_bytes >> 20} MiB free", cause, cure)
@@ -102,7 +102,7 @@ def _shm(facts: SystemFacts) -> Finding:
 
 def _ports(facts: SystemFacts) -> Finding:
     if not facts.busy_ports:
-        return good("ports", "the defaults are free")
+        return ok("ports", "the defaults are free")
     what = f"taken on 127.0.0.1: {', '.join(map(str, facts.busy_ports))}"
     cure = "perhaps a control plane runs already; else choose others with control.listen and control.http_listen"
     return warn("ports", what, "`crossdock up` with its defaults could not listen", cure)
@@ -110,7 +110,7 @@ def _ports(facts: SystemFacts) -> Finding:
 
 def _memory(facts: SystemFacts) -> Finding:
     if facts.memory_bytes < 0:
-        return untried("memory", "not reported by the kernel")
+        return skipped("memory", "not reported by the kernel")
     cause = "a worker of even a small model would be killed for memory"
     cure = "a larger memory limit of the container, or a larger host"
     words = f"{facts.memory_bytes / _GIB:.1f} GiB free"

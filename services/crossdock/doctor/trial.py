@@ -22,7 +22,7 @@ import msgspec
 from crossdock.common.plural import counted
 from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.common.transports import Expected, installed
-from crossdock.doctor.findings import Finding, Level, fail, good, judge, warn
+from crossdock.doctor.findings import Finding, Level, fail, judge, ok, warn
 
 CPU_RANKS = 2
 HOSTS = 2
@@ -78,13 +78,13 @@ def judge_ping(answer: Mapping[str, Any]) -> Finding:
         f"{answer['provider']} at {answer['address']}: {answer['num_bytes']} bytes through ring, proxy and provider in "
         f"{answer['median_us']:.1f} us (at most {answer['most_us']:.0f})"
     )
-    return good("network-ping", what)
+    return ok("network-ping", what)
 
 
 def judge_boxes(answer: Mapping[str, Any]) -> Iterator[Finding]:
     """What it says of a GPU's boxes."""
     if "boxes" in answer:
-        yield good("network-boxes", answer["boxes"])
+        yield ok("network-boxes", answer["boxes"])
     if "no_boxes" in answer:
         cure = "worker.network.gpu_direct: auto takes the best way there is; the words say what refused the others"
         yield fail("network-boxes", answer["no_boxes"], "ranks of this configuration do not start", cure)
@@ -182,7 +182,7 @@ def _bandwidth(name: str, answers: Sequence[Mapping[str, Any]], links_gbps: floa
     cure = "run this on an idle host; `nvidia-smi nvlink -s -e` for links in error; check clocks"
     if rates[slowest] < least:
         return warn(f"{name}-bandwidth", what, "a link or a rank is slower than it should be", cure)
-    return good(f"{name}-bandwidth", what)
+    return ok(f"{name}-bandwidth", what)
 
 
 def _handles(answers: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -190,6 +190,6 @@ def _handles(answers: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     if kinds:
         refused = next(answer["handles"]["refused"] for answer in answers if "handles" in answer)
         why = "; ".join(f"not {kind}: {reason}" for kind, reason in refused.items())
-        yield good("memory-handles", ", ".join(sorted(kinds)) + (f" ({why})" if why else ""))
+        yield ok("memory-handles", ", ".join(sorted(kinds)) + (f" ({why})" if why else ""))
     if ways := {answer["gpu_direct"] for answer in answers if "gpu_direct" in answer}:
-        yield good("gpu-direct-memory", f"NICs would reach GPU memory {' | '.join(sorted(ways))}")
+        yield ok("gpu-direct-memory", f"NICs would reach GPU memory {' | '.join(sorted(ways))}")

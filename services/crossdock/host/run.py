@@ -40,7 +40,8 @@ def run_host(config: HostConfig, console: Console) -> int:
     """Run the host's processes or containers until SIGINT or SIGTERM, then drain them; the exit status.
 
     Raises:
-        ConfigFileError: the model's directory or the transport is not there, or an image or the SDK for containers.
+        ConfigFileError: the model's directory or the transport is not there, or an image or the SDK for containers; or
+            `log_dir` cannot be written.
         ConnectionError: no daemon answers that could run containers.
         SupervisorError: the group could not come up; HopelessError: it never can, with this configuration or model.
         ListenError: `http_listen` cannot be listened on.
@@ -51,7 +52,7 @@ def run_host(config: HostConfig, console: Console) -> int:
     check_network(config)
     log.setup(LogConfig(level="warning"))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="crossdock-"))
+    log_dir = _log_dir_of(config)
     supervisor = _containers(config, log_dir) if config.docker else _processes(config, log_dir)
     timeout_s = config.control.form_timeout_s if config.control else _JOIN_TIMEOUT_S
     try:
@@ -68,6 +69,18 @@ def run_host(config: HostConfig, console: Console) -> int:
         _stop(supervisor, config.stop_timeout_s)
     console.print("stopped")
     return 0
+
+
+def _log_dir_of(config: HostConfig) -> Path:
+    """Made if missing. Raises ConfigFileError: no file can be made there."""
+    try:
+        folder = Path(config.log_dir or tempfile.mkdtemp(prefix="crossdock-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        given = repr(config.log_dir) if config.log_dir else "none, and a new one cannot be made"
+        raise ConfigFileError(f"log_dir: expected a directory to write files in, got {given} ({error})") from error
+    return folder
 
 
 def _check_transport(name: str) -> None:

@@ -107,7 +107,7 @@ def _devices(picture: Picture) -> Table:
     table = _plain_table(
         ("rank", "right"), ("device", "left"), ("model", "left"), ("memory", "right"), ("NUMA", "right"),
         ("domain", "left"), ("NVLinks", "right"), ("GB/s", "right"), ("NIC", "left"), ("Gb/s", "right"),
-        ("away", "left"), ("rail", "right"),
+        ("path", "left"), ("rail", "right"),
     )  # fmt: skip
     for number in picture.in_order:
         device, gpu, nic = topology.devices[number], topology.gpu(number), topology.nic(number)
@@ -136,7 +136,7 @@ def _hosts(picture: Picture) -> Table:
     topology = picture.topology
     table = _plain_table(
         ("ranks", "right"), ("host", "left"), ("devices", "left"), ("domains", "left"), ("NICs", "left"),
-        ("away", "left"), ("rails", "left"),
+        ("path", "left"), ("rails", "left"),
     )  # fmt: skip
     names = {name: f"D{number}" for number, name in enumerate(topology.domains)}
     rows: dict[int, list[int]] = {}

@@ -67,16 +67,18 @@ class HighThroughputFinalizer(Finalizer):
         payload, common, done = self._payload(x, quant_config, defer_input_quant)
         _to_comm()
         _crossing(*payload, topk_ids, weights)
-        rows, scales, ids, home_weights, metadata = self._dispatch(payload, topk_ids, weights.float(), num_experts, a1)
+        rows, scales, ids, source_weights, metadata = self._dispatch(
+            payload, topk_ids, weights.float(), num_experts, a1
+        )
         _to_compute_sync()
-        _crossing(rows, scales, ids, home_weights, None if metadata is None else metadata.expert_num_tokens)
+        _crossing(rows, scales, ids, source_weights, None if metadata is None else metadata.expert_num_tokens)
 
         def receive() -> Prepared:
             if done or not len(rows):
-                return rows, scales if common is None else common, metadata, ids, home_weights
+                return rows, scales if common is None else common, metadata, ids, source_weights
             given = quant_config.a1_gscale if quant_config.quant_dtype == "nvfp4" else quant_config.a1_scale
             q, scale = _quantized(rows, given, quant_config)
-            return q, scale, metadata, ids, home_weights
+            return q, scale, metadata, ids, source_weights
 
         return receive
 
@@ -211,8 +213,8 @@ class GraphFinalizer(HighThroughputFinalizer):
         local = out.topk_ids[:rows]
         arrived = torch.arange(rows, device=local.device)[:, None] < out.num_rows
         ids = torch.where(arrived & (local >= 0), local.long() + self._first_expert, self._elsewhere(num_experts))
-        home_weights = torch.where(arrived, out.topk_weights[:rows], 0.0)
-        return out.tokens[:rows], None if out.scales is None else out.scales[:rows], ids, home_weights, None
+        source_weights = torch.where(arrived, out.topk_weights[:rows], 0.0)
+        return out.tokens[:rows], None if out.scales is None else out.scales[:rows], ids, source_weights, None
 
     def _communicator(self, payload: Any, num_experts: int, topk: int, dtype: torch.dtype) -> MoECommunicator:
         x, scales = payload

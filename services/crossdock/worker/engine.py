@@ -2,15 +2,15 @@
 
     any thread                      the engine's thread, for one epoch: `run(comm, experts)`
     submit(work) ──┐                ┌─> sleep until there is a request, or a peer's exchange
-    withdraw(work) ├─> batcher ─────┤   exchange: proposal, outcome of an unsure step   (8 int64, all ranks)
+    withdraw(work) ├─> batcher ─────┤   exchange: proposal, outcome of an unconfirmed step   (8 int64, all ranks)
     close(failure) ┘   (one lock)   │   choose_step: the same decision on every rank
-                                    └── dispatch -> experts -> combine; answer, unless the step is unsure
+                                    └── dispatch -> experts -> combine; answer, unless the step is unconfirmed
 
 Failures:
 * Invalid request: refused before it gets here (`admission.py`).
 * The experts of a rank raise: it sends NaN so that no peer waits, and reports `failed` in the next exchange. A rank
-  that got no NaN has answered by then, rightly; one that did is unsure, and answers INTERNAL after that exchange (or
-  with its rows, if nobody failed: NaN may be what an expert computed). The group continues.
+  that got no NaN has answered by then, rightly. The step of one that did is unconfirmed: it answers after that
+  exchange, INTERNAL, or with its rows if nobody failed (NaN may be what an expert computed). The group continues.
 * A peer is silent or gone, the epoch ended, or the communicator fails otherwise: all requests here are answered
   UNAVAILABLE (or with the failure of `close`), `run` returns the fault, and the session forms the next epoch.
 """
@@ -213,17 +213,17 @@ class Engine:
         return ended
 
     def _loop(self, comm: MoECommunicator, stepper: Stepper) -> Left | Fault:
-        unsure: Batch | None = None
+        unconfirmed: Batch | None = None
         while True:
-            if unsure is None:
+            if unconfirmed is None:
                 self._sleep(comm)
             if self._paused:
                 return Fault("the group continues without a lost rank")
-            words = comm.exchange(self._propose(unsure).words())
+            words = comm.exchange(self._propose(unconfirmed).words())
             proposals = {rank: Proposal.parse(each) for rank, each in enumerate(words) if each is not None}
-            if unsure is not None:
-                self._finish(unsure, [rank for rank, proposal in proposals.items() if proposal.failed])
-                unsure = None
+            if unconfirmed is not None:
+                self._finish(unconfirmed, [rank for rank, proposal in proposals.items() if proposal.failed])
+                unconfirmed = None
             if self._tables is not None:
                 self._tables.apply_agreed([proposal.placement for proposal in proposals.values()])
             decision = choose_step(proposals, self._max_tokens)
@@ -233,8 +233,8 @@ class Engine:
                 batch = self._step(stepper, decision)
                 self._steps_are_long = time.monotonic_ns() - batch.start_ns > _LONG_NS
                 request_trace.stepped(batch, comm.rank, self._epoch, self._num_steps, time.monotonic_ns())
-                if batch.unsure:
-                    unsure = batch
+                if batch.unconfirmed:
+                    unconfirmed = batch
                 else:
                     self._finish(batch, [])
                 self._telemetry.step(batch.record)

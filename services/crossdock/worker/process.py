@@ -5,7 +5,7 @@
 
 Exit codes: 0 drained; 1 an essential task ended, which is a bug (the log has the error); 2 the model, the device or an
 address cannot be used; 3 the group refused this worker, or there was no control plane for `JOIN_TIMEOUT_S` after
-the start; 4 the GPU was lost; 5 the group can permanent take this worker, as both are configured. After a 1, a 3 or a 4
+the start; 4 the GPU was lost; 5 the group can never take this worker, as both are configured. After a 1, a 3 or a 4
 the process may be started again.
 """
 
@@ -15,8 +15,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import grpc.aio
 import torch
@@ -103,6 +105,15 @@ def run_worker(config: WorkerConfig) -> int:
         return EXIT_DEVICE_LOST
     finally:
         model.close()
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process at once. An orderly end of the interpreter aborts where another thread is in torch, as while
+    experts load, and would free what a lost GPU holds, which can crash."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+            stream.flush()
+    os._exit(code)
 
 
 class _Process:

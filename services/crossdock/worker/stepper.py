@@ -37,7 +37,7 @@ class Batch:
         slices: of the requests, in the order of the rows of z.
         z: [T, H] in host memory; of a CPU: valid until the next step, or where a request wants its rows.
         error: of this rank's experts, or empty.
-        unsure: a rank may have failed in it: this one, or one whose rows are NaN.
+        unconfirmed: a rank may have failed in it: this one, or one whose rows are NaN.
         record: numbers for telemetry.
         start_ns: monotonic time at which dispatch began.
     """
@@ -45,7 +45,7 @@ class Batch:
     slices: Sequence[Slice]
     z: torch.Tensor
     error: str
-    unsure: bool
+    unconfirmed: bool
     record: StepRecord
     start_ns: int
 
@@ -118,8 +118,8 @@ class Stepper:
         counts = num_tokens, result.rows_per_expert, parts[1], self._count_remote_rows
         record = StepRecord(*counts, *result.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
         why = f"layer {layer}: {error or failed}" if error or failed else ""
-        unsure = bool(why) or any(map(math.isnan, result.z[:, 0].tolist()))
-        return Batch(slices, result.z, why, unsure, record, start_ns)
+        unconfirmed = bool(why) or any(map(math.isnan, result.z[:, 0].tolist()))
+        return Batch(slices, result.z, why, unconfirmed, record, start_ns)
 
     def _room(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
         """Where combine writes z [T, H]; of a request that has a place for its rows: there. None: anywhere."""

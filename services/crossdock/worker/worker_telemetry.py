@@ -124,6 +124,8 @@ class WorkerTelemetry:
         ]
         moved = metrics.payload_bytes_total, metrics.wire_bytes_total
         self._payload, self._wire = ([one.labels(op, transport) for op in ("dispatch", "combine")] for one in moved)
+        for op in ("exchange", "dispatch", "combine"):
+            metrics.samples_dropped_total.labels(op)  # exported as 0 from the start
         self._next_collect_s, self._steps_since_collect = 0.0, 0
         self._num_tokens = self._num_requests = self._num_steps = 0
         self._rate = (time.monotonic(), 0)

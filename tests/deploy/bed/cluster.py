@@ -14,13 +14,12 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from tests.deploy.bed import tools
+from tests.deploy.bed import leftovers, tools
 from tests.deploy.bed.api import Api
 from tests.deploy.bed.pki import Authority
 from tests.deploy.bed.processes import Processes, free_ports
@@ -60,7 +59,7 @@ class Cluster:
         """Start it. Raises Missing where a program cannot be built."""
         more = CONTROLLERS.values() if simulated or address != ADDRESS else ()
         programs = tools.need("etcd", "kube-apiserver", "helm3", *more)
-        folder = Path(tempfile.mkdtemp(prefix="crossdock-bed-"))
+        folder = leftovers.new_folder()
         cluster = Cluster(folder, programs, address, simulated=simulated)
         try:
             cluster._start()

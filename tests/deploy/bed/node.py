@@ -3,7 +3,8 @@
     with network.private(), Cluster.up(network.NODE) as cluster, Node.up(cluster, images) as node:
         node.load("localhost/crossdock-control:bed")
 
-All its state is in the cluster's folder, that of containerd too. Needs root.
+All its state is in the cluster's folder, that of containerd too, and its pods are in cgroups of the folder's name, so
+that it runs beside any other kubelet. Needs root.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import time
 from types import TracebackType
 from typing import Any
 
-from tests.deploy.bed import network, runtime, tools
+from tests.deploy.bed import leftovers, network, runtime, tools
 from tests.deploy.bed.cluster import ADDRESS, Cluster
 from tests.deploy.bed.images import Images
 from tests.deploy.bed.names import Names
@@ -42,8 +42,6 @@ def demand() -> None:
             f"a real node needs {', '.join(lacking)} "
             "(Debian: runc, iptables, conntrack, containernetworking-plugins, gcc, podman, buildah)"
         )
-    if runtime.pod_cgroups():
-        raise Missing("a kubelet seems to run here already (there are cgroups named kubepods): ours would disturb it")
 
 
 class Node:
@@ -63,6 +61,7 @@ class Node:
     @staticmethod
     def up(cluster: Cluster, images: Images) -> Node:
         """Start everything and wait until the node is Ready."""
+        leftovers.clear()
         node = Node(cluster, images)
         node.folder.mkdir()
         try:
@@ -105,20 +104,17 @@ class Node:
     def close(self) -> None:
         """End kubelet and pods, unmount, and remove cgroups and network namespaces of pods."""
         for name in ("kubelet", "proxy"):
-            with contextlib.suppress(KeyError):
-                self.cluster.processes.end(name)
-        networks = runtime.pod_networks(self.folder)
-        for pid in runtime.pod_pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            self._end(name)
         for task in self._quietly("task", "ls", "-q").split():
             self._quietly("task", "rm", "--force", task)
-        with contextlib.suppress(KeyError):
-            self.cluster.processes.end("containerd")
-        runtime.end_shims(self.socket)
+        self._end("containerd")
         if self._names:
             self._names.close()
-        runtime.forget(self.cluster.folder, networks)
+        runtime.clear(self.cluster.folder)
+
+    def _end(self, name: str) -> None:
+        with contextlib.suppress(KeyError):
+            self.cluster.processes.end(name)
 
     def _quietly(self, *words: str) -> str:
         try:
@@ -141,6 +137,7 @@ class Node:
         self.cluster.processes.wait("kubelet", self._is_ready, READY_S)
 
     def _start_kubelet(self) -> None:
+        runtime.make_cgroups(self.cluster.folder.name)
         authority = self.cluster.authority
         names = [f"DNS:{NAME}", f"IP:{network.NODE}", f"IP:{ADDRESS}"]
         authority.sign("kubelet", f"system:node:{NAME}", "system:nodes", names)
@@ -169,6 +166,7 @@ class Node:
             "tlsCertFile": path("kubelet.crt"),
             "tlsPrivateKeyFile": path("kubelet.key"),
             "cgroupDriver": "cgroupfs",
+            "cgroupRoot": f"/{self.cluster.folder.name}",
             "failCgroupV1": False,
             "failSwapOn": False,
             "containerRuntimeEndpoint": f"unix://{self.socket}",

@@ -68,7 +68,7 @@ class Prometheus:
 
     def alerts(self) -> dict[str, str] | None:
         """State (inactive, pending, firing) of each alert of its rules; None where it does not answer."""
-        found = self.get("rules")
+        found = self.get("rules", type="alert")
         groups = () if found is None else found["groups"]
         return None if found is None else {rule["name"]: rule["state"] for one in groups for rule in one["rules"]}
 

@@ -1,4 +1,4 @@
-"""What containerd of the bed is told, and what is to be cleared away after it."""
+"""The configuration of the bed's containerd, the cgroups of its pods, and how both are removed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 from tests.deploy.bed.images import Images
 
 PAUSE = "localhost/crossdock-pause:1"
 CGROUPS = Path("/sys/fs/cgroup")
+CLEAR_S = 30.0
 PLUGINS = Path("/usr/lib/cni")
 PLUGINS_USED = ("bridge", "host-local", "loopback")
 PAUSE_SOURCE = """\
@@ -59,6 +62,7 @@ default_runtime_name = 'runc'
 runtime_type = 'io.containerd.runc.v2'
 [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
 SystemdCgroup = false
+Root = '{folder}/runc'
 """
 
 
@@ -89,19 +93,36 @@ def build_pause(images: Images) -> None:
     subprocess.run(command, env=images.environment(), check=True, capture_output=True, timeout=120)
 
 
-def pod_cgroups() -> list[Path]:
-    """The cgroups under which a kubelet keeps all pods."""
-    return [path for root in (CGROUPS, *CGROUPS.glob("*")) for path in root.glob("kubepods*") if path.is_dir()]
+def hierarchies() -> list[Path]:
+    """The folders that hold cgroups: one per controller with cgroups of version 1, a single one with version 2."""
+    if (CGROUPS / "cgroup.controllers").exists():
+        return [CGROUPS]
+    return sorted(path for path in CGROUPS.iterdir() if path.is_dir() and not path.is_symlink())
 
 
-def _inside(top: Path) -> list[Path]:
-    return [top, *(path for path in top.rglob("*") if path.is_dir())]
+def make_cgroups(name: str) -> None:
+    """Make a cgroup `name` of every controller: the root of a kubelet's own, beside those of any other kubelet."""
+    for top in hierarchies():
+        if (top / "cgroup.subtree_control").exists() and (top / "cgroup.controllers").read_text().strip():
+            wanted = [f"+{controller}" for controller in (top / "cgroup.controllers").read_text().split()]
+            (top / "cgroup.subtree_control").write_text(" ".join(wanted))
+        path = top / name
+        path.mkdir()
+        for file in ("cpuset.cpus", "cpuset.mems"):  # version 1 starts them empty, and then takes no process
+            if (path / file).exists() and not (path / file).read_text().strip():
+                (path / file).write_text((top / file).read_text())
 
 
-def pod_pids() -> list[int]:
-    """Every process of every pod."""
+def pod_cgroups(name: str) -> list[Path]:
+    """Every cgroup `name` and those in it, the innermost first."""
+    tops = [top / name for top in hierarchies() if (top / name).is_dir()]
+    return [path for top in tops for path in (*sorted(filter(Path.is_dir, top.rglob("*")), reverse=True), top)]
+
+
+def pod_pids(name: str) -> list[int]:
+    """Every process of the pods in the cgroups `name`."""
     found = set()
-    for path in (path for top in pod_cgroups() for path in _inside(top)):
+    for path in pod_cgroups(name):
         with contextlib.suppress(OSError):
             found |= {int(pid) for pid in (path / "cgroup.procs").read_text().split()}
     return sorted(found)
@@ -109,30 +130,54 @@ def pod_pids() -> list[int]:
 
 def pod_networks(folder: Path) -> list[str]:
     """Names of the pods' network namespaces, as the descriptions of their containers have them."""
-    found = set()
-    for path in (folder / "state").rglob("config.json"):
-        with contextlib.suppress(OSError, ValueError):
-            spaces = json.loads(path.read_text()).get("linux", {}).get("namespaces", [])
-            found |= {Path(one["path"]).name for one in spaces if one.get("type") == "network" and one.get("path")}
+    spaces = [one for text in _state(folder, "config.json") for one in text.get("linux", {}).get("namespaces", [])]
+    found = {Path(one["path"]).name for one in spaces if one.get("type") == "network" and one.get("path")}
     return sorted(name for name in found if name.startswith("cni-"))
 
 
-def end_shims(socket: Path) -> None:
-    """End containerd's helpers: their command lines name its socket."""
-    for folder in Path("/proc").glob("[0-9]*"):
+def _state(folder: Path, file: str) -> list[dict[str, Any]]:
+    """That file of every container, as containerd keeps it."""
+    found = []
+    for path in (folder / "node" / "state").rglob(file):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(json.loads(path.read_text()))
+    return found
+
+
+def shims(folder: Path) -> list[int]:
+    """Containerd's helpers, one per pod: their command lines name its socket, which is under `folder`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"shim" in words[0] and any(str(socket).encode() in word for word in words):
-                os.kill(int(folder.name), signal.SIGKILL)
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if b"shim" in words[0] and any(word.startswith(f"{folder}/".encode()) for word in words):
+                found.append(int(path.name))
+    return found
 
 
-def forget(folder: Path, networks: list[str]) -> None:
-    """Unmount what is mounted under `folder`; remove the pods' network namespaces and cgroups."""
+def mounts(folder: Path) -> list[str]:
+    """What is mounted under `folder`, the innermost first."""
     places = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
-    for path in sorted((place for place in places if place.startswith(f"{folder}/")), reverse=True):
+    return sorted((place for place in places if place.startswith(f"{folder}/")), reverse=True)
+
+
+def clear(folder: Path) -> None:
+    """End the pods of the bed in `folder`; remove their network namespaces, mounts and cgroups."""
+    networks = pod_networks(folder)
+    sockets = [one["address"].removeprefix("unix://") for one in _state(folder, "bootstrap.json") if one.get("address")]
+    ends = time.monotonic() + CLEAR_S
+    while (pids := [*shims(folder), *pod_pids(folder.name)]) and time.monotonic() < ends:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+    for socket in sockets:
+        Path(socket).unlink(missing_ok=True)
+    for path in mounts(folder):
         subprocess.run(["umount", "--lazy", path], check=False, capture_output=True, timeout=30)
     for name in networks:
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=30)
-    for path in (path for top in pod_cgroups() for path in sorted(_inside(top), reverse=True)):
-        with contextlib.suppress(OSError):
-            path.rmdir()
+    while (left := pod_cgroups(folder.name)) and time.monotonic() < ends:
+        for cgroup in left:  # the kernel lets go of a killed process's cgroup a moment later
+            with contextlib.suppress(OSError):
+                cgroup.rmdir()

@@ -26,9 +26,9 @@ ALERTS = {rule["alert"] for group in RULES for rule in group["rules"] if "alert"
 SURE = {"CrossdockNotServing", "CrossdockControlPlaneDown", "CrossdockNoLeader"}
 ABSENT = re.compile(
     "crossdock_(ep_|network_|certificate_|peer_timeouts|rpc_refusals|silent_rank|members_lost|excluded_|grpc_core_log|"
-    "expert_moves)"
+    "expert_moves|reform_duration|verdict_lost|device_memory)"
 )
-"""Metrics of vLLM's ranks, of several hosts, of TLS, and of harm that nobody does here."""
+"""Metrics of vLLM's ranks, of GPUs, of several hosts, of TLS, and of faults and slowness that nobody causes here."""
 
 
 class Bed(NamedTuple):

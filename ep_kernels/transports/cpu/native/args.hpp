@@ -49,7 +49,7 @@ struct CombineOp {
   int32_t apply_weights;
   // Receive half.
   uint8_t* z;               // [T, H], out
-  float* weights_home;      // [T, K], out, or null
+  float* z_weights;         // [T, K], out, or null
   Type z_type;              // of z: the sums, which are fp32, are rounded to it once
   int32_t pad;
 };

@@ -1,17 +1,18 @@
-// Combine: the experts' rows home, weighted and summed. The home rank pulls.
+// Combine: the experts' rows back at their source rank, weighted and summed. The source rank reads them.
 //
 // Send half, expert rows anywhere in memory: this rank pre-reduces the rows of each (source, token) that it holds into
 // one partial (fp32, ascending k, rounded once to the combine dtype), writes the partials of all sources into a slot of
 // its own region, with a table that says where each token's partial lies, and publishes. Expert rows already in a
-// registered buffer (`combine_input`): only the table is published, and home computes the same partials itself; nothing
-// is copied. Receive half: home waits for every peer's number, and for each of its tokens sums the partials in
-// ascending rank.
+// registered buffer (`combine_input`): only the table is published, and the source rank computes the same partials
+// itself; nothing is copied. Receive half: the source rank waits for every peer's number, and for each of its tokens
+// sums the partials in ascending rank.
 //
 // Example: token 0 of rank 1 has k = 0 and 2 on rank 0 (rows 5, 9), k = 1 on rank 1 (row 2). Rank 0 writes the partial
-// round(w0 * y[5] + w2 * y[9]); rank 1 writes round(w1 * y[2]); home (rank 1) adds the first and the second, in that
-// order.
+// round(w0 * y[5] + w2 * y[9]); rank 1 writes round(w1 * y[2]); the source rank (1) adds the first and the second,
+// in that order.
 //
-// Exact combine: every row travels on its own, rounded to the combine dtype, and home sums w * row in ascending k.
+// Exact combine: every row travels on its own, rounded to the combine dtype, and the source rank sums w * row in
+// ascending k.
 //
 // Memory order: as in dispatch.cpp, with `combine_published` and `combine_consumed`. A registered buffer is lent to the
 // peers until they have consumed the combine; `outputs_busy` remembers that for the next writer of the buffer.
@@ -23,7 +24,7 @@
 namespace cd {
 namespace {
 
-// Home's view of one rank's contribution in this combine.
+// One rank's contribution to this combine, as the source rank reads it.
 struct Contribution {
   const int32_t* table;      // [T, K]
   const float* row_weights;  // [T, K]
@@ -41,8 +42,8 @@ Contribution contribution_of(const Comm& c, int r, int slot) {
           direct};
 }
 
-// One thing that home adds: a travelled partial or row, or rows of which home makes the partial; weighted at home if
-// exact.
+// One addend of a token's sum: a partial or row that was moved, or rows of which the source rank makes the partial;
+// weighted there if exact.
 struct Addend {
   const uint8_t* moved = nullptr;  // as staged, combine dtype
   const float* scales = nullptr;
@@ -79,7 +80,7 @@ class Adder {
       collect(t);
       uint8_t* z = op_.z + t * c_.g.hidden * size_of(op_.z_type);
       by_domain_ ? sum_by_domain(z) : sum(z);
-      if (op_.weights_home) carry_weights(t);
+      if (op_.z_weights) carry_weights(t);
     }
   }
 
@@ -209,7 +210,7 @@ class Adder {
     for (int k = 0; k < c_.g.topk; ++k) {
       const int32_t place = dest(t)[k];
       const int64_t at = t * c_.g.topk + k;
-      op_.weights_home[at] = place < 0 ? 0.0f : from_[rank_of(place)].row_weights[at];
+      op_.z_weights[at] = place < 0 ? 0.0f : from_[rank_of(place)].row_weights[at];
     }
   }
 
@@ -221,19 +222,20 @@ class Adder {
   int n_ = 0;
 };
 
-// The tokens of this rank, home chunk by chunk. A rank with a helper shares those that are here with it.
-class Home {
+// The sums of this rank's tokens, chunk by chunk. A helper thread, where there is one, takes some of the chunks.
+class SourceSums {
  public:
-  Home(Comm& c, const CombineOp& op, int slot) : c_(c), op_(op), slot_(slot) {
+  SourceSums(Comm& c, const CombineOp& op, int slot) : c_(c), op_(op), slot_(slot) {
     for (int r = 0; r < c.g.ranks; ++r) {
       if (c.is_active(r)) from_[r] = contribution_of(c, r, slot);
     }
     missing_.fill(kChunks);
-    if (c.helper.is_there() && op.routing.tokens * c.map.y_row_bytes > kHelperBytes) c.helper.begin(&Home::help, this);
+    const bool is_large = op.routing.tokens * c.map.y_row_bytes > kHelperBytes;
+    if (c.helper.is_there() && is_large) c.helper.begin(&SourceSums::help, this);
   }
-  Home(const Home&) = delete;
-  Home& operator=(const Home&) = delete;
-  ~Home() {
+  SourceSums(const SourceSums&) = delete;
+  SourceSums& operator=(const SourceSums&) = delete;
+  ~SourceSums() {
     missing_.drop();  // after a failure nobody shall sum them
     if (c_.helper.is_there()) c_.helper.finish();
   }
@@ -249,9 +251,9 @@ class Home {
 
  private:
   static void help(void* self) {
-    auto& home = *static_cast<Home*>(self);
-    Adder adder(home.c_, home.op_, home.from_);
-    HelperThread::help([&] { return home.missing_.left() != 0; }, [&] { return home.sum_one(adder, home.here()); });
+    auto& sums = *static_cast<SourceSums*>(self);
+    Adder adder(sums.c_, sums.op_, sums.from_);
+    HelperThread::help([&] { return sums.missing_.left() != 0; }, [&] { return sums.sum_one(adder, sums.here()); });
   }
 
   uint32_t here() const {
@@ -303,10 +305,10 @@ Status combine_receive(Comm& c, CombineOp& op) {
                               [&](int r) { return c.peer[r].combine_meta(slot)->origin; });
   if (same == kOk) {
     {
-      Home home(c, op, slot);
-      status = c.wait(want, published, [&] { return home.step(); });
+      SourceSums sums(c, op, slot);
+      status = c.wait(want, published, [&] { return sums.step(); });
       if (status != kOk) return status;
-      home.finish();
+      sums.finish();
     }
     record(c, op, slot, receive_ns);
   }

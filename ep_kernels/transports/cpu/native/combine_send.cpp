@@ -87,7 +87,7 @@ void stage_table(Comm& c, const CombineOp& op, int slot) {
   }
 }
 
-// Numbers that travel beside the rows: [s][t][k], whether home reads them or not.
+// Numbers that travel beside the rows: [s][t][k], whether the source rank reads them or not.
 void stage_row_weights(Comm& c, const CombineOp& op, int slot) {
   const Geometry& g = c.g;
   const bool expert_rows = per_expert(g.layout);
