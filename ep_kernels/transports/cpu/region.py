@@ -151,7 +151,7 @@ def _mapped(fd: int, num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
         raise OSError(-address, os.strerror(-address))
     kind: Any = type("Mapped", (ctypes.c_uint8 * num_bytes,), {})  # a class of its own can be referenced weakly
     memory: ctypes.Array[ctypes.c_uint8] = kind.from_address(address)
-    weakref.finalize(memory, lib.cd_unmap, address, num_bytes).atexit = False  # type: ignore[misc]
+    weakref.finalize(memory, lib.cd_unmap, address, num_bytes).atexit = False
     return memory
 
 
