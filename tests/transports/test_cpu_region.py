@@ -495,7 +495,6 @@ def test_a_ticket_for_a_file_that_can_be_truncated_is_refused(
 
 
 def _serve_ticket_as_nobody(pipe: Connection) -> None:
-    native.load()  # which that user need not be able to read
     os.setgid(65534)
     os.setuid(65534)
     region = OwnRegion(1 << 16)

@@ -195,8 +195,6 @@ class NativeFault(ctypes.Structure):
 
 
 MEMBER_SIGNATURES: dict[str, Signature] = {
-    "cd_map": (c_int64, (c_int, c_int64)),
-    "cd_unmap": (None, (c_int64, c_int64)),
     "cd_sample_bytes": (c_int64, ()),
     "cd_activate": (None, (c_void_p, c_uint64)),
     "cd_next": (c_uint64, (c_void_p, c_int)),
@@ -224,7 +222,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_create": (c_void_p, (POINTER(Geometry), c_void_p, c_void_p)),
     "cd_destroy": (None, (c_void_p,)),
     "cd_stamp": (None, (c_void_p, POINTER(Geometry), c_uint64)),
-    "cd_attach_own": (c_int, (c_void_p, c_void_p)),
+    "cd_attach_own": (None, (c_void_p, c_void_p)),
     "cd_attach_peer": (c_int, (c_void_p, c_int, c_int, c_int, c_uint64)),
     "cd_mirror_bytes": (c_int64, (POINTER(Geometry),)),
     "cd_attach_network": (c_int, (c_void_p, c_void_p)),

@@ -10,23 +10,19 @@ truncation; what is missing is said with its cure.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import secrets
 import stat
-import weakref
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 
 from ep_kernels.errors import TransportError
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.transports.cpu import native
 
 _PROC = Path("/proc")
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -107,7 +103,7 @@ class OwnRegion:
         try:
             os.ftruncate(self.fd, num_bytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-            mapping = _mapped(self.fd, num_bytes)
+            mapping = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | MAP_NORESERVE)
         except (OSError, ValueError, OverflowError) as error:
             os.close(self.fd)
             raise TransportError(f"cpu transport: a region of {num_bytes} bytes cannot be mapped: {error}") from error
@@ -141,18 +137,6 @@ class OwnRegion:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def _mapped(fd: int, num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
-    """All of a memfd, mapped until nothing made of it is left. Raises OSError."""
-    lib = native.load()
-    address = lib.cd_map(fd, num_bytes)
-    if address < 0:
-        raise OSError(-address, os.strerror(-address))
-    kind: Any = type("Mapped", (ctypes.c_uint8 * num_bytes,), {})  # a class of its own can be referenced weakly
-    memory: ctypes.Array[ctypes.c_uint8] = kind.from_address(address)
-    weakref.finalize(memory, lib.cd_unmap, address, num_bytes).atexit = False
-    return memory
 
 
 def private_bytes(num_bytes: int) -> torch.Tensor:

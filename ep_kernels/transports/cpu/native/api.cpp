@@ -71,7 +71,7 @@ CD_API void cd_stamp(uint8_t* region, const cd::Geometry* g, uint64_t nonce) {
   cd::Member::stamp(region, g->rank, cd::RegionMap(*g).total, nonce);
 }
 
-CD_API int cd_attach_own(cd::Member* m, uint8_t* region) { return moe(m).attach_own(region); }
+CD_API void cd_attach_own(cd::Member* m, uint8_t* region) { moe(m).attach_own(region); }
 CD_API int cd_attach_peer(cd::Member* m, int rank, int region_fd, int process_fd, uint64_t nonce) {
   return moe(m).attach_peer(rank, region_fd, process_fd, nonce);
 }

@@ -34,11 +34,10 @@ Comm::~Comm() {
   }
 }
 
-int Comm::attach_own(uint8_t* region) {
+void Comm::attach_own(uint8_t* region) {
   attach_own_region(region);
   own = {region, &map};
   peer[rank] = {region, &map};
-  return own_pages.watch(region, map.total) ? 0 : ENOMEM;
 }
 
 int Comm::attach_peer(int r, int region_fd, int process_fd, uint64_t nonce) {
@@ -50,8 +49,7 @@ int Comm::attach_peer(int r, int region_fd, int process_fd, uint64_t nonce) {
 int Comm::attach_network(uint8_t* own_landing) {
   landing = own_landing;
   const bool ok = landings.allocate(int64_t(2) * g.ranks * g.in_flight) && goes_to.allocate(g.max_tokens) &&
-                  host_of.allocate(int64_t(g.ranks) * g.stride) &&
-                  landing_pages.watch(own_landing, map.mirror * g.ranks);
+                  host_of.allocate(int64_t(g.ranks) * g.stride);
   return ok ? 0 : ENOMEM;
 }
 
@@ -62,8 +60,10 @@ void Comm::set_hosts(const int32_t* lowest) {
 }
 
 int Comm::attach_landing(int r, int landing_fd) {
-  landing_of[r] = map_memory(landing_fd, map.mirror * g.ranks, PROT_READ);
-  return landing_of[r] ? 0 : errno;
+  void* all = mmap(nullptr, map.mirror * g.ranks, PROT_READ, MAP_SHARED | MAP_NORESERVE, landing_fd, 0);
+  if (all == MAP_FAILED) return errno;
+  landing_of[r] = static_cast<const uint8_t*>(all);
+  return 0;
 }
 
 void Comm::activate(uint64_t mask) {

@@ -2,7 +2,6 @@
 #pragma once
 #include "helper.hpp"
 #include "member.hpp"
-#include "pages.hpp"
 #include "region.hpp"
 #include "ring.hpp"
 #include "rows.hpp"
@@ -45,8 +44,6 @@ struct Comm : Member {
   std::atomic<uint32_t> joins{0};               // connections made so far
   uint32_t joins_seen = 0;
 
-  LargePages own_pages, landing_pages;
-
   HelperThread helper;  // if processors are plenty
 
   Array<int32_t> all_first, all_places;  // every copy of every expert: place = rank * stride + slot
@@ -60,7 +57,7 @@ struct Comm : Member {
   // first [E+1], places [first[E]]. False when memory is short.
   bool allocate(const int32_t* first_copies, const int32_t* copy_places);
   ~Comm();
-  int attach_own(uint8_t* region);  // 0 or an errno
+  void attach_own(uint8_t* region);
   int attach_peer(int r, int region_fd, int process_fd, uint64_t nonce);  // as Member::attach_peer_region
   // A network: mirrors [R] of this rank's own, then which ranks share memory, then the mirrors of each of those. 0 or
   // an errno.

@@ -404,10 +404,7 @@ Status dispatch_receive(Comm& c, DispatchOp& op) {
     delivery.finish();
   }
   record(c, op, slot);
-  const Status status = give_back(c, op, slot, kOk);
-  c.own_pages.look(op.seq);
-  c.landing_pages.look(op.seq);
-  return status;
+  return give_back(c, op, slot, kOk);
 }
 
 }  // namespace cd

@@ -18,8 +18,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "pages.hpp"
-
 namespace cd {
 
 Member::Member(int own_rank, int num_ranks, int64_t deadline_ns, int64_t num_bytes)
@@ -51,16 +49,16 @@ void Member::attach_own_region(uint8_t* region) {
 }
 
 int Member::attach_peer_region(int r, int region_fd, int process_fd, uint64_t nonce) {
-  const uint8_t* all = map_memory(region_fd, region_bytes, PROT_READ);
-  if (!all) return errno;
+  void* all = mmap(nullptr, region_bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, region_fd, 0);
+  if (all == MAP_FAILED) return errno;
   void* events = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, region_fd, 0);
   if (events == MAP_FAILED) {
     const int error = errno;
-    munmap(const_cast<uint8_t*>(all), region_bytes);
+    munmap(all, region_bytes);
     return error;
   }
   event[r] = static_cast<EventPage*>(events);
-  mapped[r] = all;
+  mapped[r] = static_cast<const uint8_t*>(all);
   meeting[r] = reinterpret_cast<const Meeting*>(mapped[r] + kPage);
   pidfd[r] = process_fd;
   const Meeting& theirs = *meeting[r];

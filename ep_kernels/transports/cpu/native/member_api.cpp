@@ -1,24 +1,12 @@
 // The C ABI of what all members share. `m` is what cd_create or cd_collectives_create made.
-#include <sys/mman.h>
-
-#include <cerrno>
-
 #include "exported.hpp"
 #include "group.hpp"
-#include "pages.hpp"
 
 #ifndef CD_BUILD_ID
 #define CD_BUILD_ID "unknown"
 #endif
 
 CD_API const char* cd_build_id() { return CD_BUILD_ID; }
-// All of a memfd, for reading and writing: its address, or a negative errno.
-CD_API int64_t cd_map(int fd, int64_t bytes) {
-  uint8_t* mapped = cd::map_memory(fd, bytes, PROT_READ | PROT_WRITE);
-  return mapped ? int64_t(reinterpret_cast<uintptr_t>(mapped)) : -int64_t(errno);
-}
-CD_API void cd_unmap(int64_t address, int64_t bytes) { munmap(reinterpret_cast<void*>(address), bytes); }
-
 CD_API int64_t cd_sample_bytes() { return sizeof(cd::Sample); }
 
 CD_API void cd_activate(cd::Member* m, uint64_t mask) { m->activate(mask); }
