@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 CASES ?=
-# Files of tests that run side by side, at most, and never more than there are cores: groups have several processes.
+# Files of tests that run side by side: groups have several processes.
 JOBS ?= 2
 
 PY := $(VENV)/bin/python
@@ -45,7 +45,7 @@ demo: $(DEMO) ## Install, then serve three small models here and compare them wi
 	$(VENV)/bin/crossdock demo $(ARGS)
 
 test: $(DEV) ## Run every test that this machine can run (ARGS="-k name" to choose)
-	$(PY) -m pytest -q -n auto --maxprocesses $(JOBS) --dist loadfile $(ARGS)
+	$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
 
 OVER_HOSTS := $(addprefix tests/gpu/test_,loopback_network.py domain_over_hosts.py several_gpus.py)
 

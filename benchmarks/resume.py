@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -26,10 +25,10 @@ from typing import Self
 import torch
 
 from benchmarks import facts
+from benchmarks.service.model import write_experts
 from crossdock.client import Client
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig
-from crossdock.demo.models import write_checkpoint
 from crossdock.host.supervisor import Supervisor, current_view
 from crossdock.protocol.v1 import control_pb2_grpc
 from crossdock.protocol.v1.control_pb2 import SERVING, ExpertsRequest, GroupView, RebalanceRequest
@@ -96,7 +95,7 @@ class Asking:
         return took[len(took) // 2]
 
     def _run(self) -> None:
-        x, weights = torch.randn(TOKENS, HIDDEN), torch.rand(TOKENS, TOPK)
+        x, weights = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.rand(TOKENS, TOPK)
         while not self._stop.is_set():
             ids = torch.rand(TOKENS, EXPERTS).pow(3).topk(TOPK).indices
             begun = time.monotonic()
@@ -196,14 +195,16 @@ def main() -> None:
     """Measure both kinds; print each row as it is done."""
     parser = argparse.ArgumentParser(description="Measure the time to resume.")
     parser.add_argument("--out", type=Path, help="folder for resume.csv and run.json; none: print only")
+    parser.add_argument("--commit", help="where the tree has no history of its own")
     parser.add_argument("--kills", type=int, default=3, help="kills per kind of group")
     parser.add_argument(
         "--stops", type=int, default=3, help="of elastic groups without a spare: workers that stand still"
     )
+    parser.add_argument("--inner", type=int, default=512, help="I: an expert takes 1.5 KiB times that; there are 32")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_checkpoint("mixtral", folder / "model", num_layers=2, hidden_size=HIDDEN, num_experts=EXPERTS, topk=TOPK)
+        write_experts(folder / "model", HIDDEN, arguments.inner, EXPERTS, TOPK, layers=2)
         kinds = [(elastic, spare) for elastic in (True, False) for spare in (False, True)]
         kills, stops = ["kill"] * arguments.kills, ["stop"] * arguments.stops
         rows: list[Row] = []
@@ -213,9 +214,8 @@ def main() -> None:
     for row in rows:
         print(row)
     if arguments.out:
-        found = facts.of_control(
-            sys.argv[1:], {"kills": arguments.kills, "stops": arguments.stops}, "benchmarks.resume"
-        )
+        config = {"kills": arguments.kills, "stops": arguments.stops, "inner": arguments.inner}
+        found = facts.of_this_run(config, arguments.commit, "benchmarks.resume")
         facts.keep(arguments.out, "resume", Row, rows, found)
 
 

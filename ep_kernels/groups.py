@@ -86,7 +86,7 @@ class TorchGroup:
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
         dist.all_gather(lengths, length, group=self._group)
         longest = max(int(n) for n in lengths)
-        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
         rows = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(self.size)]
         dist.all_gather(rows, mine.to(device), group=self._group)

@@ -316,7 +316,7 @@ def _blank_scales(config: MoEConfig, lead: Sequence[Any], device: torch.device) 
         return torch.empty((*lead, config.scale_columns), dtype=config.scale_dtype, device=device)
     columns = quant.scale_columns(config.hidden_size, config.scale_format)
     if config.scale_format is not ScaleFormat.UE8M0_PACKED:
-        return torch.empty((*lead, columns), device=device)
+        return torch.empty((*lead, columns), device=device, dtype=torch.float32)
     pad = (lead[-1] + quant.ROW_PAD - 1) // quant.ROW_PAD * quant.ROW_PAD
     planes = (columns * pad,) if len(lead) > 1 else ()
     return torch.empty_strided((*lead, columns), (*planes, 1, pad), dtype=torch.int32, device=device)

@@ -96,7 +96,7 @@ def _receive(step: ReferenceStep, xs: Tensors, scales: Tensors | None, rank: int
         num_rows=(offsets[-1:] if layout is Layout.GROUPED else counts.sum(0, keepdim=True)).int(),
         valid=here.valid,
         num_dropped=(place < 0).sum(0, keepdim=True).int(),
-        num_invalid_ids=torch.tensor([here.num_invalid_ids], dtype=torch.int32),
+        num_invalid_ids=torch.tensor([here.num_invalid_ids], dtype=torch.int32, device="cpu"),
     )
 
 
@@ -129,7 +129,7 @@ def _place_tables(step: ReferenceStep, rows: Rows, place: torch.Tensor, rank: in
 def _deliver(columns: Tensors, rows: Rows, place: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Gather columns[source][token] to `place`: bytes are moved, never converted."""
     row_bytes = columns[0].shape[1] * columns[0].itemsize
-    flat = torch.zeros(math.prod(shape), row_bytes, dtype=torch.uint8)
+    flat = torch.zeros(math.prod(shape), row_bytes, dtype=torch.uint8, device="cpu")
     for source, column in enumerate(columns):
         chosen = (rows.source == source) & (place >= 0)
         rows_as_bytes = column.clone(memory_format=torch.contiguous_format).view(torch.uint8)
@@ -151,7 +151,7 @@ def combine(
 
     domains: [R], lowest rank of each rank's domain, for `CombineOrder.DOMAIN`. None: one domain.
     """
-    pad = [torch.cat([y.flatten(0, -2).float(), torch.zeros(1, y.shape[-1])]) for y in ys]  # row -1 is zeros
+    pad = [torch.cat([y.flatten(0, -2).float(), _zeros(1, y.shape[-1])]) for y in ys]  # row -1 is zeros
     gather = _exact_terms if step.config.exact_combine else _rank_terms
     zs = []
     for source, r in enumerate(step.routes):
@@ -171,7 +171,7 @@ Term = tuple[torch.Tensor, torch.Tensor]
 
 def _sum(terms: Iterable[Term], shape: tuple[int, int]) -> torch.Tensor:
     """Sum in fp32 in the given order, from the first present value (not from 0, which would turn -0 into +0)."""
-    total, seen = torch.zeros(shape), torch.zeros(shape[0], 1, dtype=torch.bool)
+    total, seen = _zeros(*shape), torch.zeros(shape[0], 1, dtype=torch.bool, device="cpu")
     for value, present in terms:
         total = torch.where(present[:, None], torch.where(seen, total + value, value), total)
         seen = seen | present[:, None]
@@ -206,7 +206,7 @@ def _exact_terms(step: ReferenceStep, ys: Tensors, source: int, weights: torch.T
     """Every routed row as it moves, weighted at the source rank, in ascending k."""
     destination = step.routes[source].rank
     for k in range(destination.shape[1]):
-        row = torch.zeros(len(destination), step.config.hidden_size)
+        row = _zeros(len(destination), step.config.hidden_size)
         for rank, y in enumerate(ys):
             row = torch.where((destination[:, k] == rank)[:, None], y[step.places[rank][source][:, k]], row)
         yield _moved(step.config, row) * weights[:, k, None], destination[:, k] >= 0
@@ -220,8 +220,8 @@ def _moved(config: MoEConfig, value: torch.Tensor) -> torch.Tensor:
 
 
 def _returned_weights(step: ReferenceStep, row_weights: Tensors, source: int) -> torch.Tensor:
-    returned = torch.zeros(step.routes[source].rank.shape)
-    choice = torch.arange(returned.shape[1]).expand_as(returned)
+    returned = _zeros(*step.routes[source].rank.shape)
+    choice = torch.arange(returned.shape[1], device="cpu").expand_as(returned)
     for rank, numbers in enumerate(row_weights):
         place = step.places[rank][source]
         here = place >= 0
@@ -230,3 +230,8 @@ def _returned_weights(step: ReferenceStep, row_weights: Tensors, source: int) ->
         else:
             returned[here] = numbers.flatten(0, -2)[place[here], choice[here]]
     return returned
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    """float32."""
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")

@@ -92,8 +92,9 @@ class ExpertMap:
         first[e] .. first[e+1]-1, none if all its ranks are gone."""
         kept = [[c for c in copies if active is None or active[c[0]]] for copies in self.replicas]
         flat = [c for copies in kept for c in copies]
-        first = torch.tensor([0] + [len(copies) for copies in kept], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        pairs = torch.tensor(flat, dtype=torch.int32).reshape(-1, 2)
+        lengths = torch.tensor([0] + [len(copies) for copies in kept], dtype=torch.int32, device="cpu")
+        first = lengths.cumsum(0, dtype=torch.int32)
+        pairs = torch.tensor(flat, dtype=torch.int32, device="cpu").reshape(-1, 2)
         return first, pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
 
 
@@ -121,14 +122,14 @@ def route(expert_map: ExpertMap, topk_ids: torch.Tensor, source: int, active: Se
     a step's tokens spread evenly.
     """
     first, ranks, slots = (t.long() for t in expert_map.tables(active))
-    none = torch.tensor([-1])
+    none = torch.tensor([-1], device="cpu")
     ranks, slots = torch.cat([ranks, none]), torch.cat([slots, none])
     ids = topk_ids.long()
     known = (ids >= 0) & (ids < expert_map.num_experts)
     safe = torch.where(known, ids, 0)
     copies = first[safe + 1] - first[safe]
     reached = known & (copies > 0)
-    turn = (source + torch.arange(ids.shape[0]))[:, None] % copies.clamp(min=1)
+    turn = (source + torch.arange(ids.shape[0], device="cpu"))[:, None] % copies.clamp(min=1)
     place = torch.where(reached, first[safe] + turn, len(ranks) - 1)
     valid = ~(known & (copies == 0)).any(1)
     invalid = int(((ids < -1) | (ids >= expert_map.num_experts)).sum())
@@ -137,7 +138,7 @@ def route(expert_map: ExpertMap, topk_ids: torch.Tensor, source: int, active: Se
 
 def distinct_ranks(destination: torch.Tensor, num_ranks: int) -> torch.Tensor:
     """bool [T, R]: which ranks hold at least one expert of the token, from `Route.rank` [T, K]."""
-    return (destination[:, :, None] == torch.arange(num_ranks)).any(1)
+    return (destination[:, :, None] == torch.arange(num_ranks, device="cpu")).any(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class Rows:
 def expert_rows(routes: Sequence[Route], rank: int, num_local_experts: int) -> Rows:
     """One row per (token, k) that `rank` serves, ordered by (local expert, source, token, k)."""
     hits = [(r.rank == rank).nonzero() for r in routes]
-    source = torch.cat([torch.full((len(h),), s) for s, h in enumerate(hits)])
+    source = torch.cat([torch.full((len(h),), s, device="cpu") for s, h in enumerate(hits)])
     token, k = torch.cat(hits).unbind(1)
     slot = torch.cat([r.slot[h[:, 0], h[:, 1]] for r, h in zip(routes, hits, strict=True)])
     order = slot.argsort(stable=True)
@@ -173,7 +174,7 @@ def expert_rows(routes: Sequence[Route], rank: int, num_local_experts: int) -> R
 def rank_rows(routes: Sequence[Route], rank: int) -> Rows:
     """One row per (token, rank), ordered by (source, token)."""
     hits = [(r.rank == rank).any(1).nonzero()[:, 0] for r in routes]
-    source = torch.cat([torch.full((len(h),), s) for s, h in enumerate(hits)])
+    source = torch.cat([torch.full((len(h),), s, device="cpu") for s, h in enumerate(hits)])
     token = torch.cat(hits)
     return _rows(source, token, torch.zeros_like(token), source, len(routes))
 
@@ -181,15 +182,15 @@ def rank_rows(routes: Sequence[Route], rank: int) -> Rows:
 def all_rows(routes: Sequence[Route]) -> Rows:
     """One row for every token of every source, ordered by (source, token): what every rank receives in `Mode.AG`."""
     counts = [len(r.rank) for r in routes]
-    source = torch.cat([torch.full((count,), s) for s, count in enumerate(counts)])
-    token = torch.cat([torch.arange(count) for count in counts])
+    source = torch.cat([torch.full((count,), s, device="cpu") for s, count in enumerate(counts)])
+    token = torch.cat([torch.arange(count, device="cpu") for count in counts])
     return _rows(source, token, torch.zeros_like(token), source, len(routes))
 
 
 def _rows(source: torch.Tensor, token: torch.Tensor, k: torch.Tensor, group: torch.Tensor, num_groups: int) -> Rows:
     counts = torch.bincount(group, minlength=num_groups)
     start = counts.cumsum(0) - counts
-    return Rows(source, token, k, group, torch.arange(len(group)) - start[group], counts)
+    return Rows(source, token, k, group, torch.arange(len(group), device="cpu") - start[group], counts)
 
 
 def group_offsets(counts: torch.Tensor, alignment: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -29,9 +29,11 @@ from benchmarks import facts
 from benchmarks.service.beside import EchoProcess, InProcess, tokens_per_s
 from benchmarks.service.control import ControlProcess
 from benchmarks.service.counters import PHASES, Counters
+from benchmarks.service.goals import Goal, goals_of
 from benchmarks.service.load import Job, LoadProcesses, Measured, Sizes
 from benchmarks.service.model import write_experts
 from benchmarks.service.rolling import load_checkpoint
+from benchmarks.service.rows import Row
 from crossdock.common.config import WorkerConfig
 from crossdock.common.cpus import usable_cpus
 from crossdock.demo.hosts import HostPlace, become, namespaces
@@ -47,38 +49,6 @@ FORM_S = 120.0
 Places = tuple[HostPlace, HostPlace]
 INSIDE = "--inside"
 ROLLING_CLIENTS, ROLLING_TOKENS, ROLLING_S = 4, 8, 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One figure. Times in ms.
-
-    Attributes:
-        shape: "model" or "path".
-        path: "grpc", "shared", "echo", "far grpc", "far echo", "in-process, threads=1", "attached by grpc", ...
-        loop: "closed", "open", or "".
-        clients, tokens: of the case.
-        p50_ms, p99_ms: of a call.
-        rows_per_s: of all clients.
-        queue_ms, dispatch_ms, experts_ms, combine_ms: means on the serving ranks.
-        agree_ms: the rest of a request's time there: exchanges between ranks, hand-over of its answer.
-        outside_ms: mean time of a call less that of its request on the worker.
-    """
-
-    shape: str
-    path: str
-    loop: str
-    clients: int
-    tokens: int
-    p50_ms: float
-    p99_ms: float
-    rows_per_s: float
-    queue_ms: float | None = None
-    dispatch_ms: float | None = None
-    experts_ms: float | None = None
-    combine_ms: float | None = None
-    agree_ms: float | None = None
-    outside_ms: float | None = None
 
 
 class Bench:
@@ -256,9 +226,13 @@ def main() -> None:
             for row in Bench(shape, Path(folder), load, places, arguments).rows():
                 rows.append(row)
                 print("  ".join("" if (cell := getattr(row, one)) is None else str(cell) for one in names), flush=True)
+    goals = goals_of(rows)
+    for goal in goals:
+        print("  ".join(f"{name} {value}" for name, value in asdict(goal).items()), flush=True)
     if arguments.out:
         config: dict[str, object] = {"seconds": arguments.seconds, "load_before": round(load_before, 2)}
         found = facts.of_this_run(config, arguments.commit, "benchmarks.service")
+        facts.keep(arguments.out, "goals", Goal, goals, found)
         facts.keep(arguments.out, "service", Row, rows, found)
 
 

@@ -24,7 +24,8 @@ import torch
 from crossdock.client import AsyncClient, Client
 
 DEADLINE_S = 120.0
-WARM_CALLS, WARM_PAUSE_S = 5, 0.02
+WARM_CALLS, FEW_WARM_CALLS, MANY_CLIENTS, WARM_PAUSE_S = 5, 2, 16, 0.02
+"""Calls of each client before they count (the first go by gRPC while buffers open); fewer from so many clients on."""
 ECHO = "/Bench/Echo"
 
 
@@ -133,10 +134,10 @@ def _closed(job: Job, clients: int) -> Measured:
     callers = [_Caller(job) for _ in range(clients)]
     took: list[float] = []
     failures: list[Exception] = []
-    for caller in callers:
-        for _ in range(WARM_CALLS):  # the first go by gRPC, while buffers are opened
+    for _ in range(_warm_calls(clients)):
+        for caller in callers:
             caller.call()
-            time.sleep(WARM_PAUSE_S)
+        time.sleep(WARM_PAUSE_S)
     began = time.monotonic()
 
     def ask(caller: _Caller) -> None:
@@ -199,6 +200,10 @@ async def _echo(job: Job, clients: int) -> Measured:
     return Measured(took, elapsed)
 
 
+def _warm_calls(clients: int) -> int:
+    return WARM_CALLS if clients < MANY_CLIENTS else FEW_WARM_CALLS
+
+
 def _asked(job: Job, clients: int, parts: int) -> Measured:
     return asyncio.run(_at_random_times(job, clients, job.rate / parts)) if job.rate else _closed(job, clients)
 
@@ -206,10 +211,10 @@ def _asked(job: Job, clients: int, parts: int) -> Measured:
 async def _at_random_times(job: Job, clients: int, rate: float) -> Measured:
     made = [AsyncClient(job.target, shared_memory=job.shared) for _ in range(clients)]
     drawn, took = itertools.cycle([job.sizes.draw(job.tokens) for _ in range(4)]), list[float]()
-    for client in made:
-        for _ in range(WARM_CALLS):
+    for _ in range(_warm_calls(clients)):
+        for client in made:
             await client.forward(job.layer, *next(drawn), timeout_s=DEADLINE_S)
-            await asyncio.sleep(WARM_PAUSE_S)
+        await asyncio.sleep(WARM_PAUSE_S)
 
     async def call(client: AsyncClient, due: float) -> None:
         await client.forward(job.layer, *next(drawn), timeout_s=DEADLINE_S)

@@ -3,8 +3,9 @@
     python -m benchmarks.service.path [--out DIR] [--tokens 1,128] [--seconds S]
 
 Real workers and a real control plane of this host, with time stamps around the parts of a call: all processes have one
-clock. One client, closed loop, through request buffers; all rows go to one worker. `floor` is what two ranks cannot do
-without: the same exchange, dispatch and combine in a tight loop, without experts, queue, client or other threads.
+clock. One client, closed loop, through request buffers; all rows go to one worker, and each chooses an expert of either
+rank. `floor` is what two ranks cannot do without: the same exchange, dispatch and combine in a tight loop, without
+experts, queue, client or other threads.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _work(pipe: Connection, config: WorkerConfig) -> None:
         (MoECommunicator, "dispatch", "dispatch"),
         (ExpertMLPs, "forward", "experts"),
         (MoECommunicator, "combine", "combine"),
-        (buffer_server._Buffer, "_send", "answer"),
+        (buffer_server._Buffer, "_send_packet", "answer"),
     ):
         stamp(stamps, owner, name, part)
 
@@ -135,9 +136,16 @@ class Group:
         return [pipe.recv() for pipe in self.pipes]
 
 
+def of_both_ranks(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `Sizes.draw`, with an expert of each rank for every token."""
+    x, _, weights = SIZES.draw(tokens)
+    each = SIZES.experts // WORKERS
+    return x, torch.randint(each, (tokens, WORKERS)) + each * torch.arange(WORKERS), weights
+
+
 def calls(group: Group, tokens: int, seconds: float) -> list[tuple[float, float]]:
     """(begin, end) of each call of one client, which is warm."""
-    found, own = list[tuple[float, float]](), SIZES.draw(tokens)
+    found, own = list[tuple[float, float]](), of_both_ranks(tokens)
     with Client(group.address, min_tokens_per_worker=tokens) as client:
         for _ in range(100):
             client.forward(0, *own)

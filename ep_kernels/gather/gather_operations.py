@@ -108,7 +108,7 @@ class GatherCombine:
         self._engine, self._args = engine, args
         self._state: GatherState = args.handle.state
         self._num_tokens = args.handle.num_tokens
-        self._z = self._z_weights = torch.empty(0)
+        self._z = self._z_weights = torch.empty(0, dtype=torch.float32, device="cpu")
         self._weighs = args.row_weights is not None
         self._pending: list[PendingCollective] = []
         self._result: tuple[torch.Tensor, torch.Tensor | None] | None = None
@@ -122,7 +122,7 @@ class GatherCombine:
         self._z = out
         self._pending.append(engine.reduce(engine.rows(args.y, state), out, state.origin))
         if args.row_weights is not None:
-            self._z_weights = torch.empty(tokens, engine.config.topk, device=device)
+            self._z_weights = torch.empty(tokens, engine.config.topk, device=device, dtype=torch.float32)
             self._pending.append(engine.reduce(engine.choices(args.row_weights, state), self._z_weights, state.origin))
         self._stream = engine.stream()
         self._args = None  # type: ignore[assignment]  # the rows have been copied

@@ -97,7 +97,7 @@ class GatherTables:
         first, ranks, slots = self._experts.tables(mask)
         last = len(self._places) - 1  # where "none" is; ids E and, from behind, -1 name it
         counts = first.diff()
-        places = torch.full((last + 1,), -1, dtype=torch.int32)
+        places = torch.full((last + 1,), -1, dtype=torch.int32, device="cpu")
         places[: len(ranks)] = ranks * self.stride + slots
         self._first.fill_(last)
         self._first[:-1] = torch.where(counts > 0, first[:-1], last).to(self._first.device)
@@ -105,7 +105,7 @@ class GatherTables:
         self._held[:-1] = (counts > 0).to(self._held.device)
         self._places.copy_(places)
         self._place_of.copy_(self._places[self._first])
-        self.active.copy_(torch.tensor(mask, dtype=torch.bool))
+        self.active.copy_(torch.tensor(mask, dtype=torch.bool, device="cpu"))
 
     def route(self, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(places int32 [T, K], valid bool [T], number of invalid ids int32 [1]) of this rank's ids int32 [T, K]."""

@@ -145,3 +145,33 @@ def test_the_licence_is_whole() -> None:
     assert "Version 2.0, January 2004" in text
     assert "END OF TERMS AND CONDITIONS" in text
     assert Path(ROOT / "pyproject.toml").read_text().count("Apache-2.0") == 1
+
+
+WITH_DTYPE = {"empty", "empty_strided", "eye", "linspace", "ones", "rand", "randn", "zeros"}
+WITH_DEVICE = WITH_DTYPE | {"arange", "as_tensor", "asarray", "full", "randint", "randperm", "scalar_tensor", "tensor"}
+"""Functions of torch whose result depends on `torch.set_default_device` and `set_default_dtype`. They are the caller's,
+and native code would take the result for something else."""
+
+
+def unsaid(text: str) -> list[str]:
+    """What makes a tensor without saying its device, or its dtype where that would be the default one."""
+    faults = []
+    for node in ast.walk(ast.parse(text)):
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
+            continue
+        name, given = ast.unparse(node.func).removeprefix("torch."), {keyword.arg for keyword in node.keywords}
+        needed = ["device"] * (name in WITH_DEVICE) + ["dtype"] * (name in WITH_DTYPE)
+        faults += [f"{node.lineno} torch.{name}: {word}" for word in needed if not given & {word, None}]
+    return faults
+
+
+def test_tensors_do_not_depend_on_the_caller_s_defaults() -> None:
+    faults = [
+        f"{name_of(path)}:{fault}" for path in python_files("ep_kernels", "services") for fault in unsaid(text_of(path))
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_the_rule_of_defaults_sees_it() -> None:
+    text = "torch.zeros(3)\ntorch.arange(3, device=d)\ntorch.tensor(3, **like)\nx.new_empty(3)\ntorch.full((3,), 1)"
+    assert unsaid(text) == ["1 torch.zeros: device", "1 torch.zeros: dtype", "5 torch.full: device"]

@@ -159,12 +159,13 @@ def test_any_long_timeout_is_as_long_as_can_be(workers: list[FakeWorker]) -> Non
     assert all(900_000_000 < request.timeout_ms <= 1_000_000_000 for request in workers[0].seen)
 
 
-@pytest.mark.parametrize("way", ["columns", "negated"])
+@pytest.mark.parametrize("way", ["columns", "negated", "elsewhere by default"])
 def test_rows_of_any_memory_format(workers: list[FakeWorker], way: str) -> None:
     """What the answer is written into is contiguous whatever x is."""
     x, ids, weights = _batch(5)
-    x = x.t().contiguous().t() if way == "columns" else torch._neg_view(x)
-    with Client(workers[0].address) as service:
+    x = x.t().contiguous().t() if way == "columns" else torch._neg_view(x) if way == "negated" else x
+    default = torch.device("meta") if way == "elsewhere by default" else contextlib.nullcontext()
+    with Client(workers[0].address) as service, default:
         assert torch.equal(service.forward(1, x, ids, weights), x + 1)
 
 

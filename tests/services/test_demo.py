@@ -55,7 +55,7 @@ def test_a_failed_criterion_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(run, "DTYPES", {"bfloat16": torch.bfloat16})
     monkeypatch.setattr(compare, "MIN_CLEAR_SHARE", 1.1)
     printed = Console(file=io.StringIO(), width=200, record=True)
-    assert run.run_demo(["qwen3_moe"], printed) == 1
+    assert run.run_demo(["qwen3_moe"], printed, num_workers=2) == 1
     words = printed.export_text()
     assert "failed qwen3_moe bfloat16: only" in words
     assert "logs: " in words

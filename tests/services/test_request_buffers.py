@@ -589,6 +589,25 @@ def test_rows_of_one_shape_are_made_once() -> None:
     assert torch.equal(memory.rows(5, H, K, torch.float32).y, torch.full((5, H), 3.0))
 
 
+def test_a_copy_of_routing_is_out_of_its_senders_reach() -> None:
+    memory, fd = SharedMemory.make(64 * KIB)
+    os.close(fd)
+    rows = memory.rows(3, H, K, torch.bfloat16)
+    batch = Batch.random(3)
+    rows.ids.copy_(batch.ids)
+    rows.weights.copy_(batch.weights)
+    copied = rows.routing
+    copied.take()
+    rows.ids.fill_(E)
+    rows.weights.fill_(torch.nan)
+    assert torch.equal(copied.ids, batch.ids)
+    assert torch.equal(copied.weights, batch.weights)
+    assert copied.id_values.tolist() == batch.ids.flatten().tolist()
+    assert copied.weight_values.tolist() == batch.weights.flatten().tolist()
+    rows.y.copy_(torch.arange(3.0).view(3, 1).expand(3, H))
+    assert rows.first_column.tolist() == [0.0, 1.0, 2.0]
+
+
 async def test_without_free_descriptors_the_thread_sleeps_and_accepts_later(tmp_path: Path) -> None:
     async with world(tmp_path) as made, Guest(made) as guest:
         offer = await guest.call.read()

@@ -401,9 +401,9 @@ def rest(pipe: Connection, provider: str) -> None:
             join(one, two)
             one.push(1, 0, 100, 1)
             two.until(lambda events: (0, ARRIVED, 1) in events)
-            time.sleep(1.5)
+            time.sleep(0.7)
             before, begun = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
-            time.sleep(2)
+            time.sleep(1.3)
             after = resource.getrusage(resource.RUSAGE_SELF)
             busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
             shares.append(busy / (time.monotonic() - begun))

@@ -59,7 +59,7 @@ def run_worker(config):
     for _ in range(8):
         threading.Thread(target=spin, daemon=True).start()
     print("stopped")
-    return 0
+    {last}
 
 process.run_worker = run_worker
 sys.argv = ["crossdock", "worker", "--set", "model=/m"]
@@ -67,10 +67,15 @@ main()
 """
 
 
-def test_a_worker_ends_orderly_while_threads_are_in_torch() -> None:
-    """As while experts load: the interpreter's own end would abort the process."""
-    done = subprocess.run([sys.executable, "-c", _END], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped\n", "")
+_ENDS = [("return 0", 0, ""), ("raise OSError('no room')", 1, "error: no room\n")]
+
+
+@pytest.mark.parametrize(("last", "code", "said"), _ENDS)
+def test_a_worker_ends_orderly_while_threads_are_in_torch(last: str, code: int, said: str) -> None:
+    """As while experts load: the interpreter's own end would abort the process. Its last words are the error."""
+    script = _END.format(last=last)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "stopped\n", said)
 
 
 class _Memory:

@@ -186,7 +186,7 @@ class CpuCollectives(CpuMember[NativeCollectives]):
         block, offset = self._pool.allocate(self.exchange(self._pool.request(num_bytes)))
         if not num_bytes:
             self._pool.drop(block)
-            return torch.empty(*shape, dtype=dtype)
+            return torch.empty(*shape, dtype=dtype, device="cpu")
         memory = (ctypes.c_uint8 * num_bytes).from_address(self._pool_address + offset)
         memory.region = comm.region.bytes  # type: ignore[attr-defined]  # the mapping lives as long as the last view
         weakref.finalize(memory, self._pool.drop, block).atexit = False

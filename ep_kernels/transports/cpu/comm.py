@@ -28,8 +28,8 @@ class SlotBuffers:
             Layout.RANK_MAJOR: (geometry.ranks, geometry.max_tokens),
         }.get(self.layout, (geometry.capacity,))
         self.output_row_bytes = config.hidden_size * config.resolved_output_dtype.itemsize
-        self.expert_outputs = torch.empty(0, dtype=torch.uint8)
-        self.input = torch.empty(0, dtype=torch.uint8)
+        self.expert_outputs = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.input = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._tokens: torch.Tensor | None = None
         self._scales: torch.Tensor | None = None
         self._packed = config.scale_format is ScaleFormat.UE8M0_PACKED
@@ -109,7 +109,7 @@ class NativeComm:
             self.channel.close_in_child()
         self.__del__()
         for buffers in self.buffers:
-            buffers.expert_outputs = buffers.input = torch.empty(0, dtype=torch.uint8)
+            buffers.expert_outputs = buffers.input = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.close()
         self.region = self.landing = None
 

@@ -96,7 +96,7 @@ class CpuMember(Generic[N]):
 
     def failed(self) -> torch.Tensor:
         """See `MemberTransport.failed`."""
-        return torch.zeros(1, dtype=torch.int64)
+        return torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def check_results(self) -> None:
         """See `MemberTransport.check_results`. Nothing is left to tell after a call."""

@@ -12,6 +12,9 @@ import torch
 from ep_kernels.transports.cpu import native
 from ep_kernels.types import Layout
 
+CPU = torch.device("cpu")
+"""Said wherever a tensor is made: torch's default device is the caller's."""
+
 
 class RoutingParts:
     """What both kinds of state do."""
@@ -48,7 +51,7 @@ class RoutingParts:
 
     def flatten(self) -> list[torch.Tensor]:
         """See `base.HandleState`."""
-        numbers = torch.tensor([*self.totals, self.origin])
+        numbers = torch.tensor([*self.totals, self.origin], device=CPU)
         return [
             self.dest, self.weights, self.rows, self.row_weights, self.source_tokens,
             self.counts, self.offsets, self.valid, numbers,
@@ -56,7 +59,7 @@ class RoutingParts:
 
     def weight_of_rows(self, rows_shape: tuple[int, ...]) -> torch.Tensor:
         """float32 in this leading shape of the tokens: each row's weight, 0 past the counts."""
-        out = torch.zeros(rows_shape)
+        out = torch.zeros(rows_shape, dtype=torch.float32, device=CPU)
         for rows, weights, tokens in zip(self.rows, self.row_weights, self.source_tokens.tolist(), strict=True):
             served = rows[:tokens] >= 0
             out.view(-1)[rows[:tokens][served].long()] = weights[:tokens][served]
@@ -64,7 +67,7 @@ class RoutingParts:
 
     def rows_of_sources(self) -> torch.Tensor:
         """int32 [R], tokens of each source that have a row here."""
-        sent = torch.arange(self.rows.shape[1])[None, :] < self.source_tokens[:, None]
+        sent = torch.arange(self.rows.shape[1], device=CPU)[None, :] < self.source_tokens[:, None]
         return (sent & (self.rows >= 0).any(-1)).sum(1, dtype=torch.int32)
 
 
@@ -141,7 +144,7 @@ class StatePlaces:
             self.parts[name] = PartPlace(end, shape, dtype, of_tokens)
             end += -(-math.prod(shape) * dtype.itemsize // 4)
         self.offsets = tuple(4 * place.offset for place in self.parts.values())
-        self.blank = torch.empty(1, dtype=torch.int32).expand(end)
+        self.blank = torch.empty(1, dtype=torch.int32, device=CPU).expand(end)
 
 
 class FreshState(RoutingParts):
@@ -191,14 +194,14 @@ def fresh_state(geometry: native.Geometry, tokens: int) -> RoutingState:
     per_expert = geometry.layout < native.layout_code(Layout.RANK_MAJOR)
     groups = geometry.local_experts if per_expert else geometry.ranks
     return RoutingState(
-        dest=torch.empty(tokens, topk, dtype=torch.int32),
-        weights=torch.empty(tokens, topk),
-        rows=torch.empty(geometry.ranks, most, topk if per_expert else 1, dtype=torch.int32),
-        row_weights=torch.empty((geometry.ranks, most, topk) if per_expert else (0,)),
-        source_tokens=torch.empty(geometry.ranks, dtype=torch.int32),
-        counts=torch.empty(groups, dtype=torch.int32),
-        offsets=torch.empty(groups + 1, dtype=torch.int32),
-        valid=torch.empty(tokens, dtype=torch.bool),
+        dest=torch.empty(tokens, topk, dtype=torch.int32, device=CPU),
+        weights=torch.empty(tokens, topk, dtype=torch.float32, device=CPU),
+        rows=torch.empty(geometry.ranks, most, topk if per_expert else 1, dtype=torch.int32, device=CPU),
+        row_weights=torch.empty((geometry.ranks, most, topk) if per_expert else (0,), dtype=torch.float32, device=CPU),
+        source_tokens=torch.empty(geometry.ranks, dtype=torch.int32, device=CPU),
+        counts=torch.empty(groups, dtype=torch.int32, device=CPU),
+        offsets=torch.empty(groups + 1, dtype=torch.int32, device=CPU),
+        valid=torch.empty(tokens, dtype=torch.bool, device=CPU),
         totals=(0, 0, 0),
         origin=0,
     )

@@ -14,7 +14,7 @@ from ep_kernels.lazy_output import lazy_output
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
-from ep_kernels.transports.cpu.cpu_routing import FreshState, RoutingState, again
+from ep_kernels.transports.cpu.cpu_routing import CPU, FreshState, RoutingState, again
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 
 _MODES = (Mode.LL, Mode.HT)
@@ -74,8 +74,8 @@ class CpuDispatch:
         if self._buffers.layout.per_expert:
             return
         geometry = self._transport.geometry
-        self._ids = torch.empty(geometry.capacity, geometry.topk, dtype=torch.int32)
-        self._weights = torch.empty(geometry.capacity, geometry.topk)
+        self._ids = torch.empty(geometry.capacity, geometry.topk, dtype=torch.int32, device=CPU)
+        self._weights = torch.empty(geometry.capacity, geometry.topk, dtype=torch.float32, device=CPU)
         self._op.out_ids, self._op.out_weights = self._ids.data_ptr(), self._weights.data_ptr()
 
     def send(self) -> None:
@@ -128,7 +128,7 @@ class CpuDispatch:
                 case "topk_weights":
                     return _shaped(weights, lead)
                 case _:
-                    return torch.tensor([state.totals[_TOTALS.index(name)]], dtype=torch.int32)
+                    return torch.tensor([state.totals[_TOTALS.index(name)]], dtype=torch.int32, device=CPU)
 
         made = DispatchHandle(0, op.seq, op.routing.tokens, _MODES[op.routing.mode], self._epoch, state, lead)
         return lazy_output(field), made
@@ -149,7 +149,7 @@ class CpuCombine:
         registered = self._comm.buffers[self.dispatch_slot].expert_outputs
         lent = args.y.numel() > 0 and args.y.data_ptr() == registered.data_ptr()
         tokens, topk = args.handle.num_tokens, int(transport.geometry.topk)
-        self._weights = None if args.row_weights is None else torch.empty(tokens, topk)
+        self._weights = None if args.row_weights is None else torch.empty(tokens, topk, dtype=torch.float32, device=CPU)
         *routing, _, _, _ = self._state.addresses()
         self._op = native.combine_op(
             (*routing, self._state.origin), (tokens, _MODES.index(args.handle.mode)),
@@ -171,7 +171,7 @@ class CpuCombine:
             self._transport.native()
             config, comm = self._transport.config, self._comm
             shape = (self._op.routing.tokens, config.hidden_size)
-            z = torch.empty(shape, dtype=config.resolved_output_dtype) if out is None else out
+            z = torch.empty(shape, dtype=config.resolved_output_dtype, device=CPU) if out is None else out
             self._op.z, self._op.z_type = z.data_ptr(), native.type_code(z.dtype)
             self._transport.ended(self)
             self._transport.judge(comm.lib.cd_combine_receive(comm.pointer, ctypes.byref(self._op)))

@@ -208,7 +208,7 @@ class CpuTransport(CpuMember[NativeComm]):
         self.judge(self.lib.cd_dispatch_free(comm.pointer))
         shape = (num_tokens, self.config.hidden_size)
         if self.config.quantize:
-            return torch.empty(shape, dtype=self.config.dtype)
+            return torch.empty(shape, dtype=self.config.dtype, device="cpu")
         return comm.buffers[slot].input_rows(num_tokens)
 
     def combine_input(self, handle: DispatchHandle) -> torch.Tensor:

@@ -62,7 +62,7 @@ class FlagMemory:
         from ep_kernels.transports.nvlink import driver
 
         self._size, self._address, self._aborted = size, address, aborted
-        self._words = torch.zeros(8 * size + 1, dtype=torch.int64, pin_memory=True)
+        self._words = torch.zeros(8 * size + 1, dtype=torch.int64, pin_memory=True, device="cpu")
         self._reader = driver.Reader(self._words)
 
     def read(self) -> tuple[list[int], list[int]] | None:
@@ -115,7 +115,9 @@ class CopyEngines:
         self._host, self._timeout_s = host, timeout_s
         self._stream, self._library, self._flags, self._times = stream, library, flags, times
         size = len(places.active)
-        self._pinned = torch.zeros(_SEEN + 2 * copy_schedule.SEEN_SLOTS * size, dtype=torch.int64, pin_memory=True)
+        self._pinned = torch.zeros(
+            _SEEN + 2 * copy_schedule.SEEN_SLOTS * size, dtype=torch.int64, pin_memory=True, device="cpu"
+        )
         self._words = (ctypes.c_int64 * self._pinned.numel()).from_address(self._pinned.data_ptr())
         base = self._pinned.data_ptr()
         begun, ended, seen = (base + copy_schedule.WORD_BYTES * word for word in (_BEGUN, _ENDED, _SEEN))

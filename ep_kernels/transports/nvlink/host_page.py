@@ -44,8 +44,8 @@ class HostPage:
     word and who is dead."""
 
     def __init__(self, size: int) -> None:
-        self._words = torch.zeros(ctypes.sizeof(abi.HostPage) // 8, dtype=torch.int64, pin_memory=True)
-        self._gone = torch.zeros(size, dtype=torch.int64, pin_memory=True)
+        self._words = torch.zeros(ctypes.sizeof(abi.HostPage) // 8, dtype=torch.int64, pin_memory=True, device="cpu")
+        self._gone = torch.zeros(size, dtype=torch.int64, pin_memory=True, device="cpu")
         self._page = abi.HostPage.from_address(self._words.data_ptr())
         self._raw = memoryview(self._page).cast("B").cast("Q")  # the cheapest read
         self._fence = launch.fence()

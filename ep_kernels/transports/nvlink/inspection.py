@@ -100,7 +100,7 @@ def boxes(network: NetworkConfig, device: int) -> str:
     from ep_kernels.transports.nvlink import gpu_direct
     from ep_kernels.transports.nvlink.gpu_boxes import CudaGpu
 
-    torch.zeros(1, device=f"cuda:{device}")  # its context is current
+    torch.zeros(1, device=f"cuda:{device}", dtype=torch.float32)  # its context is current
     return str(gpu_direct.look(network, CudaGpu(device)))
 
 

@@ -95,7 +95,7 @@ class NvlinkMember:
     def _enter_device(self) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._device = torch.device("cuda", torch.cuda.current_device())
-        torch.zeros(1, device=self._device)  # makes torch's context current
+        torch.zeros(1, device=self._device, dtype=torch.float32)  # makes torch's context current
         self._streams = StreamOrder(self._device)
 
     def _load(self, variants: Mapping[jit.Variant, Launch]) -> None:

@@ -193,7 +193,7 @@ class OperationPlan:
         """receive(what `call` gave): the state; the driver's status; None: nothing was launched."""
 
     def _read_numbers(self, at: int) -> torch.Tensor:
-        numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True, device="cpu")
         self._plan.numbers, self._plan.num_rows_at = numbers.data_ptr(), at
         return numbers
 

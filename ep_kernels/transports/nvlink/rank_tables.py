@@ -62,7 +62,7 @@ class RankTables:
 
     def set_active(self, mask: Sequence[bool]) -> None:
         """Wait no more for ranks whose mask is False. In place: graphs captured before go on."""
-        self._active.copy_(torch.tensor([int(m) for m in mask], dtype=torch.uint8))
+        self._active.copy_(torch.tensor([int(m) for m in mask], dtype=torch.uint8, device="cpu"))
 
     def sequence(self) -> tuple[int, int, int]:
         """(dispatch, combine, barrier) operations so far. Synchronises."""
@@ -90,7 +90,7 @@ class RankTables:
 
     def restart(self, dispatch: int, combine: int, barrier: int) -> None:
         """Forget what was under way; count on from here. Latency records go on being numbered as they were."""
-        words = torch.zeros(_STATE_WORDS, dtype=torch.int64)
+        words = torch.zeros(_STATE_WORDS, dtype=torch.int64, device="cpu")
         words[_WORD["sample_head"]] = self.state[_WORD["sample_head"]]
         words[_WORD["dispatch_seq"]] = words[_WORD["counted_dispatch_seq"]] = dispatch  # see Engine.restart_flags
         words[_WORD["combine_seq"]] = combine

@@ -76,7 +76,7 @@ class RemoteRanks:
         self._outboxes = boxes.reserve(2 * total)
         self._inboxes = self._outboxes + total
         self._dma_bufs = (ctypes.c_int32 * (2 * size))(*[-1] * (2 * size))
-        self.words = torch.zeros(len(abi.FLAGS), size, dtype=torch.int64, pin_memory=True)
+        self.words = torch.zeros(len(abi.FLAGS), size, dtype=torch.int64, pin_memory=True, device="cpu")
         self._lib = launch.boxes()
         self._native = self._lib.cd_boxes_new(size, self.words.data_ptr(), host.gone_address)
         if boxes.flush is not None:

@@ -248,7 +248,7 @@ def row_weights(handle: DispatchHandle, config: MoEConfig, where: StateMap) -> t
     sources = state.routing.part(where.source_rows, (size, 1, 1), torch.int32)
     filled = torch.arange(config.max_tokens_per_rank, device=dst_rows.device)[None, :, None] < sources
     dst_rows = torch.where(filled & (dst_rows >= 0), dst_rows, shape.numel()).flatten().long()
-    rows = torch.zeros(shape.numel() + 1, device=dst_rows.device)
+    rows = torch.zeros(shape.numel() + 1, device=dst_rows.device, dtype=torch.float32)
     rows.scatter_(0, dst_rows, weights.flatten())
     return rows[:-1].view(shape)
 

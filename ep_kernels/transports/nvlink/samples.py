@@ -32,7 +32,7 @@ class DeviceCopy:
     def __init__(self, num_words: int) -> None:
         from ep_kernels.transports.nvlink import driver
 
-        self._words = torch.zeros(num_words, dtype=torch.int64, pin_memory=True)
+        self._words = torch.zeros(num_words, dtype=torch.int64, pin_memory=True, device="cpu")
         self._reader = driver.Reader(self._words)
 
     def __call__(self, source: torch.Tensor) -> torch.Tensor | None:

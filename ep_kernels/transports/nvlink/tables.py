@@ -68,7 +68,7 @@ class Tables(RankTables):
         """Route around ranks whose mask is False, and wait for them no more. In place: graphs captured before go on."""
         super().set_active(mask)
         first, ranks, slots = self._config.resolved_expert_map.tables(mask)
-        listed = torch.full(self._copies.shape, _GONE_RANK, dtype=torch.int32)
+        listed = torch.full(self._copies.shape, _GONE_RANK, dtype=torch.int32, device="cpu")
         listed[0, : len(ranks)], listed[1, : len(slots)] = ranks, slots
         begin, copies = first[:-1], first.diff()
         place = torch.where(copies > 0, begin, listed.shape[1] - 1).long()

@@ -80,7 +80,7 @@ class NvlinkTransport(NvlinkMember):
             boxes, _ = gpu_direct.choose(network, group.rank, CudaGpu(self._device.index))
             self._remote = RemoteRanks(network, group.rank, group.size, shape, self._tables.host, boxes)
         self._load(self._engine.variants())
-        self._num_rows = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._num_rows = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
         return self._allocate(self._engine.region_bytes, self._engine.blank_bytes, _SMALLER)
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:

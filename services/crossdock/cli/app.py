@@ -119,7 +119,11 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
     _die_with(parent_pid)
     from crossdock.worker.process import end_process, run_worker
 
-    end_process(run_worker(loaded))
+    try:
+        code = run_worker(loaded)
+    except Exception as error:
+        code = _failed(error)
+    end_process(code)
 
 
 @app.command("deep-ep")
@@ -369,10 +373,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(128 + 2)
     except Exception as error:
-        if "--debug" in sys.argv:
-            raise
-        _complain(error)
-        sys.exit(exit_status(error))
+        sys.exit(_failed(error))
 
 
 def exit_status(error: Exception) -> int:
@@ -384,7 +385,10 @@ def exit_status(error: Exception) -> int:
     return EXIT_UNREACHABLE if isinstance(error, ConnectionError | TimeoutError) else EXIT_FAILED
 
 
-def _complain(error: Exception) -> None:
+def _failed(error: Exception) -> int:
+    """Say so; the exit status."""
+    if "--debug" in sys.argv:
+        raise error
     from rich.console import Console
     from rich.text import Text
 
@@ -392,3 +396,4 @@ def _complain(error: Exception) -> None:
     if isinstance(error, ImportError):
         words += ' (is the extra installed? pip install "crossdock[worker]")'
     Console(stderr=True).print(Text.assemble(("error: ", "bold red"), words), soft_wrap=True)
+    return exit_status(error)

@@ -67,7 +67,9 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 def _matrix(module: nn.Module, name: str) -> torch.Tensor:
     """A stacked matrix [E, ., .] of an experts module; an empty one if it has none."""
     found = getattr(module, name, None)
-    return found if isinstance(found, torch.Tensor) and found.ndim == 3 else torch.empty(0)
+    if isinstance(found, torch.Tensor) and found.ndim == 3:
+        return found
+    return torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -293,8 +295,9 @@ def _probe(site: Site, client: Client, description: expert_pb2.DescribeResponse,
     topk, num_experts = description.topk, description.num_experts
     num_tokens = -(-num_experts // topk)
     generator = torch.Generator().manual_seed(site.layer)
-    x = torch.randn(num_tokens, description.hidden_size, generator=generator).to(example.device, example.dtype)
-    ids = (torch.arange(num_tokens * topk) % num_experts).view(num_tokens, topk).to(example.device)
+    shape = num_tokens, description.hidden_size
+    x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(example.device, example.dtype)
+    ids = (torch.arange(num_tokens * topk, device="cpu") % num_experts).view(num_tokens, topk).to(example.device)
     weights = torch.full(ids.shape, 1.0 if site.weighted else 1 / topk, device=example.device)
     local = site.local(x, ids, weights).float()
     remote = client.forward(site.layer, x, ids, weights, timeout_s=timeout_s).float()

@@ -40,6 +40,7 @@ from crossdock.client.shares import (
     most_tokens,
     on_host,
     read_rows,
+    rows_like,
     split,
 )
 from crossdock.client.stream import WorkerStream
@@ -169,7 +170,7 @@ class AsyncClient:
             return None
         x, ids, _ = batch.parts
         shares = split(x.shape[0], len(service.workers), batch.turn, x.shape[0], self._min_tokens)
-        call, is_complete = DirectCall(self._pool, _rows_like(x), batch.deadline), True
+        call, is_complete = DirectCall(self._pool, batch.deadline), True
         for share in shares:
             address = service.workers[share.worker][1]
             num_bytes = Places.of(share.stop - share.start, x.shape[1], ids.shape[1], x.element_size()).num_bytes
@@ -198,7 +199,7 @@ class AsyncClient:
     async def by_stream(self, batch: ForwardCall, refused: Overloaded | None = None) -> torch.Tensor:
         """The rows of a batch over gRPC, with retries. refused: it was, before; so this is a retry already."""
         parts, left_s = batch.parts, max(0.0, batch.deadline - time.monotonic())
-        service, out = await self._until(self._service, left_s), _rows_like(parts[0])
+        service, out = await self._until(self._service, left_s), rows_like(parts[0])
         shares = split(out.shape[0], len(service.workers), batch.turn, most_tokens(parts), self._min_tokens)
         await _all([self._share(batch, share, out, refused) for share in shares])
         return out
@@ -327,12 +328,6 @@ class AsyncClient:
             self._streams[address] = stream
         stream.epoch = service.epoch
         return stream
-
-
-def _rows_like(x: torch.Tensor) -> torch.Tensor:
-    """Room for the rows of an answer, contiguous whatever x is; any thread may write it."""
-    with torch.inference_mode(False):
-        return torch.empty(x.shape, dtype=x.dtype)
 
 
 def _retrying(timeout_s: float) -> tenacity.AsyncRetrying:

@@ -22,7 +22,7 @@ import grpc
 import torch
 
 from crossdock.client.errors import DeadlineExceeded, Overloaded, Unavailable, from_answer
-from crossdock.client.shares import Parts, Share
+from crossdock.client.shares import Parts, Share, rows_like
 from crossdock.client.stream import WorkerStream
 from crossdock.common.tasks import background, call_in_loop
 from crossdock.common.tracing import current_traceparent
@@ -42,6 +42,8 @@ QUIET_S = 1.0
 _OPEN_S, _AGAIN_S, _IDLE_S = 5.0, 5.0, 30.0
 """Time to open a buffer; pause after one was refused; age at which an unused one is closed."""
 _MIN_BYTES = 64 << 10
+_FEW = 64
+_LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
 
 class RequestBuffer:
@@ -72,9 +74,7 @@ class RequestBuffer:
         x, ids, weights = parts
         shared = self._shared = self._memory.rows(x.shape[0], x.shape[1], ids.shape[1], x.dtype)
         shared.x.copy_(x)
-        if ids.dtype is torch.int64:  # what no int32 holds must stay a number that the worker refuses
-            ids = ids.clamp(-(1 << 31), (1 << 31) - 1)
-        shared.ids.copy_(ids)
+        shared.ids.copy_(ids if ids.dtype is torch.int32 else _narrow(ids))
         shared.weights.copy_(weights)
 
     def send(self, layer: int, timeout_s: float, model: str) -> None:
@@ -115,6 +115,13 @@ class RequestBuffer:
 
     def _gone(self) -> Unavailable:
         return Unavailable(f"worker {self.address}: the request buffer was closed")
+
+
+def _narrow(ids: torch.Tensor) -> torch.Tensor:
+    """int64 ids: what no int32 holds becomes another number that the worker refuses."""
+    if ids.numel() <= _FEW and all(_LEAST <= number <= _MOST for row in ids.tolist() for number in row):
+        return ids  # torch's functions would take longer
+    return ids.clamp(_LEAST, _MOST)
 
 
 def _request(
@@ -267,16 +274,17 @@ class DirectCall:
 
     Args:
         pool: of the buffers.
-        out: [T, H], filled.
         deadline: monotonic seconds.
 
     Attributes:
         refused: the worker had no room for it.
+        out: [T, H], filled by `read` or `finish`; there once it was sent.
     """
 
-    def __init__(self, pool: BufferPool, out: torch.Tensor, deadline: float) -> None:
+    def __init__(self, pool: BufferPool, deadline: float) -> None:
         self.refused: Overloaded | None = None
-        self._pool, self.out, self._deadline = pool, out, deadline
+        self.out: torch.Tensor
+        self._pool, self._deadline = pool, deadline
         self._waiting: list[tuple[Share, RequestBuffer]] = []
 
     def add(self, share: Share, buffer: RequestBuffer) -> None:
@@ -292,6 +300,7 @@ class DirectCall:
                 buffer.write(parts if whole else [part[share.start : share.stop] for part in parts])
             for _, buffer in self._waiting:
                 buffer.send(layer, left_s, model)
+            self.out = rows_like(parts[0])  # the workers are at it
         except BaseException as error:
             self.abandon()
             if isinstance(error, Unavailable):

@@ -122,6 +122,12 @@ def _is_layer(value: SupportsIndex) -> bool:
         return False
 
 
+def rows_like(x: torch.Tensor) -> torch.Tensor:
+    """Room for the rows of an answer, contiguous whatever x is; any thread may write it."""
+    with torch.inference_mode(False):
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 def read_rows(response: Response, out: torch.Tensor) -> None:
     """Copy y of an answer into out [T, H]. Raises ClientError: it is not of that shape and dtype."""
     y, data = response.message.y, response.data.get("y")
@@ -136,4 +142,9 @@ def read_rows(response: Response, out: torch.Tensor) -> None:
 
 def on_host(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As requests carry them, the ids apart."""
-    return x.detach().cpu(), topk_ids.cpu(), topk_weights.detach().float().cpu()
+    weights = topk_weights if topk_weights.dtype is torch.float32 else topk_weights.detach().float()
+    return _on_host(x), _on_host(topk_ids), _on_host(weights)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_cpu and not tensor.requires_grad else tensor.detach().cpu()

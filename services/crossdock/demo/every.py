@@ -86,7 +86,7 @@ def _compare(family: str, folder: Path, where: Stage) -> Served:
     model.save_pretrained(folder)
     model = model.to(where.device)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, VOCAB_SIZE, (NUM_PROMPTS, NUM_TOKENS), generator=generator).to(where.device)
+    ids = torch.randint(0, VOCAB_SIZE, (NUM_PROMPTS, NUM_TOKENS), generator=generator, device="cpu").to(where.device)
     logits, tokens = next_tokens(model, ids)
     with serving(folder, "float32", where, hosts.LOOPBACK) as group:
         group.wait_serving(FORM_TIMEOUT_S)

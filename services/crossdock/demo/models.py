@@ -112,12 +112,13 @@ def _route_clearly(model: Any, num_experts: int, generator: torch.Generator) -> 
         elif "mlp.gate." in name:
             layer = int(name.split(".layers.")[1].split(".")[0])
             parameter.zero_()
-            parameter[:, -num_experts:] = _ROUTER_GAIN * torch.eye(num_experts).roll(layer * num_experts // 2, 1)
+            each = torch.eye(num_experts, dtype=torch.float32, device="cpu")
+            parameter[:, -num_experts:] = _ROUTER_GAIN * each.roll(layer * num_experts // 2, 1)
 
 
 def _ranking(num_experts: int, generator: torch.Generator) -> torch.Tensor:
     """A random permutation of 0..E-1 whose two best lie in one half, so that group-limited routers have no ties."""
-    order = torch.randperm(num_experts, generator=generator)
+    order = torch.randperm(num_experts, generator=generator, device="cpu")
     best, half = int(order.argmax()), num_experts // 2
     second, partner = int((order == num_experts - 2).nonzero()), best // half * half + (best + 1) % half
     order[[second, partner]] = order[[partner, second]]

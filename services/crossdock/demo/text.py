@@ -23,7 +23,7 @@ def find_text(num_bytes: int) -> tuple[str, bytes]:
 
 def token_ids(text: bytes, num_rows: int, num_columns: int) -> torch.Tensor:
     """The first bytes of a text as int64 ids [rows, columns]."""
-    return torch.tensor(list(text[: num_rows * num_columns])).view(num_rows, num_columns)
+    return torch.tensor(list(text[: num_rows * num_columns]), device="cpu").view(num_rows, num_columns)
 
 
 def _checkout() -> bytes:

@@ -129,8 +129,9 @@ def run_step(
     """Times of one kind of step, round by round, and how far the answer is off."""
     generator = torch.Generator().manual_seed(_SEED + group.rank)
     num_experts = _EXPERTS_PER_RANK * group.size
-    x = torch.randn(step.tokens, step.hidden, generator=generator).to(torch.bfloat16).to(device)
-    scores = torch.rand(step.tokens, num_experts, generator=generator)
+    x = torch.randn(step.tokens, step.hidden, generator=generator, dtype=torch.float32, device="cpu")
+    x = x.to(torch.bfloat16).to(device)
+    scores = torch.rand(step.tokens, num_experts, generator=generator, dtype=torch.float32, device="cpu")
     weights, ids = (part.to(device) for part in scores.topk(_TOPK, dim=-1))
     ids = ids.to(torch.int32)
     config = MoEConfig(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import mmap
 import os
 from collections.abc import Callable
@@ -34,6 +35,8 @@ MAX_PACKET_BYTES = 4096
 MAX_BUFFER_BYTES = 16 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ALIGN = 64
+_SHAPES = 256
+"""Of requests whose places are remembered."""
 
 
 def host_identity() -> str:
@@ -57,21 +60,50 @@ class Places:
     num_bytes: int
 
     @staticmethod
+    @functools.lru_cache(_SHAPES)
     def of(num_tokens: int, hidden: int, topk: int, itemsize: int) -> Places:
         """For x [T, H], topk_ids int32 [T, K], topk_weights float32 [T, K] and y [T, H]."""
         rows, few = _aligned(num_tokens * hidden * itemsize), _aligned(4 * num_tokens * topk)
         return Places(0, rows, rows + few, rows + 2 * few, 2 * rows + 2 * few)
 
 
+class RoutingCopy:
+    """A copy of what a request says of experts, out of its sender's reach, for one request at a time.
+
+    Args:
+        theirs: bytes of topk_ids and of topk_weights, half each, in shared memory.
+        shape: [T, K].
+
+    Attributes:
+        ids, weights: int32 and float32 [T, K].
+        id_values, weight_values: the same without their shape.
+    """
+
+    def __init__(self, theirs: memoryview, shape: tuple[int, int]) -> None:
+        half, own, count = len(theirs) // 2, bytearray(len(theirs)), shape[0] * shape[1]
+        self._theirs, self._own = theirs, memoryview(own)
+        with torch.inference_mode(False):  # as shared rows
+            self.ids = torch.frombuffer(own, dtype=torch.int32, count=count).view(shape)
+            self.weights = torch.frombuffer(own, dtype=torch.float32, count=count, offset=half).view(shape)
+        self.id_values = self._own[: 4 * count].cast("i")
+        self.weight_values = self._own[half : half + 4 * count].cast("f")
+
+    def take(self) -> None:
+        """Copy what is there now."""
+        self._own[:] = self._theirs
+
+
 @dataclass(frozen=True, slots=True)
 class SharedRows:
     """The tensors of a request in shared memory, which the other end may change at any time: x [T, H], topk_ids int32
-    [T, K], topk_weights float32 [T, K], y [T, H]."""
+    [T, K], topk_weights float32 [T, K], y [T, H] and its first column, and a copy of ids and weights."""
 
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
     y: torch.Tensor
+    first_column: torch.Tensor
+    routing: RoutingCopy
 
 
 class SharedMemory:
@@ -116,11 +148,14 @@ class SharedMemory:
         if self._rows is None or self._rows[0] != key:  # as a rule the one before had the same
             places = Places.of(num_tokens, hidden, topk, dtype.itemsize)
             wide, few = (num_tokens, hidden), (num_tokens, topk)
+            y, chosen = self.tensor(dtype, wide, places.y), memoryview(self._mapping)[places.ids : places.y]
             made = SharedRows(
                 self.tensor(dtype, wide, places.x),
                 self.tensor(torch.int32, few, places.ids),
                 self.tensor(torch.float32, few, places.weights),
-                self.tensor(dtype, wide, places.y),
+                y,
+                y[:, 0],
+                RoutingCopy(chosen, few),
             )
             self._rows = key, made
         return self._rows[1]

@@ -89,7 +89,7 @@ def decode(
         expected = f"{num_bytes} bytes for {message.dtype} {list(shape)}"
         raise WireError(name, expected, f"{len(got)} bytes")
     if num_bytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(got), dtype=dtype).view(shape)
 
 

@@ -97,12 +97,12 @@ class _Feed:
         c, self.device = comm.config, comm.capabilities.device_type
         self.num_pairs = PAIRS[self.device]
         draw = torch.Generator(self.device).manual_seed((seed * 64 + comm.rank) * 1_000_003 + tokens)
-        rows = torch.randn(tokens, c.hidden_size, generator=draw, device=self.device).to(c.dtype)
+        rows = torch.randn(tokens, c.hidden_size, generator=draw, device=self.device, dtype=torch.float32).to(c.dtype)
         scales = torch.ones(tokens, c.scale_columns, dtype=c.scale_dtype, device=self.device)
         self._x = (rows, scales) if c.scale_columns else rows
         self._out = torch.empty(tokens, c.hidden_size, dtype=c.resolved_output_dtype, device=self.device)
         drawn = [
-            torch.rand(tokens, c.num_experts, generator=draw, device=self.device).topk(c.topk)
+            torch.rand(tokens, c.num_experts, generator=draw, device=self.device, dtype=torch.float32).topk(c.topk)
             for _ in range(SETS * self.num_pairs)
         ]
         self._all_ids = torch.stack([found.indices.int() for found in drawn])

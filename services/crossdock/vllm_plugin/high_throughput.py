@@ -110,7 +110,7 @@ class HighThroughputFinalizer(Finalizer):
             got = self._calls.dispatch(payload, topk_ids, weights.contiguous(), kind, keep=False)
         self._keep(got.handle)
         ids = torch.where(got.topk_idx < 0, self._elsewhere(num_experts), got.topk_idx + self._first_expert)
-        counted = torch.tensor(got.counted, dtype=torch.int32)
+        counted = torch.tensor(got.counted, dtype=torch.int32, device="cpu")
         metadata = _Metadata(expert_num_tokens=got.counts, expert_num_tokens_cpu=counted)
         return got.x, got.scales, ids, got.topk_weights, metadata
 

@@ -70,7 +70,7 @@ class Manager(_Base):  # type: ignore[misc]
         """Scalar bool on the device: an earlier operation, in stream order, has failed. vLLM's runner then discards
         the step's tokens and raises."""
         words = [comm.failed() for comm in self._pool.communicators()]
-        return (torch.cat(words) if words else torch.zeros(1)).any()
+        return (torch.cat(words) if words else torch.zeros(1, dtype=torch.float32, device="cpu")).any()
 
     def query_active_mask(self) -> torch.Tensor:
         """int32 [R], 1 = a rank that was lost or silent. Logs the reason; vLLM then handles the failure."""
@@ -83,7 +83,7 @@ class Manager(_Base):  # type: ignore[misc]
                 lost[error.peer] = 1
             except EpError as error:
                 log.error(f"crossdock: rank {self._pool.rank}: {error}")
-        return torch.tensor(lost, dtype=torch.int32)
+        return torch.tensor(lost, dtype=torch.int32, device="cpu")
 
     def clean_buffers(self) -> None:
         """Make all communicators usable again after a fault that all ranks have survived. Collective; captured

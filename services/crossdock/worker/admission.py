@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -75,10 +75,14 @@ class RequestValidator:
 
     def taken(self, shared: SharedRows) -> Tokens:
         """Those tensors. x stays where it is, and its sender may change it; ids and weights are copied before they are
-        checked. Raises Refused."""
-        ids, weights = shared.ids.clone(), shared.weights.clone()
-        self._check_values(ids, weights)
-        return Tokens(shared.x, ids, weights)
+        checked, weights to where those of the next request will be. Raises Refused."""
+        routing = shared.routing
+        routing.take()
+        if len(routing.id_values) <= _FEW:
+            self._check_few(routing.id_values.tolist(), routing.weight_values.tolist())
+        else:
+            self._check_values(routing.ids, routing.weights)
+        return Tokens(shared.x, routing.ids.clone(), routing.weights)
 
     def _check_model(self, request: expert_pb2.ForwardRequest) -> None:
         spec = self.spec
@@ -122,16 +126,19 @@ class RequestValidator:
         if not ids.numel():
             return
         if ids.numel() <= _FEW:  # each of torch's functions would take longer than all this
-            rows = ids.tolist()
-            low, high = min(map(min, rows)), max(map(max, rows))
-            extremes: list[float] = list(itertools.chain.from_iterable(weights.tolist()))
+            self._check_few(*(list(itertools.chain.from_iterable(rows.tolist())) for rows in (ids, weights)))
         else:
             low, high = (int(value) for value in ids.aminmax())
-            extremes = [float(value) for value in weights.aminmax()]  # a NaN anywhere makes both NaN
+            self._check_extremes(low, high, [float(value) for value in weights.aminmax()])  # one NaN makes both NaN
+
+    def _check_few(self, ids: list[int], weights: Sequence[float]) -> None:
+        self._check_extremes(min(ids), max(ids), weights)
+
+    def _check_extremes(self, low: int, high: int, weights: Sequence[float]) -> None:
         if low < -1 or high >= self.spec.num_experts:
             got = low if low < -1 else high
             raise _invalid(f"topk_ids: expected -1..{self.spec.num_experts - 1}, got {got}")
-        if not all(map(math.isfinite, extremes)):
+        if not all(map(math.isfinite, weights)):
             raise _invalid("topk_weights: expected finite numbers, got NaN or infinity")
 
 

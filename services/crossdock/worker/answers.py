@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from crossdock.common import rpc
 from crossdock.protocol.v1 import expert_pb2
-from crossdock.worker.work import Done, Failure
+from crossdock.worker.work import Done, Failure, Timing
 
 
 def response_of(request_id: int, answer: Done | Failure) -> expert_pb2.ForwardResponse:
@@ -17,11 +17,15 @@ def response_of(request_id: int, answer: Done | Failure) -> expert_pb2.ForwardRe
             epoch=answer.epoch,
         )
         return expert_pb2.ForwardResponse(id=request_id, error=error)
-    timing = expert_pb2.Timing(
-        queue_ns=answer.timing.queue_ns,
-        dispatch_ns=answer.timing.dispatch_ns,
-        experts_ns=answer.timing.experts_ns,
-        combine_ns=answer.timing.combine_ns,
-        steps=answer.timing.steps,
-    )
-    return expert_pb2.ForwardResponse(id=request_id, timing=timing)
+    message = expert_pb2.ForwardResponse(id=request_id)
+    fill(message.timing, answer.timing)
+    return message
+
+
+def fill(message: expert_pb2.Timing, timing: Timing) -> None:
+    """Set every field of the message."""
+    message.queue_ns = timing.queue_ns
+    message.dispatch_ns = timing.dispatch_ns
+    message.experts_ns = timing.experts_ns
+    message.combine_ns = timing.combine_ns
+    message.steps = timing.steps

@@ -7,11 +7,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import grpc
-import torch
 
 from crossdock.common.access import RateLimiter
 from crossdock.common.config import WorkerConfig
 from crossdock.common.tracing import RequestTrace, Tracer
+from crossdock.protocol.request_buffer import SharedRows
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker.admission import RequestValidator, Tokens
 from crossdock.worker.budget import Budget
@@ -51,9 +51,9 @@ class Backend:
         stream: Hashable,
         reply: Callable[[Done | Failure], None],
         trace: RequestTrace | None,
-        y: torch.Tensor | None = None,
+        shared: SharedRows | None = None,
     ) -> Work:
-        """A checked request that arrives now."""
+        """A checked request that arrives now. shared: its answer goes there."""
         now_ns = time.monotonic_ns()
         return Work(
             client=client,
@@ -65,6 +65,7 @@ class Backend:
             deadline_ns=now_ns + int(self.timeout_s(request) * 1e9),
             arrived_ns=now_ns,
             reply=reply,
-            y=y,
+            y=None if shared is None else shared.y,
+            first_column=None if shared is None else shared.first_column,
             trace=trace,
         )

@@ -40,7 +40,7 @@ from crossdock.protocol.request_buffer import (
 )
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker import request_trace
-from crossdock.worker.answers import response_of
+from crossdock.worker.answers import fill, response_of
 from crossdock.worker.backend import Backend
 from crossdock.worker.request_sockets import RequestSockets
 from crossdock.worker.work import Done, Failure, Refused, Work
@@ -255,6 +255,7 @@ class _Buffer:
         self._work: Work | None = None
         self._requests = RepeatedRequests()
         self._rows: SharedRows | None = None
+        self._done = expert_pb2.ForwardResponse()
 
     def read(self) -> None:
         """A packet, or the end."""
@@ -328,12 +329,17 @@ class _Buffer:
         if self._rows is None:
             self._rows = validator.rows_in(request, self._memory)
         tokens, reply = validator.taken(self._rows), functools.partial(self._reply, request.id)
-        return self._backend.work_of(request, tokens, self.offer.client, self, reply, trace, self._rows.y)
+        return self._backend.work_of(request, tokens, self.offer.client, self, reply, trace, self._rows)
 
     def _reply(self, request_id: int, answer: Done | Failure) -> None:
         """Any thread."""
         work, self._work = self._work, None
-        self._send(request_id, answer)
+        if isinstance(answer, Done):  # one at a time
+            self._done.id = request_id
+            fill(self._done.timing, answer.timing)
+            self._send_packet(self._done.SerializeToString())
+        else:
+            self._send(request_id, answer)
         if isinstance(answer, Failure):  # a step may still write its rows: no other request may use that memory
             _end(self.sock)
         if work is None:
@@ -343,12 +349,14 @@ class _Buffer:
         seconds = (time.monotonic_ns() - work.arrived_ns) * 1e-9
         self._backend.telemetry.answered(code, work.num_tokens, seconds, queue_s, work.trace, why)
 
-    def _send(self, request_id: int, answer: Done | Failure) -> None:
-        response = response_of(request_id, answer)
-        if response.HasField("error"):
-            response.error.message = response.error.message[:_MAX_TEXT]
+    def _send(self, request_id: int, failure: Failure) -> None:
+        response = response_of(request_id, failure)
+        response.error.message = response.error.message[:_MAX_TEXT]
+        self._send_packet(response.SerializeToString())
+
+    def _send_packet(self, packet: bytes) -> None:
         try:
-            self.sock.send(response.SerializeToString())
+            self.sock.send(packet)
         except OSError:  # it does not read, or is gone
             _end(self.sock)
 

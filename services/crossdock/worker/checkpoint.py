@@ -160,10 +160,14 @@ class Checkpoint:
         if scales is None:
             return weight
         if self._format.kind == "mxfp4":
-            return from_mxfp4(weight, scales, torch.empty(weight.shape[0], 2 * weight.shape[1]))
+            return from_mxfp4(
+                weight, scales, torch.empty(weight.shape[0], 2 * weight.shape[1], dtype=torch.float32, device="cpu")
+            )
         block = tuple(size or whole for size, whole in zip(self._format.block, weight.shape, strict=True))
         grid = scales.float().view(self._format.grid(*weight.shape))
-        return from_fp8(weight, grid, (block[0], block[1]), torch.empty(weight.shape)).to(dtype)
+        return from_fp8(
+            weight, grid, (block[0], block[1]), torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+        ).to(dtype)
 
     @property
     def _data_suffix(self) -> str:

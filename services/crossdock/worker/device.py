@@ -55,7 +55,7 @@ def enter(device: torch.device) -> None:
         return
     try:
         torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # also makes its context current for the driver's own calls
+        torch.zeros(1, device=device, dtype=torch.float32)  # also makes its context current for the driver's own calls
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError("worker.device", "a GPU with free memory", f"{device}: {error}") from error
@@ -72,7 +72,7 @@ def peak_bytes_per_s(device: torch.device) -> float:
     """Most bytes per second between this device and its peers: the sum of a GPU's NVLinks in one direction as NVML
     tells it, 0 if it does not; of a CPU what one thread copies now."""
     if device.type == "cpu":
-        source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+        source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cpu")
         copied = torch.zeros_like(source)
         return _COPY_BYTES / min(_seconds(lambda: copied.copy_(source)) for _ in range(_COPIES))
     own = uuid_of(device)

@@ -28,7 +28,7 @@ class StepResult:
 
     Attributes:
         z: [T, H] in host memory.
-        rows_per_expert: int32 [L] in host memory.
+        rows_per_expert: int32 [L] in host memory; of a CPU: valid until the next step.
         phases_ns: nanoseconds of each phase, by the device's clock.
     """
 
@@ -102,7 +102,7 @@ class CpuStream:
     def copy_out(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
         """See `DeviceStream`."""
         self.mark()
-        self._result = z, rows_per_expert.clone()
+        self._result = z, rows_per_expert
 
     def wait(self) -> StepResult:
         """See `DeviceStream`."""
@@ -177,12 +177,12 @@ class GpuStream:
         if not any(piece.shape[0] for piece in pieces):
             return pieces[0].to(self.device)
         num_rows, row = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1:]
-        staged = torch.empty((num_rows, *row), dtype=pieces[0].dtype, pin_memory=True)
+        staged = torch.empty((num_rows, *row), dtype=pieces[0].dtype, pin_memory=True, device="cpu")
         _in_flight.append(staged)
         return torch.cat(list(pieces), out=staged).to(self.device, non_blocking=True)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.numel() > 0)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.numel() > 0, device="cpu")
     _in_flight.append(host)
     return host.copy_(tensor, non_blocking=True)

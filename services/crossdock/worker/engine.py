@@ -237,7 +237,7 @@ class Engine:
                     unconfirmed = batch
                 else:
                     self._finish(batch, [])
-                self._telemetry.step(batch.record)
+                self._telemetry.step(stepper.record_of(batch))
             self._telemetry.collect(comm)
 
     def _sleep(self, comm: MoECommunicator) -> None:
@@ -323,13 +323,13 @@ class Engine:
         self._clear_running()
 
     def _deliver(self, batch: Batch) -> None:
-        row, record, alone = 0, batch.record, len(batch.slices) == 1
+        row, alone = 0, len(batch.slices) == 1
         for piece in batch.slices:
             work, rows = piece.work, batch.z if alone else batch.z[row : row + piece.num_tokens]
             row += piece.num_tokens
             if work.answered:
                 continue
-            work.timing = work.timing.plus_step(record.dispatch_ns, record.experts_ns, record.combine_ns)
+            work.timing = work.timing.plus_step(*batch.phases_ns)
             if work.y is None and piece.is_whole:
                 shared = not alone or self._stream.device.type == "cpu"  # with others, or the next step
                 work.y = rows.to(work.x.dtype, copy=shared)

@@ -155,7 +155,6 @@ class ExpertMLPs:
             if computed is not None:
                 computed.forget(layer)
 
-    @torch.no_grad()
     def forward(
         self,
         layer: int,

@@ -182,6 +182,8 @@ class ExpertTables:
         if lowest >> _COUNT_BITS != max(words) >> _COUNT_BITS:
             return
         count = lowest & ((1 << _COUNT_BITS) - 1)
+        if not count:
+            return
         with self._changed:
             if lowest >> _COUNT_BITS == self._target.version and count == self._switched + 1:
                 self._switch()

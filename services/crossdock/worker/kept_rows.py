@@ -30,5 +30,5 @@ class KeptRows:
             return torch.empty(num_rows, columns, dtype=dtype, device=self._device)
         if self._block.shape[0] < num_bytes:
             with torch.inference_mode(False):
-                self._block = torch.empty(1 << (num_bytes - 1).bit_length(), dtype=torch.uint8)
+                self._block = torch.empty(1 << (num_bytes - 1).bit_length(), dtype=torch.uint8, device="cpu")
         return self._block[:num_bytes].view(dtype).view(num_rows, columns)

@@ -123,9 +123,11 @@ class SlotMap:
             if live is None or live[slot]:
                 copies[expert].append(slot)
         self.lost = frozenset(expert for expert, slots in enumerate(copies) if not slots)
-        self._num = torch.tensor([len(slots) for slots in copies])
+        self._num = torch.tensor([len(slots) for slots in copies], device="cpu")
         self._first = self._num.cumsum(0) - self._num
-        self._slots = torch.tensor([slot for slots in copies for slot in slots] or [-1], dtype=torch.int32)
+        self._slots = torch.tensor(
+            [slot for slots in copies for slot in slots] or [-1], dtype=torch.int32, device="cpu"
+        )
 
     def lost_in(self, topk_ids: torch.Tensor) -> list[int]:
         """The lost experts among the chosen ones."""
@@ -137,5 +139,5 @@ class SlotMap:
             return topk_ids
         known, none = topk_ids.clamp(min=0).long(), topk_ids < 0
         num = torch.where(none, 1, self._num[known])  # expert 0, in the place of none, may be lost
-        turn = (rank + torch.arange(topk_ids.shape[0]))[:, None] % num
+        turn = (rank + torch.arange(topk_ids.shape[0], device="cpu"))[:, None] % num
         return torch.where(none, topk_ids, self._slots[self._first[known] + turn])

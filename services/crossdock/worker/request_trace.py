@@ -38,25 +38,23 @@ def taken(work: Work, now_ns: int) -> None:
 
 def stepped(batch: Batch, rank: int, epoch: int, number: int, now_ns: int) -> None:
     """Step `number` of the epoch has ended for all requests of a batch."""
-    traces = {piece.work.trace for piece in batch.slices} - {None}
+    traces = {trace for piece in batch.slices if (trace := piece.work.trace) is not None}
     if traces:
         phase = _step(batch, rank, epoch, number, now_ns)
         for trace in traces:
-            if trace is not None:
-                trace.phases.append(phase)
+            trace.phases.append(phase)
 
 
 def _step(batch: Batch, rank: int, epoch: int, number: int, now_ns: int) -> PendingSpan:
-    record, at_ns, parts = batch.record, batch.start_ns, []
-    durations = {"dispatch": record.dispatch_ns, "experts": record.experts_ns, "combine": record.combine_ns}
-    for name, took_ns in durations.items():
+    at_ns, parts = batch.start_ns, []
+    for name, took_ns in zip(("dispatch", "experts", "combine"), batch.phases_ns, strict=True):
         parts.append(PendingSpan(name, at_ns, at_ns + took_ns))
         at_ns += took_ns
     attributes = {
         "crossdock.rank": rank,
         "crossdock.epoch": epoch,
         "crossdock.step": number,
-        "crossdock.step.tokens": record.num_tokens,
+        "crossdock.step.tokens": batch.num_tokens,
         "crossdock.step.requests": len(batch.slices),
     }
     return PendingSpan("step", batch.start_ns, max(now_ns, at_ns), attributes, parts)

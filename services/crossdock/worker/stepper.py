@@ -34,20 +34,32 @@ class Batch:
     """This rank's share of one step.
 
     Attributes:
+        layer, max_tokens: of the step, equal on all ranks.
         slices: of the requests, in the order of the rows of z.
+        topk_ids: of its tokens: slots, pieces [t, K].
         z: [T, H] in host memory; of a CPU: valid until the next step, or where a request wants its rows.
+        rows_per_expert: int32 [L] in host memory; of a CPU: valid until the next step.
+        phases_ns: of dispatch, experts, combine.
         error: of this rank's experts, or empty.
         unconfirmed: a rank may have failed in it: this one, or one whose rows are NaN.
-        record: numbers for telemetry.
         start_ns: monotonic time at which dispatch began.
     """
 
+    layer: int
+    max_tokens: int
     slices: Sequence[Slice]
+    topk_ids: Sequence[torch.Tensor]
     z: torch.Tensor
+    rows_per_expert: torch.Tensor
+    phases_ns: tuple[int, int, int]
     error: str
     unconfirmed: bool
-    record: StepRecord
     start_ns: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the slices."""
+        return sum(piece.num_tokens for piece in self.slices)
 
 
 class Stepper:
@@ -75,14 +87,14 @@ class Stepper:
         self._rounds = checks.rounds_sums(config, stream.device.type)
         self._stream = stream
         self._none: Tokens = (
-            torch.empty(0, config.hidden_size, dtype=config.dtype),
-            torch.empty(0, config.topk, dtype=torch.int32),
-            torch.empty(0, config.topk, dtype=torch.float32),
+            torch.empty(0, config.hidden_size, dtype=config.dtype, device="cpu"),
+            torch.empty(0, config.topk, dtype=torch.int32, device="cpu"),
+            torch.empty(0, config.topk, dtype=torch.float32, device="cpu"),
         )
         self._wire_bytes: dict[int, tuple[int, int]] = {}
         self._none_on_device = [part.to(stream.device) for part in self._none]
         owners = ExpertMap.contiguous(config.num_experts, comm.size).replicas
-        self._rank_of_slot = torch.tensor([copies[0][0] for copies in owners] + [comm.rank])
+        self._rank_of_slot = torch.tensor([copies[0][0] for copies in owners] + [comm.rank], device="cpu")
 
     def step(self, layer: int, max_tokens: int, slices: Sequence[Slice]) -> Batch:
         """Take one step; returns when its rows are in host memory. Collective.
@@ -110,16 +122,22 @@ class Stepper:
                 self._queued()
             result = stream.wait()
         self._comm.check()
+        why = f"layer {layer}: {error or failed}" if error or failed else ""
+        unconfirmed = bool(why) or any(map(math.isnan, _first_column(slices, result.z).tolist()))
+        return Batch(
+            layer, max_tokens, slices, parts[1], result.z, result.rows_per_expert, result.phases_ns, why, unconfirmed,
+            start_ns,
+        )  # fmt: skip
+
+    def record_of(self, batch: Batch) -> StepRecord:
+        """What telemetry counts of a step; before the next one."""
+        layer, max_tokens = batch.layer, batch.max_tokens
         held = self._tables.held(layer) if self._tables is not None else None
-        num_tokens = sum(piece.num_tokens for piece in slices)
-        exemplar = next((piece.work.trace.exemplar for piece in slices if piece.work.trace is not None), None)
+        exemplar = next((piece.work.trace.exemplar for piece in batch.slices if piece.work.trace is not None), None)
         if max_tokens not in self._wire_bytes:
             self._wire_bytes[max_tokens] = self._comm.wire_bytes(max_tokens)
-        counts = num_tokens, result.rows_per_expert, parts[1], self._count_remote_rows
-        record = StepRecord(*counts, *result.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
-        why = f"layer {layer}: {error or failed}" if error or failed else ""
-        unconfirmed = bool(why) or any(map(math.isnan, result.z[:, 0].tolist()))
-        return Batch(slices, result.z, why, unconfirmed, record, start_ns)
+        counts = batch.num_tokens, batch.rows_per_expert.clone(), batch.topk_ids, self._count_remote_rows
+        return StepRecord(*counts, *batch.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
 
     def _room(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
         """Where combine writes z [T, H]; of a request that has a place for its rows: there. None: anywhere."""
@@ -168,7 +186,7 @@ class Stepper:
         if not any(map(len, topk_ids)):
             return 0
         ranks = self._rank_of_slot[torch.cat(list(topk_ids)).long()]  # -1 finds the last entry: this rank
-        reached = torch.zeros(ranks.shape[0], self._comm.size, dtype=torch.bool).scatter_(1, ranks, True)
+        reached = torch.zeros(ranks.shape[0], self._comm.size, dtype=torch.bool, device="cpu").scatter_(1, ranks, True)
         return int(reached.sum()) - int(reached[:, self._comm.rank].sum())
 
 
@@ -176,3 +194,9 @@ def _parts(slices: Sequence[Slice]) -> list[list[torch.Tensor]]:
     """The rows of all slices, in order: pieces of x, of topk_ids, of topk_weights. Empty without slices."""
     rows = [piece.tokens() for piece in slices]
     return [list(part) for part in zip(*rows, strict=True)]
+
+
+def _first_column(slices: Sequence[Slice], z: torch.Tensor) -> torch.Tensor:
+    """z [:, 0]; a view that a request has of it is there already."""
+    work = slices[0].work if len(slices) == 1 else None
+    return work.first_column if work is not None and work.first_column is not None and z is work.y else z[:, 0]

@@ -62,7 +62,9 @@ class Proposal(NamedTuple):
     @staticmethod
     def parse(words: Sequence[int]) -> Proposal:
         """Undo `words`."""
-        step, layer, waited_ns, num_tokens, flags, placement = words[:6]
+        step, layer, waited_ns, num_tokens, flags, placement, *_ = words
+        if not flags:  # as a rule; each step waits for this
+            return Proposal(step, layer, waited_ns, num_tokens, False, False, False, placement)
         said = flags & _DRAINING != 0, flags & _LEAVING != 0, flags & _FAILED != 0
         return Proposal(step, layer, waited_ns, num_tokens, *said, placement)
 

@@ -190,16 +190,18 @@ def _from_e4m3(weight: torch.Tensor, out: torch.Tensor) -> None:
 @functools.cache
 def _e4m3_pairs(dtype: torch.dtype) -> torch.Tensor:
     """By two bytes: their values, as one integer of both."""
-    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
-    both = torch.arange(1 << 16)
+    values = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).to(dtype)
+    both = torch.arange(1 << 16, device="cpu")
     return torch.stack([values[both & 255], values[both >> 8]], dim=1).view(_PAIR[dtype.itemsize]).squeeze(1)
 
 
 @functools.cache
 def _mxfp4_tables(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """By byte: its two values, as one integer of both; and the power of two of a scale."""
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype)
-    byte = torch.arange(256)
+    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype, device="cpu")
+    byte = torch.arange(256, device="cpu")
     pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=1)
-    powers = torch.tensor([2.0 ** (scale - 127) for scale in range(255)] + [math.nan])
+    powers = torch.tensor(
+        [2.0 ** (scale - 127) for scale in range(255)] + [math.nan], dtype=torch.float32, device="cpu"
+    )
     return pairs.view(_PAIR[dtype.itemsize]).squeeze(1).to(device), powers.to(dtype).to(device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import grpc
 import torch
@@ -14,8 +15,7 @@ import torch
 from crossdock.common.tracing import RequestTrace
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(NamedTuple):
     """Time of a request by phase, nanoseconds; summed over its steps."""
 
     queue_ns: int = 0
@@ -76,6 +76,7 @@ class Work:
         reply: called once, from any thread, with the answer.
         num_taken: tokens that were given to steps so far.
         y: [T, H] filled by the steps: where its sender wants it, or None until the first one ended.
+        first_column: y [:, 0], where its sender gave y.
         stream: of the client; its requests are served in order within a layer, streams of one client take turns.
         answered: True once `reply` was called (or must not be any more).
         trace: of the request; None: not traced.
@@ -92,6 +93,7 @@ class Work:
     stream: Hashable = None
     num_taken: int = 0
     y: torch.Tensor | None = None
+    first_column: torch.Tensor | None = None
     timing: Timing = field(default_factory=Timing)
     answered: bool = False
     trace: RequestTrace | None = None

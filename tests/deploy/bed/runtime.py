@@ -103,9 +103,10 @@ def hierarchies() -> list[Path]:
 def make_cgroups(name: str) -> None:
     """Make a cgroup `name` of every controller: the root of a kubelet's own, beside those of any other kubelet."""
     for top in hierarchies():
-        if (top / "cgroup.subtree_control").exists() and (top / "cgroup.controllers").read_text().strip():
-            wanted = [f"+{controller}" for controller in (top / "cgroup.controllers").read_text().split()]
-            (top / "cgroup.subtree_control").write_text(" ".join(wanted))
+        if (top / "cgroup.controllers").exists():  # version 2: handed on to its children where that is allowed
+            for controller in (top / "cgroup.controllers").read_text().split():
+                with contextlib.suppress(OSError):
+                    (top / "cgroup.subtree_control").write_text(f"+{controller}")
         path = top / name
         path.mkdir()
         for file in ("cpuset.cpus", "cpuset.mems"):  # version 1 starts them empty, and then takes no process

@@ -71,11 +71,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def node(images: Images) -> Iterator[Node]:
+def programs() -> tuple[str, ...]:
+    """What a file runs beside the node. Built before the node's network is entered, which leads nowhere."""
+    return ()
+
+
+@pytest.fixture(scope="module")
+def node(images: Images, programs: tuple[str, ...]) -> Iterator[Node]:
     """A real node that has our images, in a cluster and a network of its own."""
     try:
         real.demand()
-        tools.need("helm3", *real.PROGRAMS)
+        tools.need("helm3", *real.PROGRAMS, *programs)
     except Missing as error:
         pytest.skip(str(error))
     with network.private(), Cluster.up(network.NODE) as cluster, Node.up(cluster, images) as made:

@@ -13,22 +13,23 @@ from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 import pytest
 
-from tests.deploy.bed import certificates, tools
+from tests.deploy.bed import certificates
 from tests.deploy.bed.node import Node
 from tests.deploy.bed.release import NAMESPACE, Release
-from tests.deploy.bed.say import Missing
 
 STATUS = ("crossdock", "status", "--target", "moe-control:7400")
 SECURITY = ("--security", "/etc/crossdock/security.yaml")
 
 
 @pytest.fixture(scope="module")
+def programs() -> tuple[str, ...]:
+    """cert-manager and its kinds."""
+    return certificates.PROGRAMS
+
+
+@pytest.fixture(scope="module")
 def release(given: dict[str, Any], node: Node) -> Release:
     """On a real node, installed by helm; its Certificates are made with it."""
-    try:
-        tools.need(*certificates.PROGRAMS)
-    except Missing as error:
-        pytest.skip(str(error))
     node.cluster.namespace(NAMESPACE)
     certificates.start(node.cluster, NAMESPACE)
     made = Release(node.cluster, node, {**given, **certificates.values()}, "helm3")

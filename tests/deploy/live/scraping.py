@@ -14,12 +14,11 @@ import pytest
 import yaml
 
 from crossdock.common.metrics import ControlMetrics, WorkerMetrics
-from tests.deploy.bed import kinds, prometheus, tools
+from tests.deploy.bed import kinds, prometheus
 from tests.deploy.bed.images import Images
 from tests.deploy.bed.node import Node
 from tests.deploy.bed.prometheus import FILES, FOUND_BY, Prometheus
 from tests.deploy.bed.release import CHART, NAMESPACE, RANKS, Release, right
-from tests.deploy.bed.say import Missing
 
 RULES = yaml.safe_load((CHART / "rules.yaml").read_text())["groups"]
 ALERTS = {rule["alert"] for group in RULES for rule in group["rules"] if "alert" in rule}
@@ -48,12 +47,14 @@ class Bed(NamedTuple):
 
 
 @pytest.fixture(scope="module")
+def programs() -> tuple[str, ...]:
+    """Prometheus, its operator, and the operator's kinds."""
+    return prometheus.PROGRAMS
+
+
+@pytest.fixture(scope="module")
 def bed(given: dict[str, Any], node: Node, images: Images) -> Bed:
     """helm finds the operator's types and makes PodMonitor and PrometheusRule by itself."""
-    try:
-        tools.need(*prometheus.PROGRAMS)
-    except Missing as error:
-        pytest.skip(str(error))
     cluster, image = node.cluster, prometheus.build(images)
     node.load(image)
     cluster.namespace(NAMESPACE)

@@ -1,0 +1,90 @@
+"""What the rows of a service bench say of its goals, which are of the shape `path`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.service.rows import Row
+
+ABOVE_MS = {1: 0.15, 128: 1.0}
+"""By tokens: p50 of a call by request buffer, less that of the experts in one process."""
+MANY, TIMES, OF_ECHO = 128, 5.0, 0.8
+"""Rows per second at that many tokens, of those by gRPC; rows per second of another host, of those of an echo."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One figure. `target` None: there is none; `met` likewise."""
+
+    what: str
+    tokens: int
+    value: float
+    unit: str
+    target: float | None = None
+    met: bool | None = None
+
+
+def goals_of(rows: Sequence[Row]) -> list[Goal]:
+    """As far as the rows are there."""
+    found = [*_above(rows), *_times(rows)]
+    for where in ("", "far "):
+        for tokens in sorted({row.tokens for row in rows}):
+            found += _of_echo(rows, where, tokens)
+    return found
+
+
+def _above(rows: Sequence[Row]) -> list[Goal]:
+    """Also less the experts of the call itself, by the workers' mean: what the way to them and back takes."""
+    found = []
+    for tokens, most in ABOVE_MS.items():
+        inside = [row.p50_ms for row in _of(rows, "in-process", tokens)]
+        for row in _of(rows, "shared", tokens):
+            if inside and row.clients == 1:
+                value = round(row.p50_ms - min(inside), 3)
+                what = "request buffer above the experts in one process"
+                found.append(Goal(what, tokens, value, "ms", most, value <= most))
+                found.append(Goal("request buffer less its own experts", tokens, _apart_ms(row), "ms"))
+    return found
+
+
+def _times(rows: Sequence[Row]) -> list[Goal]:
+    shared, grpc = _rate(rows, "shared", MANY), _rate(rows, "grpc", MANY)
+    if not (shared and grpc):
+        return []
+    value = round(shared / grpc, 2)
+    return [Goal("request buffer: rows/s of those by gRPC", MANY, value, "x", TIMES, value >= TIMES)]
+
+
+def _of_echo(rows: Sequence[Row], where: str, tokens: int) -> list[Goal]:
+    """Also of one client's calls, with the time of their experts taken out: an echo has none."""
+    service, echo = (_rate(rows, path, tokens) for path in (f"{where}grpc", f"{where}echo"))
+    if not (service and echo):
+        return []
+    value, target = round(service / echo, 3), OF_ECHO if where else None
+    goals = [Goal(f"{where}grpc: rows/s of the echo", tokens, value, "x", target, value >= OF_ECHO if where else None)]
+    calls = [row for row in _of(rows, f"{where}grpc", tokens) if row.clients == 1]
+    echoes = [row for row in _of(rows, f"{where}echo", tokens) if row.clients == 1]
+    for call, one in zip(calls, echoes, strict=False):
+        share = round(one.p50_ms / _apart_ms(call), 3)
+        goals.append(Goal(f"{where}grpc: of the echo's speed, without the experts", tokens, share, "x"))
+    return goals
+
+
+def _apart_ms(row: Row) -> float:
+    """p50 of a call without the experts' mean."""
+    return round(row.p50_ms - (row.experts_ms or 0.0), 3)
+
+
+def _of(rows: Sequence[Row], path: str, tokens: int) -> list[Row]:
+    """Closed loops, and the experts in one process, of the shape `path`."""
+    return [
+        row
+        for row in rows
+        if row.shape == "path" and row.path.partition(",")[0] == path and row.tokens == tokens and row.loop != "open"
+    ]
+
+
+def _rate(rows: Sequence[Row], path: str, tokens: int) -> float:
+    """Most rows per second, of any number of clients; 0: not measured."""
+    return max((row.rows_per_s for row in _of(rows, path, tokens)), default=0.0)

@@ -1,0 +1,92 @@
+"""What a program may have set in torch before it uses ours: default device and dtype, inference mode, and so on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig
+from ep_kernels.collectives import CollectiveConfig, Collectives
+from tests.groups import LonelyGroup
+
+E, H, K, T = 8, 64, 2, 5
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "device": lambda: torch.device("meta"),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, ids with -1 among them, weights."""
+    like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    ids = torch.randint(-1, E, (T, K), dtype=torch.int32, device="cpu")
+    return torch.randn(T, H, **like), ids, torch.rand(T, K, **like)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("layout", [Layout.GROUPED, Layout.EXPERT_MAJOR, Layout.FLAT, Layout.RANK_MAJOR])
+def test_dispatch_and_combine(setting: str, layout: Layout) -> None:
+    """In the setting, outside of it, and again."""
+
+    def pair(comm: MoECommunicator) -> None:
+        x, ids, weights = inputs()
+        out, handle = comm.dispatch(x, ids, weights)
+        z = comm.combine(out.tokens.clone(), handle)
+        again, other = comm.dispatch(x, ids, None, previous_handle=handle)
+        comm.combine_input(other).copy_(again.tokens)
+        assert torch.equal(comm.combine_async(comm.combine_input(other).copy_(again.tokens), other).wait(), z)
+        comm.dispatch_input(T).copy_(x)
+        if layout.per_expert:
+            assert comm.row_weights(handle).dtype is torch.float32
+            torch.testing.assert_close(z, x * (weights * (ids >= 0)).sum(1, keepdim=True))
+        comm.exchange([1] * 8)
+        comm.check()
+
+    config = MoEConfig(
+        group=LonelyGroup(), num_experts=E, hidden_size=H, topk=K, max_tokens_per_rank=T, transport="cpu",
+        mode=Mode.HT, layout=layout, dtype=torch.float32,
+    )  # fmt: skip
+    with SETTINGS[setting](), MoECommunicator(config) as comm:
+        pair(comm)
+    with MoECommunicator(config) as comm:
+        for _ in range(2):
+            with SETTINGS[setting]():
+                pair(comm)
+            pair(comm)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_collectives(setting: str) -> None:
+    def each(coll: Collectives) -> None:
+        x = inputs()[0]
+        kept = coll.empty((T, H), torch.float32).copy_(x)
+        for given in (x, kept):
+            assert torch.equal(coll.all_reduce(given).wait(), x)
+            assert torch.equal(coll.all_gather(given).wait(), x)
+            assert torch.equal(coll.reduce_scatter(given).wait(), x)
+        assert coll.all_gather_matmul(x, [x.T.contiguous()])[1].shape == x.shape
+
+    with Collectives(CollectiveConfig(group=LonelyGroup(), fallback=False, pool_bytes=1 << 20)) as coll:
+        for _ in range(2):
+            with SETTINGS[setting]():
+                each(coll)
+            each(coll)
