@@ -8,8 +8,9 @@ one. The first after a pause: between two proxies, both asleep. Dispatch: rows t
 slowest rank, beside the provider's own stream of messages of the same sizes (less, too, the time of a dispatch on one
 host, whose copies take the same processors) and beside gloo's all_to_all of the same job. The stream sends the same
 memory again and again and lands it at the same place, so caches hold both; before a dispatch other programs have run,
-as experts do, and then its rows were written. Caches alike: the stream, before each round of which other memory and
-then what it sends are written. Wire: what a dispatch sends, beside what it must.
+as experts do, and then its rows were written. The stream after other work: other memory and then what it sends are
+written before, as before a dispatch. Streams and dispatch take turns in the same processes; a share is the median of
+the rounds' quotients. Wire: what a dispatch sends, beside what it must.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -48,7 +48,7 @@ from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
 MESSAGE_BYTES = (8, 7168, 100_000)
 RING_US, MESSAGE_US, SHARE, RECORDS_PCT, GLOO = 0.5, 2.0, 0.9, 2.0, 2.0
 """Targets: a push; ring and proxy above the socket; of the provider's stream; beside the rows; gloo's time by ours."""
-SEED, WAIT_S, BLOCKS, PAUSE_S, NAP_NS = 20, 30.0, 20, 0.002, 20_000
+SEED, WAIT_S, BLOCKS, PAUSE_S, NAP_NS, WARMUP = 20, 30.0, 20, 0.002, 20_000, 6
 OTHER_BYTES = 64 << 20
 """Written by each rank, as experts do between two dispatches."""
 
@@ -108,6 +108,11 @@ class End:
     def __exit__(self, *_: object) -> None:
         self.channel.close()
         self.channel.free()
+
+    @property
+    def memory(self) -> tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]]:
+        """What it sends; where what ranks send lands, as many bytes for each."""
+        return self._own, self._landing
 
     def write(self, number: int) -> None:
         """Other bytes into what it sends."""
@@ -216,24 +221,19 @@ def dispatches(case: Case, rounds: int) -> list[Row]:
     result = measure(case, ("over_hosts", "crossdock", "gloo"), rounds, SEED)
     step = make_steps(case, 1, SEED)[0]
     num_bytes = statistics.mean(sum(runs(case, step, rank)) for rank in range(case.ranks))
-    streamed, alike = (
-        [num_bytes / ns for ns in max_of(_in_processes(case, partial(_stream, other_bytes=other), rounds))]
-        for other in (0, OTHER_BYTES)
-    )
-    ours = [num_bytes / us / 1e3 for us in result.slowest_us["over_hosts", "dispatch"]]
+    slowest = max_of(_in_processes(case, _turns, rounds))
+    streamed, alike, ours = ([num_bytes / ns for ns in slowest[kind::3]] for kind in range(3))
     whole, here = (result.p50(name, "dispatch") for name in ("over_hosts", "crossdock"))
-    stream = statistics.median(streamed)
-    share, apart = statistics.median(ours) / stream, num_bytes / (whole - here) / 1e3 / stream
-    like = statistics.median(ours) / statistics.median(alike)
+    apart = num_bytes / (whole - here) / 1e3 / statistics.median(streamed)
     gloo = result.p50("gloo", "dispatch") / result.p50("over_hosts", "dispatch")
     back = result.p50("gloo", "combine") / result.p50("over_hosts", "combine")
     return [
         row("dispatch: rows that leave a rank", of, ours, "GB/s"),
         row("stream: messages of the same sizes", of, streamed, "GB/s"),
-        row("dispatch: of the stream", of, [share], "", least=SHARE),
+        row("dispatch: of the stream", of, quotients(ours, streamed), "", least=SHARE),
         row("dispatch: of the stream, placing apart", of, [apart], "", least=SHARE),
-        row("stream: the same, caches alike", of, alike, "GB/s"),
-        row("dispatch: of the stream, caches alike", of, [like], "", least=SHARE),
+        row("stream: after other work, too", of, alike, "GB/s"),
+        row("dispatch: of the stream after other work", of, quotients(ours, alike), "", least=SHARE),
         row("dispatch: ours", of, [us / 1e3 for us in result.slowest_us["over_hosts", "dispatch"]], "ms"),
         row("dispatch: ours on one host", of, [us / 1e3 for us in result.slowest_us["crossdock", "dispatch"]], "ms"),
         row("dispatch: gloo", of, [us / 1e3 for us in result.slowest_us["gloo", "dispatch"]], "ms"),
@@ -242,6 +242,11 @@ def dispatches(case: Case, rounds: int) -> list[Row]:
         row("combine: ours on one host", of, [us / 1e3 for us in result.slowest_us["crossdock", "combine"]], "ms"),
         row("combine: gloo by ours", of, [back], "", least=GLOO),
     ]
+
+
+def quotients(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of each round: whatever else the machine does, it does to both."""
+    return [value / other for value, other in zip(values, others, strict=True)]
 
 
 def max_of(times: Sequence[Sequence[float]]) -> list[float]:
@@ -298,28 +303,47 @@ def _run(case: Case, job: Job, rank: int, store: str, rounds: int, pipe: Connect
     pipe.recv()  # until it is killed, when all have answered
 
 
-def _stream(case: Case, rank: int, store: Any, rounds: int, other_bytes: int) -> list[float]:
-    """Each rank to one on the other host, both ways at once, after writing `other_bytes` of other memory, if any, and
-    then what it sends; ns of each round."""
+def _turns(case: Case, rank: int, store: Any, rounds: int) -> list[float]:
+    """ns of each round: a stream that follows another, a stream after other work, a dispatch after the same work. Both
+    of them between each rank and one of the other host, or all, at once."""
     peer, step = (rank + case.ranks // 2) % case.ranks, make_steps(case, 1, SEED)[0]
-    here, there = runs(case, step, rank), runs(case, step, peer)
+    backend = create(Setup(case, rank, store))
+    x, other = torch.ones(case.tokens, case.hidden, dtype=case.dtype), torch.zeros(OTHER_BYTES, dtype=torch.uint8)
     network = Network(network_of(rank, case.ranks))
     with End(network, rank, case.ranks, case.tokens * case.row_bytes) as end:
-        ticket = end.channel.ticket()
-        store.set(f"ticket/{rank}", f"{ticket.port} {ticket.token} {ticket.secret}")
-        port, token, secret = store.get(f"ticket/{peer}").decode().split()
-        their = type(ticket)(ticket.provider, "127.0.0.1", int(port), int(token), secret)
-        end.channel.connect({peer: their}, WAIT_S)
-        took, other = [], torch.zeros(other_bytes, dtype=torch.uint8)
-        for number in range(rounds + 2):
-            if other_bytes:
-                other.add_(1)
-                end.write(number)
+        _connect(end, store, rank, peer)
+        here = [(peer, num_bytes) for num_bytes in runs(case, step, rank)]
+        expected = len(runs(case, step, peer))
+
+        def stream() -> float:
             end.stream([(peer, 0)], 1)  # both are here
-            took.append(float(end.stream([(peer, num_bytes) for num_bytes in here], len(there))))
+            return float(end.stream(here, expected))
+
+        took: list[float] = []
+        for number in range(WARMUP + rounds):
+            stream()
+            took.append(stream())
+            other.add_(1)
+            end.write(number)
+            took.append(stream())
+            other.add_(1)
+            backend.prepare(x, step)
+            backend.barrier()
+            begun = time.perf_counter_ns()
+            backend.dispatch()
+            took.append(float(time.perf_counter_ns() - begun))
+            backend.experts()
+            backend.combine()
         _meet(store, rank, case.ranks, "end")
     network.close()
-    return took[2:]
+    return took[3 * WARMUP :]
+
+
+def _connect(end: End, store: Any, rank: int, peer: int) -> None:
+    ticket = end.channel.ticket()
+    store.set(f"ticket/{rank}", f"{ticket.port} {ticket.token} {ticket.secret}")
+    port, token, secret = store.get(f"ticket/{peer}").decode().split()
+    end.channel.connect({peer: type(ticket)(ticket.provider, "127.0.0.1", int(port), int(token), secret)}, WAIT_S)
 
 
 def _sent(case: Case, rank: int, store: Any, rounds: int) -> list[float]:

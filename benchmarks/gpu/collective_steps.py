@@ -9,23 +9,24 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.gpu import fsdp
+from benchmarks.gpu import Unavailable, fsdp
 from benchmarks.gpu.collective_targets import Line
+from benchmarks.gpu.fsdp_model import SIZES, Size
 from ep_kernels.telemetry import quantile
 
 BATCHES = (1, 2, 4)
 """Sequences of a rank."""
-SEED = 1
+SEED, TURNS = 1, 3
 
 
 class Steps:
-    """Runs of every backend and batch.
+    """Runs of every batch: backends take turns in one model, whose losses must be those of one that NCCL alone served.
 
     Attributes:
-        told: of each run, what `fsdp.line_of` says, for run.json.
+        told: of each backend and batch, what `fsdp.line_of` says, for run.json.
 
     Args:
-        steps: of a run.
+        steps: of a model, about.
         failures, absent: of the session; losses that differ are failures, and have no line.
         say: prints a line, on rank 0.
     """
@@ -33,44 +34,61 @@ class Steps:
     def __init__(self, steps: int, failures: list[str], absent: dict[str, None], say: Callable[[str], None]) -> None:
         self._steps, self._failures, self._absent, self._say = steps, failures, absent, say
         self._taken: dict[tuple[str, int], list[list[float]]] = {}
-        self._losses: dict[int, list[float]] = {}  # by batch, of the first run
         self.told: list[dict[str, object]] = []
 
-    def run(self, backends: Sequence[str]) -> None:
-        """Each once, and the first of them again at the first batch: does it repeat its own losses? Collective."""
-        listed = [name for name in fsdp.GATHERS if name in backends]
+    def run(self, backends: Sequence[str], is_late: Callable[[], bool]) -> None:
+        """Those that there are, at every batch that is not late. Collective."""
         for batch in BATCHES:
-            size = replace(fsdp.SIZES["dense"], batch=batch)
-            for name in listed + listed[:1] * (batch == BATCHES[0]):
-                self._train(name, size)
+            if is_late():
+                return
+            size = replace(SIZES["dense"], batch=batch)
+            try:
+                self._train([name for name in fsdp.GATHERS if name in backends], size)
+            except Exception as error:
+                self._failures.append(f"fsdp_step batch {batch}: {type(error).__name__}: {error}")
+                self._say(traceback.format_exc())
+                return
+            finally:
+                gc.collect()  # modules and their hooks hold each other
+                torch.cuda.empty_cache()
 
-    def _train(self, name: str, size: fsdp.Size) -> None:
+    def _train(self, names: Sequence[str], size: Size) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        try:
-            found = fsdp.trained(name, size, self._steps, SEED, device)
-        except Exception as error:
-            self._failures.append(f"{name} fsdp_step batch {size.batch}: {type(error).__name__}: {error}")
-            self._say(traceback.format_exc())
-            return
-        finally:
-            gc.collect()  # modules and their hooks hold each other
-            torch.cuda.empty_cache()
-        step = found.first_other(self._losses.setdefault(size.batch, found.losses))
-        line = fsdp.line_of(name, "dense", size, found) | {"first_other_loss": step}
-        self.told.append(line)
+        gathers = [found for name in names if (found := self._gathering(name, size)) is not None]
+        each = max(1, self._steps // (TURNS * len(gathers)) - fsdp.SETTLE)
+        taken = fsdp.in_turns(gathers, size, TURNS, each, SEED, device)
+        for used in gathers:
+            used.close()
+        del gathers
+        gc.collect()
+        torch.cuda.empty_cache()
+        first = next(iter(taken.values()))[0]
+        want = fsdp.trained("nccl", size, len(first.losses), SEED, device).losses
+        step = first.first_other(want)
         if step is not None:
-            first = next(one["all_gather"] for one in self.told if one["batch"] == size.batch)
-            self._failures.append(f"{name} fsdp_step batch {size.batch}: from step {step} other losses than {first}")
-        else:
-            self._taken.setdefault((name, size.batch), []).append([1e3 * ms for ms in found.ms])
-        self._say(f"{name:10} fsdp_step batch {size.batch}: {line['p50_ms']} ms, {line['peak_gib']} GiB")
+            self._failures.append(f"fsdp_step batch {size.batch}: from step {step} other losses than nccl alone")
+        for name, turns in taken.items():
+            whole = fsdp.Trained([ms for turn in turns for ms in turn.ms], max(t.peak_gib for t in turns), first.losses)
+            line = fsdp.line_of(name, "dense", size, whole) | {"first_other_loss": step}
+            self.told.append(line)
+            if step is None:
+                self._taken[name, size.batch] = [[1e3 * ms for ms in turn.ms] for turn in turns]
+            medians = ", ".join(f"{quantile(turn.ms, 0.5):.1f}" for turn in turns)
+            self._say(f"{name:10} fsdp_step batch {size.batch}: {medians} ms by turn, {line['peak_gib']} GiB")
+
+    def _gathering(self, name: str, size: Size) -> fsdp.Gathering | None:
+        try:
+            return fsdp.gathering(name, size)
+        except Unavailable as error:
+            self._absent[str(error)] = None
+            return None
 
     def lines(self, ranks: int) -> list[Line]:
         """Rows of the csv: m is sequences of a rank, n and k the length and width of one."""
         made = []
         for (name, batch), runs in self._taken.items():
             flat, medians = [us for run in runs for us in run], [quantile(run, 0.5) for run in runs]
-            size = fsdp.SIZES["dense"]
+            size = SIZES["dense"]
             made.append(
                 Line(
                     t="7", backend=name, op="fsdp_step", algorithm="dense", ranks=ranks, bytes_per_rank=0, m=batch,

@@ -133,11 +133,9 @@ class Session:
                 if name in names and case.op in ops and not self._is_late():
                     self._measure(name, case, run)
             self._write()
-            if not run and "fsdp_step" in ops and not options.quick and not self._is_late():
-                self.steps.run([name for name in names if name != "nccl_ce"])
-                self._write()
-        if "fsdp_step" in ops and "nccl_ce" in names and not options.quick and not self._is_late():
-            self.steps.run(["nccl_ce"])
+        if "fsdp_step" in ops and not options.quick and not self._is_late():
+            self.steps.run(names, self._is_late)
+            self._write()
         for name, case in cases(self._ranks, options.quick):  # last: a profiler may leave something behind
             if name in names and case.op in ops and case.num_sms == 0 and not case.m and not self._is_late():
                 self._count(name, case)

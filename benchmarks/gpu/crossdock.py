@@ -18,6 +18,7 @@ from benchmarks.gpu import Inputs, Row, check
 from ep_kernels import Layout, MoECommunicator, MoEConfig, Overflow, quant
 from ep_kernels.network import NetworkConfig
 from ep_kernels.routing import delivered
+from ep_kernels.telemetry import Samples
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.transports.nvlink.network_plan import network_blocks
 from ep_kernels.types import PeerTraffic
@@ -97,6 +98,10 @@ class Crossdock:
         time.sleep(0.01)
         peers = self.traffic()
         return sum(peer.sent_bytes for peer in peers), sum(peer.sent_messages for peer in peers)
+
+    def samples(self) -> Samples:
+        """Of the operations that have ended since the last call."""
+        return self._comm.samples()
 
     # Halves: each sends and returns what receives.
 

@@ -4,10 +4,10 @@
 
 Weights and tokens are random and the same for every choice and every run of a seed, and kernels are deterministic, for
 which torch wants that variable (the size is Hopper's default), so the printed losses must be equal bit by bit: a gather
-moves bytes. Forward and backward prefetch one block ahead. The
-choice holds for the blocks; what is outside of them (embedding, head) is gathered once a step, by NCCL. The first
-WARMUP steps are not timed. Prints one line of JSON, from rank 0: median and 99th percentile of a step (slowest rank,
-ms), peak memory with what was registered (largest rank, GiB), first and last loss, and a hash over the bits of all.
+moves bytes. Forward and backward prefetch one block ahead. The choice holds for the blocks; what is outside of them
+(embedding, head) is gathered once a step, by NCCL. The first WARMUP steps are not timed. Prints one line of JSON, from
+rank 0: median and 99th percentile of a step (slowest rank, ms), peak memory with what was registered (largest rank,
+GiB), first and last loss, and a hash over the bits of all. In the table of collectives they take turns in one model.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ import itertools
 import json
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn import functional
 
 from benchmarks.gpu.collective_backends import NCCL_POLICY_ZERO, nccl_group
+from benchmarks.gpu.fsdp_model import SIZES, VOCABULARY, Size, buffer_bytes, sharded
 from ep_kernels.collectives import CollectiveConfig, Collectives
 from ep_kernels.collectives.fsdp import AllGather
 from ep_kernels.errors import ArgumentError
@@ -38,119 +36,12 @@ from ep_kernels.telemetry import quantile
 from ep_kernels.transports.collective_base import bytes_before_pool
 
 GATHERS = ("nccl", "nccl_ce", "crossdock")
-WARMUP, VOCABULARY, LEARNING_RATE = 10, 32_000, 1e-4
+WARMUP, SETTLE, LEARNING_RATE = 10, 2, 1e-4
 DEADLINE_S = 300.0
-BUFFERS = 3
+BUFFERS = 2
 """Of a block's parameters, in registered memory: what FSDP2 uses at once, with one block prefetched."""
 STAGING_BYTES = 1 << 20
 """Gathers of FSDP2 are in place: little is staged."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """Of the model and a rank's batch."""
-
-    layers: int = 16
-    hidden: int = 2048
-    heads: int = 16
-    inner: int = 8192
-    experts: int = 1
-    topk: int = 1
-    sequence: int = 1024
-    batch: int = 2
-
-
-SIZES = {"dense": Size(), "moe": Size(inner=1024, experts=8, topk=2), "tiny": Size(2, 64, 4, 128, 1, 1, 16, 2)}
-"""`tiny` is for a look at the program, on CPUs too."""
-
-
-class Mlp(nn.Module):
-    """SwiGLU of every token, or of each token's best experts, weighted."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self._topk = size.topk
-        self.router = nn.Linear(size.hidden, size.experts, bias=False) if size.experts > 1 else None
-        self._experts = size.experts  # beside each other: FSDP2 shards the first dimension, and pads a short one
-        self.up = nn.Parameter(torch.empty(size.experts * size.hidden, 2 * size.inner))
-        self.down = nn.Parameter(torch.empty(size.experts * size.inner, size.hidden))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., H] to the same."""
-        if self.router is None:
-            return self._expert(x, 0)
-        scores, ids = functional.softmax(self.router(x), dim=-1, dtype=torch.float32).topk(self._topk, dim=-1)
-        total = torch.zeros_like(x)
-        for e in range(self._experts):  # every expert sees every token: shapes do not depend on the routing
-            share = (scores * (ids == e)).sum(-1, keepdim=True).to(x.dtype)
-            total = total + share * self._expert(x, e)
-        return total
-
-    def _expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
-        ups, downs = self.up.chunk(self._experts), self.down.chunk(self._experts)
-        gate, up = (x @ ups[e]).chunk(2, dim=-1)
-        return (functional.silu(gate) * up) @ downs[e]
-
-
-class Block(nn.Module):
-    """Attention and MLP with residuals."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self._heads = size.heads
-        self.before, self.between = nn.RMSNorm(size.hidden), nn.RMSNorm(size.hidden)
-        self.qkv = nn.Linear(size.hidden, 3 * size.hidden, bias=False)
-        self.project = nn.Linear(size.hidden, size.hidden, bias=False)
-        self.mlp = Mlp(size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] to the same."""
-        batch, sequence, hidden = x.shape
-        parts = self.qkv(self.before(x)).view(batch, sequence, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
-        query, key, value = parts.unbind(0)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.project(seen.transpose(1, 2).reshape(batch, sequence, hidden))
-        moved: torch.Tensor = self.mlp(self.between(x))
-        return x + moved
-
-
-class Model(nn.Module):
-    """A decoder with random weights."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, size.hidden)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = nn.RMSNorm(size.hidden)
-        self.head = nn.Linear(size.hidden, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Loss of the next token, []; tokens int64 [B, S + 1]."""
-        x = self.embed(tokens[:, :-1])
-        for block in self.blocks:
-            x = block(x)
-        scores = self.head(self.norm(x)).float()
-        return functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def sharded(size: Size, device: torch.device, seed: int) -> Model:
-    """The model, sharded block by block over all ranks, in bf16 with sums of gradients in fp32."""
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = Model(size)
-    for name, parameter in sorted(model.named_parameters()):
-        if parameter.dim() > 1:
-            rows = parameter.shape[0] // (size.experts if ".mlp.up" in name or ".mlp.down" in name else 1)
-            nn.init.normal_(parameter, std=0.02 if "embed" in name else rows**-0.5)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    blocks: list[Any] = list(model.blocks)
-    for here, after in itertools.pairwise(blocks):
-        here.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([here])
-    return model
 
 
 class Windows:
@@ -190,31 +81,57 @@ class Windows:
         del self._slab
 
 
-def buffer_bytes(size: Size, ranks: int) -> int:
-    """Of the gathered parameters of a block, in bf16: FSDP2 gives each rank as many rows of each as the first has."""
-    with torch.device("meta"):
-        parameters = list(Block(size).parameters())
-    return sum(-(-p.shape[0] // ranks) * ranks * (p.numel() // p.shape[0]) * 2 for p in parameters)
+@dataclass(frozen=True)
+class Gathering:
+    """Who gathers the parameters of the blocks.
+
+    Attributes:
+        name: of GATHERS.
+        hook: for `set_custom_all_gather`.
+        apart, within: bytes that it registered outside of torch's memory, and in it.
+        close: gives them back.
+    """
+
+    name: str
+    hook: Any
+    apart: int
+    within: int
+    close: Callable[[], None]
 
 
-def choose_gather(name: str, model: Model, pool_bytes: int) -> Collectives | Windows | None:
-    """Let that one gather the parameters of the blocks; what must be closed in the end."""
+class Plain:
+    """What FSDP2 does where nothing else is said: the process group's all-gather into ordinary memory."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Uninitialised."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Gather."""
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def gathering(name: str, size: Size) -> Gathering:
+    """`name`, with room for what FSDP2 uses of such blocks; collective over the world."""
     if name == "nccl":
-        return None
+        return Gathering(name, Plain(), 0, 0, lambda: None)
+    pool_bytes = BUFFERS * (buffer_bytes(size, dist.get_world_size()) + 4096)
     if name == "nccl_ce":
-        coll: Any = Windows(pool_bytes)
-    else:
-        transport = "nvlink" if torch.cuda.is_available() else "cpu"
-        coll = Collectives(
-            CollectiveConfig(
-                group=TorchGroup(), transport=transport, pool_bytes=pool_bytes, staging_bytes=STAGING_BYTES, num_sms=0
-            )
+        windows: Any = Windows(pool_bytes)
+        return Gathering(name, AllGather(windows), 0, pool_bytes, windows.close)
+    transport = "nvlink" if torch.cuda.is_available() else "cpu"
+    coll = Collectives(
+        CollectiveConfig(
+            group=TorchGroup(), transport=transport, pool_bytes=pool_bytes, staging_bytes=STAGING_BYTES, num_sms=0
         )
-    blocks: Any = model.blocks
-    gather = AllGather(coll)  # one for all: they share its buffers
-    for block in blocks:
-        block.set_custom_all_gather(gather)
-    return coll  # type: ignore[no-any-return]
+    )
+    return Gathering(name, AllGather(coll), bytes_before_pool(coll.config) + pool_bytes, 0, coll.close)
 
 
 @dataclass(frozen=True)
@@ -224,7 +141,7 @@ class Trained:
     Attributes:
         ms: of each timed step, on the slowest rank.
         peak_gib: of the largest rank, with what was registered outside of torch's memory.
-        losses: summed over ranks.
+        losses: of all steps, summed over ranks.
     """
 
     ms: list[float]
@@ -241,50 +158,106 @@ class Trained:
         return next((i for i, pair in enumerate(zip(self.losses, losses, strict=True)) if pair[0] != pair[1]), None)
 
 
-def trained(gather: str, size: Size, steps: int, seed: int, device: torch.device) -> Trained:
-    """Train a new model; collective over the world, whose process group is torch's default one."""
-    on_gpu, pool_bytes = device.type == "cuda", BUFFERS * (buffer_bytes(size, dist.get_world_size()) + 4096)
-    torch.use_deterministic_algorithms(True)  # warn_only leaves the gradients of attention to atomics
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time, not bits
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients differ from run to run
-    model = sharded(size, device, seed)
-    coll = choose_gather(gather, model, pool_bytes)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=on_gpu)
-    tokens = torch.Generator().manual_seed(seed * 64 + dist.get_rank())
-    losses: list[torch.Tensor] = []
-    marks: list[Any] = []
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(steps):
-        batch = torch.randint(VOCABULARY, (size.batch, size.sequence + 1), generator=tokens).to(device)
-        if on_gpu:
-            marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-            marks[-1].record()
-        optimizer.zero_grad()
-        loss = model(batch)
+class Training:
+    """A new model and its steps; collective over the world, whose process group is torch's default one.
+
+    Attributes:
+        losses: of each step, on this rank.
+    """
+
+    def __init__(self, size: Size, seed: int, device: torch.device) -> None:
+        torch.use_deterministic_algorithms(True)  # warn_only leaves the gradients of attention to atomics
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time, not bits
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients differ from run to run
+        self._size, self._device, self._on_gpu = size, device, device.type == "cuda"
+        self._model = sharded(size, device, seed)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=self._on_gpu)
+        self._tokens = torch.Generator().manual_seed(seed * 64 + dist.get_rank())
+        self.losses: list[torch.Tensor] = []
+
+    def use(self, hook: Any) -> None:
+        """From now on that one gathers the parameters of the blocks."""
+        blocks: Any = self._model.blocks
+        for block in blocks:
+            block.set_custom_all_gather(hook)
+
+    def steps(self, count: int) -> list[float]:
+        """Milliseconds of each on the slowest rank; 0 on CPUs. Waits for the device."""
+        marks = [self._step() for _ in range(count)] + [self._mark()]
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        took = [a.elapsed_time(b) if a is not None else 0.0 for a, b in itertools.pairwise(marks)]
+        slowest = torch.tensor(took, dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.tolist()
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return None
+        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        mark.record()
+        return mark
+
+    def _step(self) -> Any:
+        shape = self._size.batch, self._size.sequence + 1
+        batch = torch.randint(VOCABULARY, shape, generator=self._tokens).to(self._device)
+        mark = self._mark()
+        self._optimizer.zero_grad()
+        loss = self._model(batch)
         loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    if on_gpu:
-        torch.cuda.synchronize()
-    torch.use_deterministic_algorithms(False)
-    apart = bytes_before_pool(coll.config) + pool_bytes if isinstance(coll, Collectives) else 0
-    found = _gathered(losses, marks, apart, device)
-    if coll is not None:
-        coll.close()
+        self._optimizer.step()
+        self.losses.append(loss.detach())
+        return mark
+
+    def all_losses(self) -> list[float]:
+        """Summed over ranks."""
+        everyone = torch.stack(self.losses).double()
+        dist.all_reduce(everyone)
+        return everyone.tolist()
+
+    def peak_gib(self, used: Gathering, registered: Sequence[Gathering]) -> float:
+        """Of the largest rank since the last look, had `used` alone been registered."""
+        if not self._on_gpu:
+            return 0.0
+        others = sum(each.within for each in registered if each is not used)
+        peak = torch.cuda.max_memory_allocated() + used.apart - others
+        torch.cuda.reset_peak_memory_stats()
+        memory = torch.tensor([peak / 2**30], dtype=torch.float64, device=self._device)
+        dist.all_reduce(memory, dist.ReduceOp.MAX)
+        return float(memory)
+
+
+def trained(gather: str, size: Size, steps: int, seed: int, device: torch.device) -> Trained:
+    """All steps of a new model with one gather; the first WARMUP are not timed."""
+    training, used, warm = Training(size, seed, device), gathering(gather, size), min(steps, WARMUP)
+    training.use(used.hook)
+    training.steps(warm)
+    ms = training.steps(steps - warm)
+    found = Trained(ms, training.peak_gib(used, [used]), training.all_losses())
+    used.close()
     return found
 
 
-def _gathered(losses: list[torch.Tensor], marks: list[Any], registered: int, device: torch.device) -> Trained:
-    everyone = torch.stack(losses).double()
-    dist.all_reduce(everyone)
-    took = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)][WARMUP:]
-    slowest = torch.tensor(took or [0.0], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    peak = torch.cuda.max_memory_allocated() + registered if marks else 0
-    memory = torch.tensor([peak / 2**30], dtype=torch.float64, device=device)
-    dist.all_reduce(memory, dist.ReduceOp.MAX)
-    return Trained(slowest.tolist(), float(memory), everyone.tolist())
+def in_turns(
+    gathers: Sequence[Gathering], size: Size, turns: int, steps: int, seed: int, device: torch.device
+) -> dict[str, list[Trained]]:
+    """A new model, whose parameters each of `gathers` gathers in turn for SETTLE + `steps` steps, `turns` times, behind
+    WARMUP steps with the first: by name, what the timed steps of each turn took. All have the losses of the model."""
+    training = Training(size, seed, device)
+    training.use(gathers[0].hook)
+    training.steps(WARMUP)
+    taken: list[tuple[str, list[float], float]] = []
+    for _ in range(turns):
+        for used in gathers:
+            training.use(used.hook)
+            training.steps(SETTLE)
+            training.peak_gib(used, gathers)
+            ms = training.steps(steps)
+            taken.append((used.name, ms, training.peak_gib(used, gathers)))
+    losses, found = training.all_losses(), dict[str, list[Trained]]()
+    for name, ms, peak in taken:
+        found.setdefault(name, []).append(Trained(ms, peak, losses))
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

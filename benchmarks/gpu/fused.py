@@ -120,6 +120,8 @@ class Pacer:
         clock: what passes the time.
     """
 
+    halves = False
+
     def __init__(self, shard_us: float, clock: CopyClock) -> None:
         self._shard_us, self._stream = shard_us, torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._clock = clock

@@ -10,8 +10,12 @@ all else takes the network, here sockets on the loop-back device and boxes in pi
 
 * `rows_per_token`: rows that cross, by what was sent; `theory_rows`: by the routing, once to each rank of another host.
 * `wire_bytes`, `theory_bytes`: of one operation, counted by the network and by the table of docs/network.md.
-* `gbps`: wire bytes over the time. `stream_gbps`: the provider's own loop, which is the same messages, both ways, by
-  proxies alone: no kernel, no copy, memory that caches may hold. `of_stream`: the quotient.
+* `gbps`: wire bytes over the time. `stream_us`, `stream_gbps`: the provider's own loop, which is the same messages,
+  both ways, by proxies alone: no kernel, no copy, memory that caches may hold. `of_stream`: the quotient. Of few tokens
+  it says little; there `p50_us` beside `stream_us` does. `of_gpu_stream`: of a loop before each round of which the GPU
+  reads what has come and writes what is to go, as in an operation.
+* `staged_us`, `arrived_us`: of the kernels' own records, medians, of a pair both operations together: from the start
+  until a rank has pushed all that it sends; until a block has seen that all of the other hosts is here.
 * `proxy_us`: processor time of the proxies by messages sent and received; `proxy_cpu`: share of a processor that one
   used meanwhile. A proxy that waits spins for `spin_us`, which both contain.
 
@@ -67,8 +71,12 @@ class Line:
     wire_bytes: int
     theory_bytes: int
     gbps: float
+    staged_us: float
+    arrived_us: float
+    stream_us: float
     stream_gbps: float
     of_stream: float
+    of_gpu_stream: float
     messages: float
     proxy_us: float
     proxy_cpu: float
@@ -82,6 +90,14 @@ class Wire:
     theory: float
     rows: float
     messages: float
+
+
+@dataclass(frozen=True)
+class Stages:
+    """When an operation has come so far, us from its start; means over ranks."""
+
+    staged: float
+    arrived: float
 
 
 class Session:
@@ -140,13 +156,17 @@ class Session:
         for timing in ("eager", "graph") if case.mode is Mode.LL else ("eager",):
             loop = bench.graph if timing == "graph" else bench.eager
             counted, proxies = self._messages(backend), Proxies()
+            backend.samples()  # of what was before
             found = loop(iterations_of(case, self._options.iterations), flush=case.mode is Mode.HT)
             us, share = proxies.used()
+            stages = self._stages(backend)
             per_message = us / max(1.0, self._messages(backend) - counted)
             for op, times in found.items():
-                stream = sum(streams.of_operation(case, one, tables[0]) for one in parts_of(op))
+                both = [streams.of_operation(case, one, tables[0]) for one in parts_of(op)]
+                stream = sum(hot for hot, _ in both), sum(of_gpu for _, of_gpu in both)
                 wire = [wires[one] for one in parts_of(op)]
-                self._keep(case, op, timing, times, wire, stream, (self._mean(per_message), self._mean(share)))
+                proxy = self._mean(per_message), self._mean(share)
+                self._keep(case, op, timing, times, wire, stream, [stages[one] for one in parts_of(op)], proxy)
         bench.round_trips("after")
         faults: list[Any] = [None] * self._ranks
         dist.all_gather_object(faults, bench.faults)
@@ -172,6 +192,17 @@ class Session:
         dist.all_gather_into_tensor(table, mine)
         return table.transpose(0, 1).cpu()
 
+    def _stages(self, backend: Crossdock) -> dict[str, Stages]:
+        torch.cuda.synchronize()
+        samples, peers = backend.samples(), remote_of(self._rank, self._ranks, self._options.nodes)
+        found = {}
+        for op in parts_of("pair"):
+            of_op = [one for one in samples if one.op == op]
+            staged = quantile([one.send_ns / 1e3 for one in of_op], 0.5)
+            arrived = quantile([max(one.peer_wait_ns[peer] for peer in peers) / 1e3 for one in of_op], 0.5)
+            found[op] = Stages(self._mean(staged), self._mean(arrived))
+        return found
+
     def _messages(self, backend: Crossdock) -> float:
         torch.cuda.synchronize()
         return float(sum(peer.sent_messages + peer.received_messages for peer in backend.traffic()))
@@ -195,11 +226,11 @@ class Session:
         return found
 
     def _keep(
-        self, case: Case, op: str, timing: str, times: Times, wires: Sequence[Wire], stream_us: float,
-        proxy: tuple[float, float],
+        self, case: Case, op: str, timing: str, times: Times, wires: Sequence[Wire], stream_us: tuple[float, float],
+        stages: Sequence[Stages], proxy: tuple[float, float],
     ) -> None:  # fmt: skip
         p50, num_bytes = quantile(times.gpu_us, 0.5), sum(wire.num_bytes for wire in wires)
-        gbps, stream = num_bytes / p50 / 1e3, num_bytes / stream_us / 1e3
+        gbps, stream, of_gpu = (num_bytes / us / 1e3 for us in (p50, *stream_us))
         row_bytes = [sum(sizes_of(case, one, 1)) - sum(sizes_of(case, one, 0)) for one in parts_of(op)]
         heads = [
             sum(sizes_of(case, one, 0)) * (self._ranks - self._ranks // self._options.nodes) for one in parts_of(op)
@@ -210,7 +241,9 @@ class Session:
             case.mode.value, case.layout.value, op, timing, case.tokens, self._ranks, options.nodes, options.provider,
             round(p50, 2), round(quantile(times.gpu_us, 0.99), 2), round(rows / case.tokens, 4),
             round(sum(wire.rows for wire in wires) / len(wires) / case.tokens, 4), round(num_bytes),
-            round(sum(wire.theory for wire in wires)), round(gbps, 3), round(stream, 3), round(gbps / stream, 3),
+            round(sum(wire.theory for wire in wires)), round(gbps, 3), round(sum(one.staged for one in stages), 2),
+            round(sum(one.arrived for one in stages), 2), round(stream_us[0], 2), round(stream, 3),
+            round(gbps / stream, 3), round(gbps / of_gpu, 3),
             round(sum(wire.messages for wire in wires), 2), round(proxy[0], 3), round(proxy[1], 3),
         )  # fmt: skip
         self._lines.append(line)

@@ -17,9 +17,13 @@ from ep_kernels import Layout
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Network
 from ep_kernels.telemetry import quantile
+from ep_kernels.transports.nvlink import boxes
+from ep_kernels.transports.nvlink.network_plan import slice_rows
 
 DEADLINE_S = 120.0
 STREAM_ROUNDS = 24
+LEAST_BYTES = 64 << 20
+"""So much has pages of its own, which are pinned."""
 HEAD_BYTES, LINE_BYTES, PACKET_BYTES, PACKET_ROOM = 16, 128, 1024, 960
 COUNTS_OF_LINE, CHOICES_OF_LINE = 28, 7
 """What travels: docs/network.md, "GPUs"."""
@@ -39,15 +43,15 @@ def remote_of(rank: int, ranks: int, nodes: int) -> list[int]:
 
 def sizes_of(case: Case, op: str, rows: int) -> list[int]:
     """Bytes of each message of one operation that sends `rows` rows to one rank of another host."""
+    row = -(-case.moved_bytes(op) // PACKET_ROOM) * PACKET_BYTES
+    per_slice = slice_rows(case.tokens, row) or max(1, rows)
+    slices = [min(per_slice, rows - first) * row for first in range(0, rows, per_slice)]
     if op == "combine":
-        packets = -(-case.moved_bytes("combine") // PACKET_ROOM)
-        return [HEAD_BYTES, *([rows * packets * PACKET_BYTES] if rows else [])]
+        return [HEAD_BYTES, *slices]
     per_expert = case.layout in (Layout.EXPERT_MAJOR, Layout.GROUPED)
     counts = -(-case.experts // case.ranks // COUNTS_OF_LINE) * LINE_BYTES
-    packets = -(-case.moved_bytes("dispatch") // PACKET_ROOM)
     records = -(-case.topk // CHOICES_OF_LINE) * LINE_BYTES
-    moved = [rows * records, rows * packets * PACKET_BYTES] if rows else []
-    return [HEAD_BYTES, *([counts] if per_expert else []), *moved]
+    return [HEAD_BYTES, *([counts] if per_expert else []), *([rows * records] if rows else []), *slices]
 
 
 class Proxies:
@@ -89,25 +93,35 @@ class Streams:
     def __init__(self, config: NetworkConfig, rank: int, ranks: int, nodes: int, most_bytes: int) -> None:
         self._rank, self._ranks, self._nodes = rank, ranks, nodes
         self._peers = remote_of(rank, ranks, nodes)
-        self._network = Network(config)
-        self._end = network.End(self._network, rank, ranks, most_bytes)
+        self._network, size = Network(config), max(most_bytes, LEAST_BYTES)
+        self._end = network.End(self._network, rank, ranks, size)
         self._end.write(1)
+        self._own, self._landing = (torch.frombuffer(memory, dtype=torch.uint8) for memory in self._end.memory)
+        for memory in (self._own, self._landing):
+            boxes.pin(memory.data_ptr(), memory.numel())
+        self._gpu = torch.zeros(size, dtype=torch.uint8, device="cuda")
         tickets: list[Any] = [None] * ranks
         dist.all_gather_object(tickets, self._end.channel.ticket())
         self._end.channel.connect({peer: tickets[peer] for peer in self._peers}, DEADLINE_S)
 
-    def us(self, messages: Sequence[tuple[int, int]], expected: int, rounds: int = STREAM_ROUNDS) -> float:
-        """Median of the rounds' slowest ranks, each of which sends those (rank, bytes)."""
-        took = []
+    def us(self, messages: Sequence[tuple[int, int]], expected: int, rounds: int, *, of_gpu: bool = False) -> float:
+        """Median of the rounds' slowest ranks, each of which sends those (rank, bytes). `of_gpu`: the GPU has read what
+        came, and has written what goes, before each round."""
+        took, num_bytes = [], sum(size for _, size in messages)
         for _ in range(rounds + 2):
+            if of_gpu:
+                for peer in self._peers:
+                    self._gpu[:num_bytes].copy_(self._landing[peer * len(self._own) :][:num_bytes])
+                self._own[:num_bytes].copy_(self._gpu[:num_bytes])
+                torch.cuda.synchronize()
             self._end.stream([(peer, 0) for peer in self._peers], len(self._peers), 0)  # all are here
             took.append(self._end.stream(messages, expected, 0) / 1e3)
         slowest = torch.tensor(took[2:], device="cuda")
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return quantile(slowest.tolist(), 0.5)
 
-    def of_operation(self, case: Case, op: str, table: torch.Tensor) -> float:
-        """As long as its messages take; table int64 [R, R], rows from -> to."""
+    def of_operation(self, case: Case, op: str, table: torch.Tensor) -> tuple[float, float]:
+        """As long as its messages take, and those of a GPU; table int64 [R, R], rows from -> to."""
         rows = table if op == "dispatch" else table.T
         sends = [
             [(peer, size) for peer in remote_of(rank, self._ranks, self._nodes)
@@ -115,11 +129,16 @@ class Streams:
             for rank in range(self._ranks)
         ]  # fmt: skip
         expected = sum(peer == self._rank for one in sends for peer, _ in one)
-        return self.us(sends[self._rank], expected)
+        return (
+            self.us(sends[self._rank], expected, STREAM_ROUNDS),
+            self.us(sends[self._rank], expected, STREAM_ROUNDS // 2, of_gpu=True),
+        )
 
     def close(self) -> None:
         """Part from all."""
         dist.barrier()
         self._end.channel.close()
+        for memory in (self._own, self._landing):
+            boxes.unpin(memory.data_ptr())
         self._end.channel.free()
         self._network.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
@@ -28,6 +28,8 @@ class CollectiveShape:
         num_ranks: active ranks.
         num_sms: as the caller said; None: chosen.
         x, out: where they lie. x in place (a slice of a registered out) is REGISTERED.
+        beside: an all-gather that a product follows, shard by shard.
+        library: torch.distributed may do it where that is faster: a sum that need not have the bits of the definition.
     """
 
     op: CollectiveOp
@@ -36,6 +38,8 @@ class CollectiveShape:
     num_sms: int | None
     x: BufferPlace
     out: BufferPlace
+    beside: bool = False
+    library: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class Choice:
 
     Attributes:
         algorithm: TORCH where the transport does not run it.
-        reason: why TORCH; "" otherwise.
+        reason: why TORCH must do it; "" otherwise.
     """
 
     algorithm: Algorithm
@@ -54,9 +58,10 @@ class Choice:
 def choose(shape: CollectiveShape, can: CollectiveCapabilities) -> Choice:
     """The algorithm of one call, equal on all ranks because its arguments are.
 
-    all_gather: copy engines where `num_sms` is 0, or is None and the shard is large; else multiprocessors. Push where
-    `out` is registered, else pull. all_reduce: ONE_SHOT up to the crossover, TWO_SHOT above. What a transport lacks is
-    skipped: one with a single algorithm (shared memory) always runs that.
+    all_gather: copy engines where `num_sms` is 0, or is None and the shard is large, less so into a registered `out`
+    beside a product, which wants the multiprocessors; else multiprocessors. Push where `out` is registered, else pull.
+    all_reduce: ONE_SHOT up to the crossover, TWO_SHOT above. What a transport lacks is skipped: one with a single
+    algorithm (shared memory) always runs that.
     """
     if can.reason:
         return Choice(Algorithm.TORCH, can.reason)
@@ -66,6 +71,8 @@ def choose(shape: CollectiveShape, can: CollectiveCapabilities) -> Choice:
         return Choice(Algorithm.TORCH, f"this transport has no {shape.op.value}")
     if most is not None and shape.num_bytes > most:
         return Choice(Algorithm.TORCH, f"{shape.op.value} of {shape.num_bytes} bytes; at most {most} here")
+    if shape.library and shape.num_sms is None and _library_is_faster(shape, can):
+        return Choice(Algorithm.TORCH)
     return Choice(next(algorithm for algorithm in (*_wanted(shape, can), *has) if algorithm in has))
 
 
@@ -80,17 +87,31 @@ def copies_terms(num_bytes: int, num_ranks: int, num_sms: int | None, can: Colle
     return num_ranks > 1 and not num_sms and 0 < least <= num_bytes // num_ranks
 
 
+def _library_is_faster(shape: CollectiveShape, can: CollectiveCapabilities) -> bool:
+    least = _for_ranks(can.library_min_bytes.get(shape.op, {}), shape.num_ranks)
+    scattered = shape.op is CollectiveOp.REDUCE_SCATTER
+    return least is not None and shape.num_bytes // (shape.num_ranks if scattered else 1) >= least
+
+
+def _for_ranks(by_fewest: Mapping[int, int], num_ranks: int) -> int | None:
+    """The entry of the largest number that is not above `num_ranks`."""
+    below = [value for ranks, value in sorted(by_fewest.items()) if ranks <= num_ranks]
+    return below[-1] if below else None
+
+
 def _wanted(shape: CollectiveShape, can: CollectiveCapabilities) -> Sequence[Algorithm]:
     """In order of preference."""
     if shape.op is CollectiveOp.REDUCE_SCATTER:
         return ()
     if shape.op is CollectiveOp.ALL_REDUCE:
-        below = [most for ranks, most in sorted(can.one_shot_max_bytes.items()) if ranks <= shape.num_ranks]
-        return (Algorithm.ONE_SHOT if below and shape.num_bytes <= below[-1] else Algorithm.TWO_SHOT,)
+        most = _for_ranks(can.one_shot_max_bytes, shape.num_ranks)
+        return (Algorithm.TWO_SHOT if most is None or shape.num_bytes > most else Algorithm.ONE_SHOT,)
     copies = (Algorithm.COPY_PUSH, Algorithm.COPY_PULL)
     kernels = (Algorithm.KERNEL_PUSH, Algorithm.KERNEL_PULL)
-    sent = shape.num_bytes * (shape.num_ranks - 1)
-    by_copy = shape.num_sms == 0 or (shape.num_sms is None and sent >= can.copy_min_bytes)
+    sent, least = shape.num_bytes * (shape.num_ranks - 1), can.copy_min_bytes
+    if shape.beside and shape.out is BufferPlace.REGISTERED:  # what is pulled is staged first, and not told apart
+        sent, least = shape.num_bytes, can.beside_min_bytes
+    by_copy = shape.num_sms == 0 or (shape.num_sms is None and sent >= least)
     order = (*copies, *kernels) if by_copy else (*kernels, *copies)
     pushes = (Algorithm.COPY_PUSH, Algorithm.KERNEL_PUSH)
     return order if shape.out is BufferPlace.REGISTERED else [a for a in order if a not in pushes]

@@ -42,6 +42,9 @@ class CollectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     alone (all-gather). None: as many as keep the links busy. Results do not depend on it."""
     fallback: bool = True
     """Whether torch.distributed serves what the transport cannot. False: a TransportError or ArgumentError instead."""
+    exact_sums: bool = True
+    """Whether all sums have the bits of the definition (fp32, ascending rank, rounded once) and the deadline. False:
+    with `fallback` and a process group, torch.distributed makes those for which it was measured faster, its own way."""
     kernel_cache_dir: str | None = None
     """Folder for kernels that GPUs compile at first use, shared by processes. None: `.cache/crossdock/kernels` in the
     home of this process's user."""
@@ -62,7 +65,8 @@ class CollectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         _require(timed, "timeout_s", "seconds in (0, 3600]", self.timeout_s)
         counted = self.num_sms is None or (type(self.num_sms) is int and 0 <= self.num_sms < 1 << 16)
         _require(counted, "num_sms", "None or an int in 0..65535", self.num_sms)
-        _require(type(self.fallback) is bool, "fallback", "a bool", self.fallback)
+        for name in ("fallback", "exact_sums"):
+            _require(type(getattr(self, name)) is bool, name, "a bool", getattr(self, name))
         folder = self.kernel_cache_dir is None or isinstance(self.kernel_cache_dir, str)
         _require(folder, "kernel_cache_dir", "None or a path as str", self.kernel_cache_dir)
 

@@ -55,8 +55,11 @@ class CollectiveCapabilities:
             of the largest number that is not above R counts.
         copy_min_bytes: all_gather: fewest bytes that a rank sends, over all peers, at which copy engines are chosen
             where `num_sms` is None.
+        beside_min_bytes: the same, beside a product: fewest bytes that a rank sends to another.
         term_min_bytes: matmuls that are summed: fewest bytes of its product that a rank sends to another at which copy
             engines bring them; 0: there are none.
+        library_min_bytes: by operation and fewest ranks: fewest bytes of one rank's result at which torch.distributed
+            was measured faster.
         reason: why torch.distributed serves this object instead of a transport; "" where it does not.
     """
 
@@ -68,5 +71,7 @@ class CollectiveCapabilities:
     max_bytes: dict[CollectiveOp, int] = field(default_factory=dict)
     one_shot_max_bytes: dict[int, int] = field(default_factory=dict)
     copy_min_bytes: int = 0
+    beside_min_bytes: int = 0
     term_min_bytes: int = 0
+    library_min_bytes: dict[CollectiveOp, dict[int, int]] = field(default_factory=dict)
     reason: str = ""

@@ -58,6 +58,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         super().__init__(config, transport)
         self._torch: TorchCollectives | None = transport if isinstance(transport, TorchCollectives) else None
         self._warned: list[str] = []
+        self._hands_over = not config.exact_sums and config.fallback and process_group_of(config.group) is not None
         self._repeats = Repeats(self.size, transport.pool())
         try:
             with torch.inference_mode(False):
@@ -109,7 +110,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         again = self._again("all_gather", x, out, num_sms)
         if again is not None:
             return again
-        gathered, pending = self._gather([x], None if out is None else [out], num_sms)
+        gathered, pending = self._gather([x], None if out is None else [out], num_sms, repeats=True)
         return Work(gathered[0], pending, self._finish)
 
     def all_gather_coalesced(
@@ -191,7 +192,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if is_compiling():
             return ops.all_gather_matmul(self, x, weights, out, num_sms)
         matmul.check_weights(x, checks.sequence("weights", weights, None))
-        gathered, pending = self._gather([x], None if out is None else [out], num_sms)
+        half = matmul.half_bytes(x, weights, self.size)
+        gathered, pending = self._gather([x], None if out is None else [out], num_sms, half=half)
         ys = self._run(matmul.follow, pending, gathered[0], list(weights), self.size, self._active)
         self._run(pending.wait)
         return ys, gathered[0]
@@ -310,7 +312,13 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         return checks.OwnRank(self.rank, self.size, self.capabilities.device_type, not all(self._active))
 
     def _gather(
-        self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None, num_sms: int | None
+        self,
+        xs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None,
+        num_sms: int | None,
+        *,
+        repeats: bool = False,
+        half: int | None = None,  # a product follows, by halves of so many bytes; 0: by shards
     ) -> tuple[list[torch.Tensor], PendingGather]:
         self._ready("all_gather")
         shards = checks.sequence("xs", xs, None)
@@ -326,12 +334,12 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         given, made = [x for x, _ in pairs], [out for _, out in pairs]
         parts = tuple(GatherPart(_bytes(x), _bytes(out), x.dtype) for x, out in pairs)
         sms = checks.num_sms(num_sms, self._config.num_sms, 0)
-        choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms)
+        choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms, half is not None)
         torched = choice.algorithm is Algorithm.TORCH
         transport = self._by_torch("all_gather", choice.reason) if torched else self._transport
-        args = GatherArgs(parts, choice.algorithm, sms)
+        args = GatherArgs(parts, choice.algorithm, sms, half_bytes=half or 0)
         pending = self._run(transport.all_gather, args)
-        if not torched and len(made) == 1:
+        if repeats and not torched:
             self._remember(args, CollectiveOp.ALL_GATHER, made[0])
         return made, pending
 
@@ -352,10 +360,17 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         return pending
 
     def _choose(
-        self, op: CollectiveOp, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], num_sms: int | None
+        self,
+        op: CollectiveOp,
+        xs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        num_sms: int | None,
+        beside: bool = False,
     ) -> Choice:
         total = sum(checks.num_bytes(x) for x in xs)
-        shape = CollectiveShape(op, total, sum(self._active), num_sms, self._place(xs), self._place(outs))
+        beside = beside and xs[0].is_cuda and not torch.cuda.is_current_stream_capturing()  # a graph tells no shards
+        places, library = (self._place(xs), self._place(outs)), self._hands_over and all(self._active)
+        shape = CollectiveShape(op, total, sum(self._active), num_sms, *places, beside, library)
         return choose(shape, self.capabilities)
 
     def _place(self, tensors: Sequence[torch.Tensor]) -> BufferPlace:
@@ -364,7 +379,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         return BufferPlace.REGISTERED if registered else BufferPlace.PLAIN
 
     def _by_torch(self, op: str, why: str) -> TorchCollectives:
-        """torch.distributed, for an operation that the transport leaves to it; says why, once."""
+        """torch.distributed, for an operation that the transport leaves to it; says once why it must be, if it must."""
         if self._torch is None:
             group = self._config.group
             if not self._config.fallback or process_group_of(group) is None:
@@ -373,7 +388,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             self._torch = TorchCollectives(group, self.capabilities.device_type, "")
         if not all(self._active):
             raise ArgumentError("x", "what the transport can do while a rank is left out", why)
-        warn_once(self._warned, f"{op}: {why}")
+        warn_once(self._warned, why and f"{op}: {why}")
         return self._torch
 
     def _finish(self, pending: PendingCollective) -> None:

@@ -59,8 +59,8 @@ def process_group_of(group: Any) -> Any:
 
 
 def warn_once(warned: list[str], reason: str) -> None:
-    """Say once, for one object, why torch.distributed does the work. `warned`: what has been said."""
-    if not warned:
+    """Say once, for one object, why torch.distributed does the work; "": nothing is to be said. `warned`: what was."""
+    if reason and not warned:
         warned.append(reason)
         warnings.warn(f"collectives by torch.distributed: {reason}", RuntimeWarning, stacklevel=4)
 

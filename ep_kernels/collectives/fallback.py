@@ -62,6 +62,8 @@ class TorchPending:
         after: what is left to do when they are done.
     """
 
+    halves = False
+
     def __init__(self, works: Sequence[Any], ranks: int, own: int, after: Callable[[], None] | None = None) -> None:
         self._works, self._ranks, self._own, self._after = list(works), ranks, own, after
 

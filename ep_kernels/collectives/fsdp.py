@@ -10,7 +10,7 @@ parameters have been copied out. Here the buffer is registered memory, so the ga
 buffer it lets its streams wait for the copy-out, so a buffer that is used again is free in the order of streams.
 
 A buffer that FSDP has dropped is kept for the next unit of its size, since a new one costs a meeting of all hosts. The
-pool holds what FSDP uses at once: of each size two, and one for each unit that is prefetched. Where it is full, a
+pool holds what FSDP uses at once: of each size two, where no more than one unit is prefetched. Where it is full, a
 buffer of that size is ordinary memory, one RuntimeWarning says so, and no host is met for one any more. Ranks run the
 same program, so all of this happens on all ranks alike.
 """

@@ -25,6 +25,8 @@ all-reduce, 4 chunks, two H100: 3737 us on 8, 3352 on 16, 3360 on 32, 3170 on 64
 COLUMNS = 2048
 """Of bf16 weights with which the rows of a shard are multiplied for as long as the next shard takes to arrive, however
 many rows and however wide: about 650 TFLOP/s over 343 GB/s, as on H100 and H200."""
+HALF_ROWS = 1024
+"""Fewest rows of half a shard that are a product of their own: with fewer, their tiles fill no GPU."""
 LANES = 2
 """Streams on which products run in turn: the last tiles of one leave multiprocessors to the first of the next."""
 
@@ -63,26 +65,40 @@ def group_sizes(num_shards: int, columns: int) -> list[int]:
     return [1] * singles + [num_shards - singles] * (singles < num_shards)
 
 
+def half_bytes(x: torch.Tensor, weights: Sequence[torch.Tensor], size: int) -> int:
+    """Bytes of the half of a shard x [n, K] that is to be multiplied before the other has arrived; 0: shards are not
+    halved. Of two ranks one product waits for all that comes: where the links are what takes long, half of it need not.
+    """
+    half, columns = x.shape[0] // 2, sum(w.shape[1] for w in weights)
+    return half * x.shape[1] * x.itemsize if size == 2 and columns < COLUMNS and half >= HALF_ROWS else 0
+
+
 @torch.no_grad()
 def follow(
     pending: PendingGather, gathered: torch.Tensor, weights: Sequence[torch.Tensor], size: int, active: Sequence[bool]
 ) -> list[torch.Tensor]:
-    """`gathered @ w` for each w, by shards in the order in which they arrive; those of inactive ranks last."""
-    rows = gathered.shape[0] // size
+    """`gathered @ w` for each w, by shards, or halves of them, in the order in which they arrive; those of inactive
+    ranks last."""
+    rows, parts = gathered.shape[0] // size, 2 if pending.halves else 1
     ys = [gathered.new_empty(gathered.shape[0], w.shape[1]) for w in weights]
-    inactive = [rank for rank, alive in enumerate(active) if not alive]
+    inactive = [parts * rank + i for rank, alive in enumerate(active) if not alive for i in range(parts)]
     columns = sum(w.shape[1] for w in weights) if gathered.is_cuda else 0
-    sizes = group_sizes(size - len(inactive), columns)
+    sizes = group_sizes(parts * size - len(inactive), columns)
     groups = _grouped(itertools.chain(pending.shards(), [inactive]), sizes)
     with contextlib.closing(_lanes(gathered.device, LANES if gathered.is_cuda else 1)) as lanes:
         for _ in lanes:
             group = next(groups, None)  # waits on this lane
             if group is None:
                 break
-            runs = [(first * rows, last * rows) for first, last in _runs(group)]
+            runs = [(_row(first, rows, parts), _row(last, rows, parts)) for first, last in _runs(group)]
             for y, w in zip(ys, weights, strict=True):
                 _multiply(gathered, w, y, runs)
     return ys
+
+
+def _row(number: int, rows: int, parts: int) -> int:
+    """The first row of a part of the shards, of `parts` parts of `rows` rows each."""
+    return number // parts * rows + number % parts * (rows // parts)
 
 
 def _multiply(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, runs: Sequence[tuple[int, int]]) -> None:

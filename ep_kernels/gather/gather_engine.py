@@ -30,6 +30,7 @@ from ep_kernels.transports.collective_base import (
     PendingCollective,
     ReduceArgs,
 )
+from ep_kernels.transports.flat_copy import copy_by_kernel
 from ep_kernels.types import ScaleFormat
 
 _PULLED = {Algorithm.COPY_PUSH: Algorithm.COPY_PULL}
@@ -101,13 +102,20 @@ class GatherEngine:
         return valid, invalid
 
     def send_rows(self, x: torch.Tensor, slot: int, tag: int) -> PendingCollective | None:
-        """Begin the all-gather of x alone; None where it goes with the rest, as in a CUDA graph, which has one."""
+        """Begin the all-gather of x alone, but for this rank's place, which `place_rows` fills; None where it goes with
+        the rest, as in a CUDA graph, which has one."""
         captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if captured or not memory.sends_rows_apart(self.config, self._coll.capabilities):
             return None
         part = GatherPart(memory.flat_bytes(x), memory.flat_bytes(self.slots.tokens(slot)), x.dtype)
         with operation_errors():
-            return self._coll.all_gather(GatherArgs((part,), Algorithm.COPY_PUSH, 0, tag))
+            return self._coll.all_gather(GatherArgs((part,), Algorithm.COPY_PUSH, 0, tag, skips_own=True))
+
+    def place_rows(self, x: torch.Tensor, slot: int) -> None:
+        """Copy x into this rank's own place: a copy at the speed of memory, beside which ranks would find each other
+        later, so that it comes behind what others wait for."""
+        rows = self.slots.tokens(slot)[self.config.group.rank, : x.shape[0]]
+        copy_by_kernel(memory.flat_bytes(rows), memory.flat_bytes(x))
 
     def gather(
         self, x: torch.Tensor | None, scales: torch.Tensor | None, slot: int, tokens: int, tag: int

@@ -44,6 +44,8 @@ class GatherDispatch:
         self._valid, self._invalid = engine.announce(args, self.slot, self._tokens, self._previous)
         rest = x if self._rows is None else None
         self._pending = engine.gather(rest, scales, self.slot, self._tokens, self._origin)
+        if self._rows is not None:
+            engine.place_rows(x, self.slot)
         self._stream = engine.stream()
         self._args = None  # type: ignore[assignment]  # it is in the slot, or the operation keeps it
 

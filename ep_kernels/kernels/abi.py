@@ -51,25 +51,21 @@ PHASES = ("blocks", "credit", "counts", "payload", "barrier", "shards", "sums")
 DONE_COUNTERS = ("DISPATCH_SEND", "COMBINE_SEND")
 OP_WORDS = 2
 """Device words of an operation: its seq, and the number of its latency record (common/trace.cuh)."""
-MAX_SLOTS = 66
-MAX_RANKS = 64
+MAX_SLOTS, MAX_RANKS = 66, 64
 MAX_MASK_WORDS = 16384
 """LL dispatch: maximum words of a block's expert masks; above it, rows per expert are counted entry by entry."""
 LINE_BYTES, PACKET_BYTES, PACKET_DATA, PACKET_COLUMNS = 128, 1024, 960, 896
 LINE_INTS, LINE_ENTRIES, COUNT_PACKET_BYTES = 28, 7, 16
 """How LL rows travel: see kernels/layout/ll128.cuh."""
-SAMPLE_CAPACITY, SAMPLE_WORDS = 4096, 9
-COMPLETE_RECORD = 1 << 32
-"""Last word of a complete latency record."""
+SAMPLE_CAPACITY, SAMPLE_WORDS, COMPLETE_RECORD = 4096, 9, 1 << 32
+"""The last: last word of a complete latency record."""
 ARRIVAL_TOTAL = 1 << 20
 """What an operation adds to a normalized arrival counter (flags METADATA and PAYLOAD), all blocks together."""
 CHUNK = 4
 """HT combine: positions of a source that are announced together."""
-RING_SIZE, SEQ_BITS, MAX_PARTS = 4096, 18, 1024
-"""Of the network: descriptors in a ring; an immediate is flag << 28 | parts - 1 << SEQ_BITS | low bits of seq."""
-METADATA_BYTES = PAIR_BYTES = 16
-ALIGN = 256
-BOX_UNIT = 2 << 20
+RING_SIZE, SEQ_BITS, MAX_PARTS, MAX_SLICES, SLICE_PARTS = 4096, 18, 1024, 31, 32
+"""Of the network: descriptors in a ring; immediates (box_words.cpp); slices of rows, beside the head, the last one."""
+METADATA_BYTES, PAIR_BYTES, ALIGN, BOX_UNIT = 16, 16, 256, 2 << 20
 
 records = Records()
 _record = records.declare
@@ -101,7 +97,12 @@ Network = _record(
     ("rows", f"u64[{MAX_RANKS}]", "rows that the dispatch that runs has for a rank"),
     ("map", "RegionMap", "byte map of a box: a region's part that belongs to one source"),
     ("looking", f"u64[{MAX_RANKS}]", "1 = a thread reads a word of that rank"),
+    ("slice_words", "u64*", "pinned, [2, R]: low 32 bits of the next dispatch, combine << 32 | its slices, a bit each"),
+    ("slice_rows", "u64[2]", "rows of a slice of dispatch, of combine; 0 = one part alone says that rows are here"),
     ("seen", f"u64[{len(FLAGS) * MAX_RANKS}]", "[FLAGS, MAX_RANKS] words as a kernel last read them"),
+    ("slices_seen", f"u64[{2 * MAX_RANKS}]", "[2, MAX_RANKS] slice_words as a kernel last read them"),
+    ("staged", f"u64[{2 * MAX_RANKS * 32}]", "[2, MAX_RANKS, 32] packets of a slice that are in the outbox"),
+    ("heads_done", "u64", "blocks that have written their part of a dispatch's head"),
 )
 State = _record(
     "State",
@@ -297,8 +298,8 @@ def header() -> str:
     lines += [f"constexpr u64 GONE_DEAD = {DEAD}, ALSO_LEFT_OUT = {ALSO_LEFT_OUT}ull;"]
     lines.append(f"constexpr i32 NUM_FLAGS = {len(FLAGS)}, CHUNK = {CHUNK}, PAIR_BYTES = {PAIR_BYTES};")
     lines += [f"constexpr u32 SAMPLE_CAPACITY = {SAMPLE_CAPACITY}, SAMPLE_WORDS = {SAMPLE_WORDS};"]
-    network = {"COUNT_PACKET_BYTES": COUNT_PACKET_BYTES, "RING_SIZE": RING_SIZE, "SEQ_BITS": SEQ_BITS}
-    lines += [f"#define {name} {value}u" for name, value in network.items()]  # constants would move code without them
+    network = ("COUNT_PACKET_BYTES", "RING_SIZE", "SEQ_BITS", "MAX_SLICES")
+    lines += [f"#define {name} {globals()[name]}u" for name in network]  # constants would move code without them
     lines += records.lines()
     return "\n".join([*lines, "}  // namespace ep", ""])
 

@@ -33,8 +33,9 @@ MAX_BLOCKS = 128
 SLOTS = 2
 NO_OFFSET = (1 << 64) - 1
 """A tensor that is not registered."""
-COPY_FLAGS = ("READY", "SHARD", "GRAPH_READY", "GRAPH_SHARD")
-"""A peer's `out` may be written; its shard is here. The host counts operations; in CUDA graphs the device does."""
+COPY_FLAGS = ("READY", "SHARD", "HALF", "GRAPH_READY", "GRAPH_SHARD")
+"""A peer's `out` may be written; its shard is here; the first half of it is. The host counts operations; in CUDA graphs
+the device does."""
 
 _records = Records(abi.records)
 
@@ -74,6 +75,7 @@ CollectiveArgs = _records.declare(
     ("stride", "u64", "reduce-scatter: bytes from one rank's chunk of x to the next"),
     ("num_bytes", "u64", "reductions: see x"),
     ("push", "i32", "all-gather: 1 = shards go to registered outs; 0 = peers read them from `gather`"),
+    ("reads", "i32", "two-shot: 1 = terms are read where they lie: x is the registered out"),
     ("num_parts", "i32", "all-gather; copy_wait: its phase"),
     ("parts", f"GatherRange[{MAX_PARTS}]", "all-gather"),
 )

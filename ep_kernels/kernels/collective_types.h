@@ -6,8 +6,9 @@ constexpr i32 MAX_PARTS = 16, MAX_BLOCKS = 128, COLLECTIVE_SLOTS = 2;
 constexpr u64 NO_OFFSET = 18446744073709551615ull;
 constexpr u32 COPY_FLAG_READY = 0;
 constexpr u32 COPY_FLAG_SHARD = 1;
-constexpr u32 COPY_FLAG_GRAPH_READY = 2;
-constexpr u32 COPY_FLAG_GRAPH_SHARD = 3;
+constexpr u32 COPY_FLAG_HALF = 2;
+constexpr u32 COPY_FLAG_GRAPH_READY = 3;
+constexpr u32 COPY_FLAG_GRAPH_SHARD = 4;
 struct CollectiveMap {
   u64 arrivals;  // byte offset in the region
   u64 signatures;  // byte offset in the region
@@ -43,8 +44,9 @@ struct CollectiveArgs {
   u64 stride;  // reduce-scatter: bytes from one rank's chunk of x to the next
   u64 num_bytes;  // reductions: see x
   i32 push;  // all-gather: 1 = shards go to registered outs; 0 = peers read them from `gather`
+  i32 reads;  // two-shot: 1 = terms are read where they lie: x is the registered out
   i32 num_parts;  // all-gather; copy_wait: its phase
   GatherRange parts[16];  // all-gather
 };
-static_assert(sizeof(CollectiveArgs) == 1768, "CollectiveArgs: host and GPU differ");
+static_assert(sizeof(CollectiveArgs) == 1776, "CollectiveArgs: host and GPU differ");
 }  // namespace ep

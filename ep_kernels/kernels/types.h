@@ -45,6 +45,7 @@ constexpr u32 SAMPLE_CAPACITY = 4096, SAMPLE_WORDS = 9;
 #define COUNT_PACKET_BYTES 16u
 #define RING_SIZE 4096u
 #define SEQ_BITS 18u
+#define MAX_SLICES 31u
 struct RegionMap {
   u64 flags;  // byte offset in the region
   u64 counts;  // byte offset in the region
@@ -96,9 +97,14 @@ struct Network {
   u64 rows[64];  // rows that the dispatch that runs has for a rank
   RegionMap map;  // byte map of a box: a region's part that belongs to one source
   u64 looking[64];  // 1 = a thread reads a word of that rank
+  u64* slice_words;  // pinned, [2, R]: low 32 bits of the next dispatch, combine << 32 | its slices, a bit each
+  u64 slice_rows[2];  // rows of a slice of dispatch, of combine; 0 = one part alone says that rows are here
   u64 seen[576];  // [FLAGS, MAX_RANKS] words as a kernel last read them
+  u64 slices_seen[128];  // [2, MAX_RANKS] slice_words as a kernel last read them
+  u64 staged[4096];  // [2, MAX_RANKS, 32] packets of a slice that are in the outbox
+  u64 heads_done;  // blocks that have written their part of a dispatch's head
 };
-static_assert(sizeof(Network) == 5984, "Network: host and GPU differ");
+static_assert(sizeof(Network) == 39808, "Network: host and GPU differ");
 struct State {
   u64 items_taken[32];  // LL: work counters of the send warps: of dispatch at 0, of combine at 16
   u64 dispatch_seq;  // dispatches sent; lives on the device, so that a replayed graph goes on counting
@@ -117,7 +123,7 @@ struct State {
   u64 combine_slot_seq[66];  // seq that used a combine slot last
   Network network;  // NETWORK variants: how ranks of other hosts are reached; last, for the others' sake
 };
-static_assert(sizeof(State) == 7400, "State: host and GPU differ");
+static_assert(sizeof(State) == 41224, "State: host and GPU differ");
 struct Postmortem {
   u64 status;  // index into STOPS; written last
   u64 op;  // index into OPS

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from ep_kernels.errors import PeerTimeout
 from ep_kernels.network import handshake
 from ep_kernels.network.address import source_of
-from ep_kernels.network.greeting import NetworkTicket, greet
+from ep_kernels.network.greeting import NetworkTicket, greet, seconds_left
 from ep_kernels.network.handshake import CONTROL_ROLE
 from ep_kernels.network.network_config import NetworkConfig
 
@@ -98,7 +98,7 @@ class Dialer:
         while True:
             connection = self._reach(dial, began)
             try:
-                greet(connection, hello, ticket)
+                greet(connection, hello, ticket, dial.until)
                 connection.setblocking(False)
                 return connection
             except (OSError, ValueError) as error:
@@ -114,12 +114,11 @@ class Dialer:
     def _reach(self, dial: _Dial, began: float) -> socket.socket:
         ticket = dial.ticket
         while True:
-            left = dial.until - time.monotonic()
             try:
-                return self._connect(dial, max(0.001, left))
+                return self._connect(dial)
             except (OSError, UnicodeError, OverflowError) as error:  # of a name or a port that cannot be
                 self._go_on(dial)
-                if left <= _RETRY_S or not isinstance(error, OSError):
+                if seconds_left(dial.until) <= _RETRY_S or not isinstance(error, OSError):
                     why = getattr(error, "strerror", None) or str(error)
                     text = (
                         f"{ticket.address}:{ticket.port} is not reached ({why}); open the data port between the hosts, "
@@ -128,7 +127,7 @@ class Dialer:
                     raise unreached(dial.rank, time.monotonic() - began, text) from error
             time.sleep(_RETRY_S)
 
-    def _connect(self, dial: _Dial, timeout_s: float) -> socket.socket:
+    def _connect(self, dial: _Dial) -> socket.socket:
         """To the first address of the ticket's that answers. Raises what `dial` ends with, OSError, UnicodeError."""
         own, failed = source_of(self._config), OSError("no address")
         place = (dial.ticket.address, dial.ticket.port)
@@ -138,7 +137,7 @@ class Dialer:
                 with self._lock:
                     self._go_on(dial)
                     self._open.add(connection)
-                connection.settimeout(timeout_s)
+                connection.settimeout(seconds_left(dial.until))
                 if own:
                     connection.bind((own, 0))
                 connection.connect(address)

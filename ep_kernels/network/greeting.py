@@ -1,9 +1,11 @@
-"""Connections to a data port: what a ticket tells, the dialer's side of the handshake, options of a socket."""
+"""Connections to a data port: tickets, the dialer's side of the handshake, options of a socket."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import time
+from typing import Annotated
 
 import msgspec
 
@@ -27,25 +29,31 @@ class NetworkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     provider: str
     address: str
-    port: int
-    token: int
-    secret: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    token: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    secret: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * handshake.SECRET_BYTES}}}$")]
 
 
-def greet(connection: socket.socket, hello: Greeting, ticket: NetworkTicket) -> None:
-    """The dialer's side of the handshake. Raises OSError, ValueError."""
+def seconds_left(until: float) -> float:
+    """Seconds until then, for a socket: never 0, which would mean not to wait at all."""
+    return max(0.001, until - time.monotonic())
+
+
+def greet(connection: socket.socket, hello: Greeting, ticket: NetworkTicket, until: float) -> None:
+    """The dialer's side of the handshake, over at `until` (time.monotonic()). Raises OSError, ValueError."""
     secret, raw = bytes.fromhex(ticket.secret), hello.encode()
     connection.sendall(raw)
-    challenge = _exactly(connection, handshake.CHALLENGE_BYTES)
+    challenge = _exactly(connection, handshake.CHALLENGE_BYTES, until)
     connection.sendall(handshake.proof(secret, raw, challenge))
-    answer = _exactly(connection, handshake.PROOF_BYTES)
+    answer = _exactly(connection, handshake.PROOF_BYTES, until)
     if not handshake.is_proof(answer, handshake.answer(secret, raw, challenge)):
         raise ValueError("the listener does not know the secret of the ticket")
 
 
-def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+def _exactly(connection: socket.socket, num_bytes: int, until: float) -> bytes:
     received = bytearray()
     while len(received) < num_bytes:
+        connection.settimeout(seconds_left(until))
         chunk = connection.recv(num_bytes - len(received))
         if not chunk:
             raise ValueError("it closed the connection")

@@ -126,7 +126,7 @@ class Listener:
                 if key.fileobj is self._socket:
                     self._accept()
                 elif pending := self._pending.get(key.fileobj):  # type: ignore[call-overload]
-                    self._hear(pending)  # unless one that was accepted in this turn has displaced it
+                    self._read(pending)  # unless one that was accepted in this turn has displaced it
             for pending in [one for one in self._pending.values() if one.until <= time.monotonic()]:
                 self._refuse(pending, "silent")
 
@@ -146,7 +146,7 @@ class Listener:
         except OSError:  # the host's limit of watched descriptors; this thread must go on
             self._refuse(pending, "no room")
 
-    def _hear(self, pending: _Pending) -> None:
+    def _read(self, pending: _Pending) -> None:
         try:
             chunk = pending.connection.recv(pending.wanted)
         except BlockingIOError:
@@ -171,7 +171,7 @@ class Listener:
             self._refuse(pending, "no hello")
             return
         pending.challenge = secrets.token_bytes(handshake.CHALLENGE_BYTES)
-        self._say(pending, pending.challenge)
+        self._send(pending, pending.challenge)
 
     def _judge(self, pending: _Pending, hello: Greeting) -> None:
         with self._lock:
@@ -184,7 +184,7 @@ class Listener:
         if found is None or not right:
             self._refuse(pending, "unknown group" if found is None else "wrong secret")
             return
-        if not self._say(pending, handshake.answer(secret, raw, pending.challenge)):
+        if not self._send(pending, handshake.answer(secret, raw, pending.challenge)):
             return
         self._forget(pending)
         try:
@@ -193,7 +193,7 @@ class Listener:
             pending.connection.close()
             self._count("not admitted", f": {error}")
 
-    def _say(self, pending: _Pending, words: bytes) -> bool:
+    def _send(self, pending: _Pending, words: bytes) -> bool:
         """A few bytes into an empty socket buffer."""
         try:
             pending.connection.sendall(words)

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
-from ep_kernels.errors import AbortedError, ClosedError, PeerTimeout, TransportError
+from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, PeerTimeout, TransportError
 from ep_kernels.network import handshake, proxy
 from ep_kernels.network.address import advertised
 from ep_kernels.network.channel_memory import ChannelMemory, DeviceRing
@@ -228,7 +228,10 @@ class Channel:
         self._call(None, self._lib.cn_leave, rank, epoch_tag)
 
     def push(self, rank: int, offset: int, num_bytes: int, imm: int) -> bool:
-        """Send those bytes of the own region, and the immediate behind them. False: the ring is full."""
+        """Send those bytes of the own region, and the immediate behind them. False: the ring is full. Raises
+        ArgumentError."""
+        if not 0 <= rank < self._ranks:
+            raise ArgumentError("rank", f"0..{self._ranks - 1}", rank)
         return bool(self._call(1, self._lib.cn_push, rank, offset, num_bytes, imm))
 
     def is_quiet(self, mask: int) -> bool:

@@ -70,12 +70,16 @@ class GatherArgs:
         tag: a number of the caller's that ranks should have in common. Where one brings another, the operation
             completes all the same; then `wait` raises HandleError, or `check_results` where `wait` does not read the
             device (which compares the lowest 11 bits). Breaks nothing.
+        skips_own: of copy engines that push: this rank's place in `out` is for the caller to fill.
+        half_bytes: of a single part: the first so many bytes of each shard are wanted before the rest; 0: whole shards.
     """
 
     parts: tuple[GatherPart, ...]
     algorithm: Algorithm
     num_sms: int | None
     tag: int = 0
+    half_bytes: int = 0
+    skips_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +113,17 @@ class PendingCollective(Protocol):
 
 
 class PendingGather(PendingCollective, Protocol):
-    """An all-gather that has begun."""
+    """An all-gather that has begun.
+
+    Attributes:
+        halves: shards come by halves, as `GatherArgs.half_bytes` wanted.
+    """
+
+    halves: bool
 
     def shards(self) -> Iterator[list[int]]:
-        """Active ranks in the order of arrival, this rank first; those that come together in one list. Each is given
+        """Active ranks in the order of arrival, this rank first; those that come together in one list. With `halves`
+        2 * rank for the first half of a shard and 2 * rank + 1 for the second, instead of ranks. Each is given
         when its shard of every part is in out (GPUs: for whatever the current stream runs from then on). The end of it
         is `wait`. At most once, and not after `wait`; raises what `wait` does."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from ep_kernels import TorchGroup
 from ep_kernels.collectives import Collectives
 from ep_kernels.collectives import collective_reference as reference
+from ep_kernels.collectives.collective_types import CollectiveOp
 from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
 from ep_kernels.transports import collective_base
 from ep_kernels.transports.cpu import region
@@ -153,6 +155,23 @@ def single_operations(rank: int, size: int, store: Store, transport: str) -> lis
             assert coll.capabilities.reason == ""
             coll.barrier()
     return [str(w.message) for w in caught if "by torch.distributed" in str(w.message)]
+
+
+def handed_over(rank: int, size: int, store: Store, transport: str) -> None:
+    """Large sums are torch's where they need not be exact, without a warning, and not while a rank is left out."""
+    with gloo(rank, size, store), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for exact_sums in (True, False):
+            config = Seat(rank, size, store, transport).config(group=TorchGroup(), exact_sums=exact_sums)
+            with Collectives(config) as coll:
+                few = {CollectiveOp.REDUCE_SCATTER: {2: 4 * 20}}
+                coll._transport.capabilities = replace(coll._transport.capabilities, library_min_bytes=few)
+                for n, handed in ((19, False), (20, not exact_sums)):
+                    wide = [exact((size * n,), torch.float32, r, n) for r in range(size)]
+                    got = coll.reduce_scatter(on_device(coll, wide[rank])).wait()
+                    same_bits(got, reference.reduce_scatter(wide)[rank], f"{n}")
+                    assert (coll._torch is not None) is handed
+                check_all(coll, 3, 3)
 
 
 def not_while_a_rank_is_left_out(rank: int, size: int, store: Store, transport: str) -> None:

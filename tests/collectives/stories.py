@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ep_kernels import TorchGroup
-from ep_kernels.collectives import CollectiveConfig, Collectives
+from ep_kernels.collectives import CollectiveConfig, Collectives, matmul
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.errors import ArgumentError, ConfigError, HandleError, TransportError
 from tests.collectives.steps import (
@@ -188,6 +188,21 @@ def exact_matmuls(rank: int, size: int, store: Store, transport: str) -> None:
     with Seat(rank, size, store, transport).collectives(staging_bytes=1 << 16) as coll:
         exact_products(coll, size * 40)
         exact_products(coll, size * 161)
+        if size == 2 and coll.capabilities.device_type == "cuda":
+            exact_halves(coll)
+
+
+def exact_halves(coll: Collectives) -> None:
+    """Shards that come by halves, of an odd number of rows, into a registered tensor."""
+    shape, out = (2 * matmul.HALF_ROWS + 3, 512), coll.empty((2 * (2 * matmul.HALF_ROWS + 3), 512), torch.bfloat16)
+    w = values((512, 24), torch.bfloat16, 0, 1).clamp(-1, 1).round()
+    assert matmul.half_bytes(out[: shape[0]], [w], coll.size)
+    for seed in range(5):
+        xs = [x.clamp(-1, 1).round() for x in everyone(coll, shape, torch.bfloat16, seed)]
+        x = on_device(coll, xs[coll.rank])
+        ys, whole = coll.all_gather_matmul(x, [on_device(coll, w)], out=out, num_sms=0)
+        same_bits(whole, torch.cat(xs), "x_all")
+        same_bits(ys[0], torch.cat(xs) @ w, "y")
 
 
 def exact_products(coll: Collectives, rows: int) -> None:

@@ -48,5 +48,9 @@ def test_single_operations(world: Worlds, transport: str) -> None:
         assert "all_reduce: dtype torch.int64; transports sum" in warned[0]
 
 
+def test_sums_that_need_not_be_exact(world: Worlds, transport: str) -> None:
+    world(2).run(stories.handed_over, transport)
+
+
 def test_not_while_a_rank_is_left_out(world: Worlds, transport: str) -> None:
     world(3).run(stories.not_while_a_rank_is_left_out, transport)

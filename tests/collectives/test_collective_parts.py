@@ -93,7 +93,8 @@ def test_inactive_ranks_are_left_out() -> None:
 def can(**fields: Any) -> CollectiveCapabilities:
     every = {GATHER: PUSH_AND_PULL, SCATTER: (Algorithm.KERNEL_PULL,), REDUCE: SHOTS}
     usual: dict[str, Any] = {"device_type": "cuda", "cross_host": False, "graphs": True, "abi": "a"}
-    usual |= {"algorithms": every, "copy_min_bytes": 3000, "one_shot_max_bytes": {2: 500, 8: 100}}
+    usual |= {"algorithms": every, "copy_min_bytes": 3000, "beside_min_bytes": 40}
+    usual |= {"one_shot_max_bytes": {2: 500, 8: 100}}
     return CollectiveCapabilities(**(usual | fields))
 
 
@@ -119,6 +120,17 @@ def test_all_gather(num_bytes: int, num_sms: int | None, out: BufferPlace, algor
     assert chosen(GATHER, num_bytes, num_sms=num_sms, out=out) is algorithm
 
 
+def test_all_gather_beside_a_product() -> None:
+    """By what goes to one peer; from where it lies."""
+    there: dict[str, Any] = {"beside": True, "out": BufferPlace.REGISTERED}
+    assert chosen(GATHER, 39, **there) is Algorithm.KERNEL_PUSH
+    assert chosen(GATHER, 40, **there) is Algorithm.COPY_PUSH
+    assert chosen(GATHER, 40, **there, num_sms=8) is Algorithm.KERNEL_PUSH
+    assert chosen(GATHER, 1, **there, num_sms=0) is Algorithm.COPY_PUSH
+    assert chosen(GATHER, 999, beside=True) is Algorithm.KERNEL_PULL
+    assert chosen(GATHER, 1000, beside=True) is Algorithm.COPY_PULL
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "ranks", "algorithm"),
     [
@@ -132,6 +144,18 @@ def test_all_gather(num_bytes: int, num_sms: int | None, out: BufferPlace, algor
 )
 def test_all_reduce(num_bytes: int, ranks: int, algorithm: Algorithm) -> None:
     assert chosen(REDUCE, num_bytes, num_ranks=ranks) is algorithm
+
+
+def test_what_a_library_does_faster() -> None:
+    """By the bytes of a rank's result, and only where it may."""
+    able = can(library_min_bytes={SCATTER: {4: 100}})
+    assert chosen(SCATTER, 400, able, library=True) is Algorithm.TORCH
+    assert chosen(SCATTER, 399, able, library=True) is Algorithm.KERNEL_PULL
+    assert chosen(SCATTER, 400, able) is Algorithm.KERNEL_PULL
+    assert chosen(SCATTER, 300, able, library=True, num_ranks=3) is Algorithm.KERNEL_PULL
+    assert chosen(SCATTER, 800, able, library=True, num_ranks=8) is Algorithm.TORCH
+    assert chosen(SCATTER, 400, able, library=True, num_sms=8) is Algorithm.KERNEL_PULL, "the caller named them"
+    assert chosen(REDUCE, 900, able, library=True) is Algorithm.TWO_SHOT
 
 
 def test_what_a_transport_lacks() -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gpu import fsdp
+from benchmarks.gpu.fsdp_model import SIZES
 from crossdock.common.transports import needs_gpu
 from ep_kernels import TorchGroup
 from ep_kernels.collectives import CollectiveConfig, Collectives
@@ -104,7 +105,7 @@ def benchmark_steps(rank: int, size: int, store: Store) -> None:
     """The steps of the benchmark, on CPUs: its pool has room for all buffers of a step, and losses are equal."""
     with gloo(rank, size, store), warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        device, tiny = torch.device("cpu"), fsdp.SIZES["tiny"]
+        device, tiny = torch.device("cpu"), SIZES["tiny"]
         plain, ours = (fsdp.trained(gather, tiny, 3, 1, device).losses for gather in ("nccl", "crossdock"))
         assert ours == plain
         assert len(set(plain)) == 3

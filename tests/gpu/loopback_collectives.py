@@ -17,6 +17,8 @@ from tests.gpu.loopback_group import LoopGroup
 
 POOL_BYTES = 1 << 20
 BOTH = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
+PLACES = ("plain", "registered", "in place", "both")
+"""Of an all-reduce."""
 SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 65504.0, 1e-8, 3.0])
 
 
@@ -147,13 +149,15 @@ class LoopbackCollectives:
         skew: int = 0,
         num_sms: int | None = None,
     ) -> None:
-        """xs[r] [n]; place: plain | in place | registered."""
+        """xs[r] [n]; place: plain | in place | registered | both."""
         mine, outs, offset = [self.put(x, skew) for x in xs], [], None
         for rank, x in enumerate(mine):
             out = x
-            if place == "registered":
+            if place in ("registered", "both"):
                 out, offset = self.pool(rank, skew, x.shape, x.dtype), int(self.engines[rank].map.pool) + skew
                 out.fill_(7)
+            if place == "both":
+                mine[rank] = out.copy_(x)
             elif place == "plain":
                 out = self.put(torch.full_like(x, 7), skew)
             outs.append(out)
@@ -222,7 +226,7 @@ def step(loop: LoopbackCollectives, kind: int, generator: torch.Generator) -> No
     elif kind == 1:
         loop.reduce_scatter(rows(loop.size, n * loop.size, torch.bfloat16, generator))
     else:
-        loop.all_reduce(rows(loop.size, n, torch.bfloat16, generator), BOTH[kind - 2], ("plain", "registered")[n % 2])
+        loop.all_reduce(rows(loop.size, n, torch.bfloat16, generator), BOTH[kind - 2], PLACES[n % 4])
 
 
 def begun(loop: LoopbackCollectives, kind: int, n: int = 600) -> list[list[Call]]:

@@ -156,4 +156,4 @@ def bytes_are_those_of_theory(layout: Layout, join: Join) -> None:
             row = shape.row_packets * 1024 + shape.metadata_lines * 128
             assert sent == 16 + counts + out * row + 16 + home * shape.combine_packets * 1024
             messages = traffic[peer].sent_messages - before[rank][peer].sent_messages
-            assert messages == 1 + 1 + (counts > 0) + 2 * (out > 0) + 1 + 1 + (home > 0)
+            assert messages == 1 + 1 + (counts > 0) + 2 * (out > 0) + 1 + 1 + (home > 0), "so few rows: no slices"

@@ -101,10 +101,12 @@ def take_collective_steps() -> int:
         for place in ("plain", "registered", "in place"):
             loop.all_gather([rows(NUM_RANKS, n, torch.bfloat16, draw)], place, 2 * (n % 8))
         for algorithm in BOTH:
-            loop.all_reduce(rows(NUM_RANKS, n, torch.bfloat16, draw), algorithm, "plain", 2 * (n % 3))
-            loop.all_reduce(rows(NUM_RANKS, n, torch.bfloat16, draw), algorithm, "registered")
+            for place in ("plain", "registered", "both"):
+                loop.all_reduce(rows(NUM_RANKS, n, torch.bfloat16, draw), algorithm, place, 2 * (n % 3))
         loop.reduce_scatter(rows(NUM_RANKS, NUM_RANKS * n, torch.bfloat16, draw), n == 8, 2 * (n % 3))
-    return 2 * 8
+        terms = [x.view(NUM_RANKS, n) for x in rows(NUM_RANKS, NUM_RANKS * n, torch.bfloat16, draw)]
+        loop.add_terms(terms, 2 * (n % 3), n == 8)
+    return 2 * 11
 
 
 PARTS = {"moe": take_moe_steps, "collectives": take_collective_steps}
@@ -115,7 +117,7 @@ def command(tool: str, parts: Sequence[str]) -> list[str]:
     be known."""
     sanitizer = shutil.which("compute-sanitizer")
     assert sanitizer is not None, "compute-sanitizer is not on PATH"
-    scope = [f"--kernel-name=kns={name}" for name in ("dispatch", "combine", "barrier", "all_", "reduce_")]
+    scope = [f"--kernel-name=kns={name}" for name in ("dispatch", "combine", "barrier", "all_", "reduce_", "add_")]
     if tool == "initcheck":
         scope = ["--check-api-memory-access", "no"]
     return [sanitizer, "--tool", tool, *OPTIONS, *scope, sys.executable, "-m", "tests.gpu.sanitize", "--steps", *parts]

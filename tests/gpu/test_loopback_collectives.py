@@ -17,7 +17,7 @@ from ep_kernels.errors import AbortedError, PeerTimeout
 from ep_kernels.transports.nvlink.signature import difference
 from tests.cases import draw_seed
 from tests.gpu.loopback import Gpu
-from tests.gpu.loopback_collectives import BOTH, KINDS, LoopbackCollectives, begun, rows, step
+from tests.gpu.loopback_collectives import BOTH, KINDS, PLACES, LoopbackCollectives, begun, rows, step
 
 pytestmark = pytest.mark.gpu(1)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -61,7 +61,7 @@ def test_reduce_scatter(size: int, dtype: torch.dtype, generator: torch.Generato
 def test_all_reduce(size: int, dtype: torch.dtype, algorithm: Algorithm, generator: torch.Generator) -> None:
     loop = loop_of(size)
     for n in (1, 7, 481, 1 << 16, LARGE):
-        for place in ("plain", "registered", "in place"):
+        for place in PLACES:
             loop.all_reduce(rows(size, n, dtype, generator), algorithm, place, dtype.itemsize * (n % 3))
 
 

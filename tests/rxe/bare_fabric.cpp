@@ -1,7 +1,9 @@
 // The yardstick of `libfabric`: a loop of fi_writedata between two processes, and nothing else. Ping-pong of `ping`
 // bytes, then a stream of `bulk` bytes with 64 writes under way. Prints "<p50 us of one way> <MB/s>".
 //
-//     bare_fabric PROVIDER ADDRESS ROUNDS PING BULK COUNT
+// "waits": by a completion queue that has a descriptor, so that a thread could sleep, which it does not.
+//
+//     bare_fabric PROVIDER ADDRESS ROUNDS PING BULK COUNT [waits]
 #include <dlfcn.h>
 #include <sched.h>
 #include <sys/socket.h>
@@ -85,7 +87,7 @@ struct Side {
 
 }  // namespace
 
-int main(int, char** argv) {
+int main(int argc, char** argv) {
   const long rounds = atol(argv[3]), count = atol(argv[6]);
   const size_t ping = size_t(atol(argv[4])), bulk = size_t(atol(argv[5]));
   int pipe_of[2];
@@ -117,6 +119,7 @@ int main(int, char** argv) {
   vector.type = kAddressTable;
   QueueAttr queue{};
   queue.format = kWithData;
+  if (argc > 7) queue.wait = kWaitFd;
   queue.size = 4 * kWindow;
   Side s;
   check(fabric_of(info->fabric, &fabric, nullptr), "fabric");

@@ -1,11 +1,12 @@
 """In the guest: ring, proxy and provider beside what others measure on the same devices. Prints lines of JSON.
 
-    python tests/rxe/yardsticks.py BARE_FABRIC BLOCKS PROVIDER...
+    python tests/rxe/yardsticks.py BARE_LOOPS BLOCKS PROVIDER...
 
-verbs: beside ib_write_lat and ib_write_bw. libfabric: beside a bare loop of fi_writedata. Short blocks take turns, ours
-first in every other one, so whatever else the machine does, it does to both. A message is one that each end's proxy
-thread answers; for latency both spin, as the yardsticks' ends do. A stream has the proxies as they are by default: the
-guest has two processors, one of which ib_write_bw's other end leaves to the kernel.
+verbs: beside ib_write_lat and ib_write_bw, and, alike, a bare loop of writes with immediate. libfabric: beside a bare
+loop of fi_writedata, and, alike, one whose queue can wake a sleeper. Short blocks take turns, ours first in every other
+one, so whatever else the machine does, it does to all. A message is one that each end's proxy thread answers; for
+latency both spin, as the yardsticks' ends do. A stream has the proxies as they are by default: the guest has two
+processors, one of which ib_write_bw's other end leaves to the kernel.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from tests.unit.network_ends import devices_of
 PING_BYTES, BULK_BYTES, ROUNDS, COUNT, WAIT_S = 8, 65536, 400, 160, 120.0
 SPIN_US = {"us": 100_000, "mib_per_s": NetworkConfig().spin_us}
 MIB, NAP_NS = 1 << 20, 20_000
+SETTLE_S = 0.2
+"""Between turns: longer than a proxy spins."""
 
 
 class Pong(ctypes.Structure):
@@ -150,12 +153,26 @@ def theirs(provider: str, what: str, bare: str) -> float:
         return float(perftest("ib_write_lat", "-s", str(PING_BYTES), "-n", str(ROUNDS))[4])
     if provider == "verbs":
         return float(perftest("ib_write_bw", "-s", str(BULK_BYTES), "-n", str(COUNT))[3])
-    name = provider[len("libfabric(") : -1]
+    return loop(provider, what, bare)
+
+
+def loop(provider: str, what: str, bare: str, *options: str) -> float:
+    """The same of a bare loop."""
     rounds, count = (ROUNDS, 1) if what == "us" else (1, COUNT)
-    arguments = [name, devices_of(provider, 0)["listen"].split(":")[0], rounds, PING_BYTES, BULK_BYTES, count]
-    done = subprocess.run([bare, *map(str, arguments)], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    if provider == "verbs":
+        ends = [f"{bare}/bare_verbs", "rxe0", "rxe1"]
+    else:
+        address = devices_of(provider, 0)["listen"].split(":")[0]
+        ends = [f"{bare}/bare_fabric", provider[len("libfabric(") : -1], address]
+    command = [*ends, *map(str, (rounds, PING_BYTES, BULK_BYTES, count)), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
     latency, mb = map(float, done.stdout.split())
     return latency if what == "us" else mb * 1e6 / MIB
+
+
+def alike(provider: str, what: str, bare: str) -> float:
+    """Of a loop whose messages and queues are as ours."""
+    return loop(provider, what, bare, *([] if provider == "verbs" else ["waits"]))
 
 
 def main(bare: str, blocks: int, providers: list[str]) -> None:
@@ -164,8 +181,12 @@ def main(bare: str, blocks: int, providers: list[str]) -> None:
         for what in SPIN_US:
             ours = Ours(provider, what)
             for block in range(blocks):
-                turns = [("ours", ours.measure), ("yardstick", partial(theirs, provider, what, bare))]
+                turns = [("ours", ours.measure)]
+                turns += [
+                    (of, partial(one, provider, what, bare)) for of, one in (("yardstick", theirs), ("alike", alike))
+                ]
                 for name, measure in turns if block % 2 == 0 else reversed(turns):
+                    time.sleep(SETTLE_S)
                     row = {"provider": provider, "block": block, "of": name, "what": what, "value": measure()}
                     print("ROW " + json.dumps(row), flush=True)
             ours.end()

@@ -681,3 +681,29 @@ async def test_a_request_above_the_rate_wakes_no_rank(tmp_path: Path, monkeypatc
         monkeypatch.setattr(Backend, "check_rate", refuse)
         assert (await guest.ask(2, 5)).error.code == EXHAUSTED
         assert len(expected) == 1
+
+
+async def test_what_is_no_new_request_counts_for_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests before the last answer, and cancels of nothing, which end the buffer above the rate."""
+    counted: list[None] = []
+    refused = Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many"))
+
+    def at_most_three(*_: object) -> None:
+        counted.append(None)
+        if len(counted) > 3:
+            raise refused
+
+    async with world(tmp_path) as made, Guest(made) as guest:
+        await guest.redeem()
+        guest.write(Batch.random(5))
+        monkeypatch.setattr(Backend, "check_rate", at_most_three)
+        guest.tell(7, 1, cancel=True)
+        made.engine.go.clear()
+        guest.tell(1, 5)
+        assert [(await guest.ask(number, 5)).error.code for number in (2, 3)] == [INVALID, EXHAUSTED]
+        made.engine.go.set()
+        assert (await guest.answer()).id == 1
+        guest.tell(1, 5, cancel=True)
+        with pytest.raises(EOFError):
+            await guest.answer()
+        await until(lambda: made.buffers.num_bytes == 0)

@@ -35,6 +35,7 @@ from ep_kernels import (
     TransportError,
 )
 from ep_kernels.network import NetworkConfig
+from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.geometry import geometry_of
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, read_ticket, start_ticks
@@ -380,6 +381,25 @@ def test_ticket_of_a_stranger_is_refused(change: dict[str, Any], says: str) -> N
     raw = msgspec.json.encode(msgspec.structs.replace(ticket, **change))
     with pytest.raises(TransportError, match=rf"rank 3.*{says}"):
         read_ticket(3, raw, abi=7, num_bytes=1 << 16)
+    region.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"token": -1}, "token"),
+        ({"token": 1 << 63}, "token"),
+        ({"port": 0}, "port"),
+        ({"port": 65536}, "port"),
+        ({"secret": "s" * 64}, "secret"),
+        ({"secret": "00"}, "secret"),
+    ],
+)
+def test_network_ticket_out_of_range_is_refused(change: dict[str, Any], says: str) -> None:
+    region, _ = own_ticket()
+    network = msgspec.structs.replace(NetworkTicket("tcp", "127.0.0.1", 7500, 5, "00" * 32), **change)
+    with pytest.raises(TransportError, match=rf"rank 3: its ticket cannot be read .*network\.{says}"):
+        read_ticket(3, region.ticket(7, network=network), abi=7, num_bytes=1 << 16)
     region.close()
 
 

@@ -146,7 +146,7 @@ def as_member(ticket: NetworkTicket, rank: int, peer: int, *, joins: bool = True
     made = []
     for role in (0, CONTROL_ROLE):
         connection = socket.create_connection((ticket.address, ticket.port), WAIT_S)
-        greet(connection, handshake.hello(ticket.token, rank, peer, role, 1), ticket)
+        greet(connection, handshake.hello(ticket.token, rank, peer, role, 1), ticket, time.monotonic() + 5.0)
         made.append(connection)
     if joins:
         made[1].sendall(JOINED)

@@ -8,8 +8,9 @@ from benchmarks.cases import Case
 from benchmarks.gpu.nodes import iterations_of, numbers
 from benchmarks.gpu.nodes_network import network_of, remote_of, sizes_of
 from ep_kernels import MoEConfig
+from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import plan
-from ep_kernels.transports.nvlink.network_plan import network_blocks
+from ep_kernels.transports.nvlink.network_plan import network_blocks, slice_rows
 from ep_kernels.types import Layout, Mode
 from tests.groups import LonelyGroup
 
@@ -29,6 +30,15 @@ def test_bytes_are_those_of_the_byte_map(layout: Layout, hidden: int, topk: int,
     assert sizes_of(case, "combine", rows) == [16, rows * shape.combine_packets * 1024]
     assert sizes_of(case, "dispatch", 0) == [16, *counts]
     assert sizes_of(case, "combine", 0) == [16]
+
+
+def test_many_rows_travel_in_slices() -> None:
+    row, many = 15 << 10, Case(Mode.LL, Layout.RANK_MAJOR, 2, 128)
+    assert sizes_of(many, "combine", 40) == [16, 18 * row, 18 * row, 4 * row]
+    assert sizes_of(many, "dispatch", 36) == [16, 36 * 256, 18 * row, 18 * row]
+    assert [slice_rows(most, row) for most in (35, 36, 512, 8192)] == [0, 18, 18, 265]
+    for most in (36, 511, 8192, 100_000):
+        assert -(-most // slice_rows(most, row)) <= abi.MAX_SLICES
 
 
 def test_who_is_on_another_host() -> None:

@@ -14,7 +14,8 @@ import torch
 from ep_kernels.errors import ConfigError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
-from ep_kernels.transports.nvlink import launch
+from ep_kernels.transports.nvlink import launch, plan
+from ep_kernels.transports.nvlink.network_plan import slices_of
 from ep_kernels.transports.nvlink.remote import check, stripe_of
 from ep_kernels.types import CombineOrder, Layout, Mode
 from tests.cases import RoutingCase
@@ -30,9 +31,11 @@ class Box:
 
     def __init__(self) -> None:
         self.words = torch.zeros(len(abi.FLAGS), RANKS, dtype=torch.int64)
+        self.slices = torch.zeros(2, RANKS, dtype=torch.int64)
         self.gone = torch.zeros(RANKS, dtype=torch.int64)
         self.lib = launch.boxes()
-        self.pointer = self.lib.cd_boxes_new(RANKS, self.words.data_ptr(), self.gone.data_ptr())
+        words, slices, gone = (one.data_ptr() for one in (self.words, self.slices, self.gone))
+        self.pointer = self.lib.cd_boxes_new(RANKS, words, slices, gone)
         prototype = CFUNCTYPE(None, c_void_p, c_int32, c_int32, c_uint64)
         self._handler: Callable[..., None] = prototype(self.lib.cd_boxes_handler())
 
@@ -42,6 +45,16 @@ class Box:
     def part(self, rank: int, flag: int, seq: int, parts: int = 1) -> None:
         """One of so many messages of an operation: as `net::immediate` of push.cuh has it."""
         self.tell(rank, ARRIVED, flag << 28 | (parts - 1) << abi.SEQ_BITS | seq % (1 << abi.SEQ_BITS))
+
+    def slice(self, rank: int, flag: int, seq: int, number: int, parts: int = 1) -> None:
+        """One of so many messages of a slice."""
+        which, low = len(abi.FLAGS) + (flag == COMBINE), seq % (1 << abi.SEQ_BITS)
+        self.tell(rank, ARRIVED, which << 28 | (number << 5 | (parts - 1)) << abi.SEQ_BITS | low)
+
+    def slices_here(self, rank: int, flag: int, seq: int) -> set[int]:
+        """As kernels read them."""
+        word = int(self.slices[int(flag == COMBINE), rank])
+        return {bit for bit in range(32) if word >> bit & 1} if word >> 32 & 0xFFFFFFFF == seq % (1 << 32) else set()
 
     def word(self, rank: int, flag: int) -> int:
         return int(self.words[flag, rank])
@@ -71,6 +84,27 @@ def test_parts_in_any_order(flag: int, start: int, box: Box) -> None:
     assert box.word(0, flag) == start, "other sources are not touched"
 
 
+@pytest.mark.parametrize("start", [0, (1 << abi.SEQ_BITS) - 3, (1 << 32) - 3])
+@pytest.mark.parametrize("flag", [PAYLOAD, COMBINE])
+def test_slices_in_any_order(flag: int, start: int, box: Box) -> None:
+    """Of five operations, shuffled: a slice is here when all its parts are, and its operation is the next one."""
+    box.lib.cd_boxes_restart(box.pointer, start, start, start)
+    of = {start + n: {s: random.choice((1, 3, 32)) for s in random.sample(range(32), 9)} for n in range(1, 6)}
+    messages = [(seq, s) for seq, slices in of.items() for s, parts in slices.items() for _ in range(parts)]
+    messages += [(seq, -1) for seq in of]  # one part that is in no slice, and says how many there are
+    random.shuffle(messages)
+    left = [list(messages)]
+    for seq, number in messages:
+        parts = sum(of[seq].values()) + 1
+        box.part(1, flag, seq, parts) if number < 0 else box.slice(1, flag, seq, number, of[seq][number])
+        left[0].remove((seq, number))
+        whole = next((s - 1 for s in of if any(one == s for one, _ in left[0])), start + 5)
+        assert box.word(1, flag) == whole
+        here = {s for s in of.get(whole + 1, {}) if (whole + 1, s) not in left[0]}
+        assert box.slices_here(1, flag, whole + 1) == here
+    assert box.slices_here(0, flag, start + 1) == set(), "other sources are not touched"
+
+
 def test_a_word_without_parts_only_grows(box: Box) -> None:
     for seq, want in ((3, 3), (2, 3), (3, 3), (9, 9)):
         box.part(2, STARTED, seq)
@@ -90,7 +124,7 @@ def test_what_belongs_to_an_earlier_epoch_counts_no_more(box: Box) -> None:
 
 def test_flags_that_no_version_sends(box: Box) -> None:
     before = box.words.clone()
-    for flag in (abi.FLAGS.index("LEFT_OUT"), len(abi.FLAGS), 15):
+    for flag in (abi.FLAGS.index("LEFT_OUT"), len(abi.FLAGS) + 2, 15):
         box.part(0, flag, 3)
     assert torch.equal(box.words, before)
 
@@ -113,6 +147,15 @@ def test_an_operation_has_few_enough_parts(box_bytes: int) -> None:
     """Whatever lies in a box, with several lanes; one lane needs no stripes but those of a descriptor's size."""
     assert box_bytes / stripe_of(box_bytes, 4) + 4 < abi.MAX_PARTS
     assert stripe_of(box_bytes, 1) < 1 << 32
+
+
+def test_what_takes_too_many_descriptors_has_no_slices() -> None:
+    """Metadata of K = 32 beside rows of a packet, several lanes."""
+    case = RoutingCase(64, 32, 64, (1, 1), max_tokens=200_000)
+    config = case.config(LoopGroup(0, 2), mode=Mode.HT, network=NetworkConfig(lanes=4), layout=Layout.FLAT)
+    shape = plan.sizes_of(config).shape
+    assert all(slices_of(shape, stripe_of(abi.box_bytes(shape), 1)))
+    assert slices_of(shape, stripe_of(abi.box_bytes(shape), 4)) == (0, 0)
 
 
 @pytest.mark.parametrize(

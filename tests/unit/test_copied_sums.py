@@ -69,6 +69,7 @@ class Rank:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
     without_driver(monkeypatch)
+    monkeypatch.setattr(copied_sums, "PIECE_BYTES", 1)
     found: list[Ranks] = []
 
     def make(size: int, timeout_s: float = 60.0) -> Ranks:
@@ -162,6 +163,12 @@ def test_a_rank_that_sends_nothing_is_named(made: Callable[..., Ranks]) -> None:
 )
 def test_rows_of_pieces(rows: int, pieces: int, most: int, lengths: list[int]) -> None:
     assert copied_sums.piece_rows(rows, pieces, most) == lengths
+
+
+def test_few_bytes_are_one_piece() -> None:
+    least = copied_sums.PIECE_BYTES
+    told = [copied_sums.scattered_pieces(3, n) for n in (0, least, 2 * least - 1, 2 * least, 9 * least)]
+    assert told == [1, 1, 1, 2, 3]
 
 
 def test_rows_of_pieces_of_an_all_reduce() -> None:

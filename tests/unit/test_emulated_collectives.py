@@ -20,7 +20,7 @@ from ep_kernels.transports.nvlink.signature import difference
 from tests.cases import draw_seed
 from tests.emulator.build import build, compiler
 from tests.emulator.machine import Emulated, without_driver
-from tests.gpu.loopback_collectives import BOTH, KINDS, LoopbackCollectives, begun, rows, step
+from tests.gpu.loopback_collectives import BOTH, KINDS, PLACES, LoopbackCollectives, begun, rows, step
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs g++"),
@@ -75,8 +75,21 @@ def test_reduce_scatter(size: int, dtype: torch.dtype, generator: torch.Generato
 def test_all_reduce(size: int, dtype: torch.dtype, algorithm: Algorithm, generator: torch.Generator) -> None:
     loop = LoopbackCollectives(size, Emulated(8))
     for n in (1, 7, 481, 1500, 2600):
-        for place in ("plain", "registered", "in place"):
+        for place in PLACES:
             loop.all_reduce(rows(size, n, dtype, generator), algorithm, place, dtype.itemsize * (n % 3))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_terms_of_a_registered_tensor_are_sent_from_a_size_on(
+    size: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = LoopbackCollectives(size, Emulated(8))
+    x = rows(size, 1500, torch.float16, generator)
+    offset, out = int(loop.engines[0].map.pool), loop.pool(0, 0, x[0].shape, x[0].dtype)
+    for most, reads in ((x[0].nbytes, 1), (x[0].nbytes - 1, 0)):
+        monkeypatch.setattr(collective_plan, "READ_MAX_BYTES", most)
+        assert loop.engines[0].all_reduce(out, out, offset, Algorithm.TWO_SHOT, None)[0].args.reads == reads
+        loop.all_reduce(x, Algorithm.TWO_SHOT, "both")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

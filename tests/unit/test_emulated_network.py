@@ -14,6 +14,7 @@ import torch
 
 from ep_kernels import jit
 from ep_kernels.network import NetworkConfig
+from ep_kernels.transports.nvlink import network_plan
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase, draw_seed
 from tests.emulator.build import build, compiler
@@ -65,6 +66,22 @@ def test_steps_over_two_hosts(provider: NetworkConfig, layout: Layout, join: Joi
     loop = join(case, mode=Mode.AUTO, layout=layout, network=provider)
     check(loop, case, Mode.LL)
     check(loop, replace(case, seed=draw_seed()), Mode.HT, phases=SPLIT, backward=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "provider", [TCP, SHUFFLED, msgspec.structs.replace(TCP, lanes=3)], ids=["tcp", "shuffled", "lanes"]
+)
+def test_rows_in_slices(provider: NetworkConfig, layout: Layout, join: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two or three rows; ranks that end within a slice, at its end, with less than one, with no row."""
+    monkeypatch.setattr(network_plan, "SLICE_BYTES", 4096)
+    case = RoutingCase(9, 3, 520, (33, 4, 1, 0), "uniform", draw_seed(), max_tokens=34)
+    loop = join(case, mode=Mode.AUTO, layout=layout, network=provider)
+    record = loop.remotes[0].record()
+    assert list(record.slice_rows) == [2, 2]
+    check(loop, case, Mode.LL)
+    check(loop, replace(case, seed=draw_seed()), Mode.HT, phases=SPLIT, backward=True)
+    check(loop, replace(case, tokens=(2, 0, 34, 3), seed=draw_seed()), Mode.LL)
 
 
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT, Mode.AUTO])

@@ -45,8 +45,8 @@ def test_each_shard_is_in_one_group_and_never_waited_for_with_others() -> None:
 class Pending:
     """Shards in an order, some together; asserts that each product waits for its own alone."""
 
-    def __init__(self, order: list[list[int]]) -> None:
-        self.order, self.num_given = order, 0
+    def __init__(self, order: list[list[int]], halves: bool = False) -> None:
+        self.order, self.num_given, self.halves = order, 0, halves
 
     def shards(self) -> Iterator[list[int]]:
         for together in self.order:
@@ -79,6 +79,27 @@ def test_every_row_is_multiplied_once(monkeypatch: pytest.MonkeyPatch, order: li
     assert sum(rows) == 2 * len(x)
     for y, each in zip(ys, w, strict=True):
         torch.testing.assert_close(y, x @ each)
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+@pytest.mark.parametrize("active", [(True, True), (False, True), (True, False)])
+def test_every_half_is_multiplied_once(rows: int, active: tuple[bool, bool]) -> None:
+    x, w = torch.randn(2 * rows, 5), [torch.randn(5, 4)]
+    order = [[2 * rank, 2 * rank + 1] for rank in range(2) if active[rank]][:1]
+    order += [[2 * rank + half] for rank in (1,) for half in range(2) if all(active)]
+    pending = Pending(order, halves=True)
+    torch.testing.assert_close(matmul.follow(pending, x, w, 2, active)[0], x @ w[0])
+    assert pending.num_given == len(order)
+
+
+def test_shards_are_halved_where_one_product_would_wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "HALF_ROWS", 4)
+    monkeypatch.setattr(matmul, "COLUMNS", 10)
+    x, nine = torch.empty(9, 3), [torch.empty(3, 5), torch.empty(3, 4)]
+    assert matmul.half_bytes(x, nine, 2) == 4 * 3 * 4
+    assert matmul.half_bytes(x, nine, 3) == 0, "two products follow each other"
+    assert matmul.half_bytes(x, [torch.empty(3, 10)], 2) == 0, "the links wait for the product"
+    assert matmul.half_bytes(x[:7], nine, 2) == 0, "too few rows"
 
 
 class Stream:

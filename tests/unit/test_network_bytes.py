@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from ep_kernels.errors import ArgumentError
 from ep_kernels.network.greeting import NetworkTicket
 from tests.unit.network_ends import ARRIVED, DOWN, IN_GUEST, JOINED, LEFT_OUT, UP, WAIT_S, End, Event, as_member, join
 
@@ -160,9 +161,33 @@ def test_a_frame_outside_of_the_mirror_ends_the_connection(frame: bytes) -> None
 def test_an_order_outside_of_the_own_memory_is_not_carried_out(ends: tuple[End, End]) -> None:
     one, two = ends
     one.push(1, one.size - 3, 4, 1)
-    one.until(lambda events: last(events)[1] == DOWN)
+    one.until(lambda events: last(events)[1:] == (DOWN, errno.EINVAL))
     two.until(lambda events: last(events)[1] == DOWN)
     assert two.arrived(0) == []
+    assert f"cannot be carried out (Invalid argument): 4 bytes at {one.size - 3} to rank 1 of 2" in one.channel.why(1)
+
+
+@pytest.mark.parametrize("rank", [2, 63, 64, 127])
+@pytest.mark.parametrize("is_device", [False, True])
+def test_a_descriptor_of_no_rank_ends_all_connections(rank: int, is_device: bool) -> None:
+    """It may have been meant for any; nothing beside the peers is read, in memory that ends where the ranks do."""
+    with End(0, provider="tcp", spin_us=1_000_000) as one, End(1, provider="tcp") as two:  # nothing wakes the proxy
+        ring = one.channel.for_device(STRIPE).ring if is_device else one.channel.outbox
+        join(one, two)
+        first = (ctypes.c_uint64 * 2).from_address(ring)
+        first[0], first[1] = 8, 1 << 63 | rank << 48  # bytes, then what makes it valid (native/ring.hpp)
+        for end in (one, two):
+            end.until(lambda events: last(events)[1] == DOWN)
+        assert last(one.events) == (1, DOWN, errno.EINVAL)
+        assert f"(Invalid argument): 8 bytes at 0 to rank {rank} of 2" in one.channel.why(1)
+        assert two.arrived(0) == []
+
+
+def test_a_push_to_no_rank_is_refused() -> None:
+    with End(0, provider="tcp") as end:
+        for rank in (-1, 2, 256):
+            with pytest.raises(ArgumentError, match=rf"rank: expected 0\.\.1, got {rank}"):
+                end.channel.push(rank, 0, 8, 1)
 
 
 @pytest.mark.parametrize("outside", [-8, -4, 65532, 1 << 40])

@@ -47,7 +47,7 @@ class Port:
         """A member's handshake. Raises ValueError, OSError."""
         ticket = NetworkTicket("tcp", *self.listener.address, token, secret.hex())
         with self.dial() as connection:
-            greet(connection, handshake.hello(token, rank, 1, 0, 1), ticket)
+            greet(connection, handshake.hello(token, rank, 1, 0, 1), ticket, time.monotonic() + 5.0)
 
     def counted(self, why: str, number: int = 1) -> None:
         """Wait until so many were refused with this reason."""
@@ -187,7 +187,7 @@ def test_who_listens_there_must_know_the_secret() -> None:
             socket.create_connection(one.getsockname(), WAIT_S) as connection,
             pytest.raises(ValueError, match="does not know the secret"),
         ):
-            greet(connection, handshake.hello(TOKEN, 0, 1, 0, 1), ticket)
+            greet(connection, handshake.hello(TOKEN, 0, 1, 0, 1), ticket, time.monotonic() + 5.0)
         thread.join()
 
 
@@ -340,6 +340,27 @@ def test_dialling_a_host_that_does_not_answer_is_ended(backlog: int, how: str) -
         ends_soon(end, tickets, how, 2)
 
 
+def test_a_port_that_answers_slowly_takes_no_longer_than_the_deadline() -> None:
+    """Bytes of a handshake, each in time for a deadline of its own."""
+
+    def drip(port: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = port.accept()
+            with connection:
+                for _ in range(handshake.CHALLENGE_BYTES):
+                    time.sleep(0.15)
+                    connection.sendall(b"c")
+
+    with End(0) as end, socket.create_server(("127.0.0.1", 0)) as port:
+        slow = threading.Thread(target=drip, args=(port,))
+        slow.start()
+        begun = time.monotonic()
+        with pytest.raises(PeerTimeout, match="rank 1"):
+            end.channel.connect({1: NetworkTicket("tcp", *port.getsockname(), 5, SECRET.hex())}, 0.4)
+        assert 0.3 < time.monotonic() - begun < 1.2
+        slow.join()
+
+
 def test_a_forked_child_holds_no_connection_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one that greets nor one that has come and waits for the rank's others; peers see the parent's end."""
     monkeypatch.setattr(Network, "_shared", {})
@@ -350,7 +371,7 @@ def test_a_forked_child_holds_no_connection_that_is_being_made(monkeypatch: pyte
     ):
         ticket = end.ticket()
         half = stack.enter_context(socket.create_connection((ticket.address, ticket.port), WAIT_S))
-        greet(half, handshake.hello(ticket.token, 0, 1, 0, 1), ticket)
+        greet(half, handshake.hello(ticket.token, 0, 1, 0, 1), ticket, time.monotonic() + 5.0)
         End.poll(lambda: bool(end.channel._arrived), WAIT_S)
         there = NetworkTicket("tcp", *silent.getsockname(), 5, SECRET.hex())
         dialling = threading.Thread(target=ends_soon, args=(end, {2: there}, "abort", 2))

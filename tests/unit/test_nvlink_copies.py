@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from ep_kernels.errors import AbortedError, PeerTimeout
 from ep_kernels.kernels import collective_abi
+from ep_kernels.transports.flat_copy import copy_by_kernel
 from ep_kernels.transports.nvlink import copies, copy_schedule
 from ep_kernels.transports.nvlink.copies import CopyEngines
 from ep_kernels.transports.nvlink.copy_schedule import (
@@ -35,7 +37,7 @@ from tests.cases import draw_seed
 from tests.emulator.machine import without_driver
 
 REGION_BYTES, SLOT_BYTES = 1 << 16, 1 << 12
-READY, SHARD, SLOTS, POOL = 0, 512, 1024, 1024 + 2 * SLOT_BYTES
+READY, SHARD, HALF, SLOTS, POOL = 0, 512, 768, 1024, 1024 + 2 * SLOT_BYTES
 FLAG = 16
 
 
@@ -134,7 +136,7 @@ class Flags:
     """`copies.FlagMemory` of a region in ordinary memory."""
 
     def __init__(self, region: torch.Tensor, size: int) -> None:
-        self._rows = [region[at : at + FLAG * size].view(torch.int64)[::2] for at in (READY, SHARD)]
+        self._rows = [region[at : at + FLAG * size].view(torch.int64)[::2] for at in (READY, SHARD, HALF)]
         self.is_aborted = False
 
     def read(self) -> tuple[list[int], list[int]] | None:
@@ -163,12 +165,14 @@ class Ranks:
     def _engine(self, rank: int, timeout_s: float) -> CopyEngines:
         word = self.words.data_ptr() + FLAG * rank
         addresses = tuple(region.data_ptr() for region in self.regions)
-        places = CopyPlaces(rank, (True,) * self.size, addresses, READY, SHARD, word, 0, 0, 0)
+        places = CopyPlaces(rank, (True,) * self.size, addresses, READY, SHARD, word, 0, 0, 0, HALF)
         flags: Any = self.flags[rank]
         times = CopyTimes(self.size, Events(self.streams[rank]))
         return CopyEngines(places, self.hosts[rank], timeout_s, 0, self.streams[rank], flags, times)
 
-    def begin(self, rank: int, shards: list[torch.Tensor], outs: list[Any], pushes: bool, signature: int = 7) -> int:
+    def begin(
+        self, rank: int, shards: list[torch.Tensor], outs: list[Any], pushes: bool, signature: int = 7, half: int = 0
+    ) -> int:
         """outs: offsets in the pool where it pushes, tensors else."""
         engine, parts, slot = self.engines[rank], [], SLOTS + (self.engines[rank].seq + 1) % 2 * SLOT_BYTES
         for x, out in zip(shards, outs, strict=True):
@@ -179,7 +183,7 @@ class Ranks:
                 self.regions[rank][slot : slot + n] = x
             own = self.regions[rank][POOL + out :][rank * n :][:n] if pushes else out[rank * n :][:n]
             own.copy_(x)
-            parts.append(CopyPart(x.data_ptr(), POOL + out if pushes else out.data_ptr(), slot, n, n))
+            parts.append(CopyPart(x.data_ptr(), POOL + out if pushes else out.data_ptr(), slot, n, n, half=half))
             slot += -(-n // 16) * 16
         return engine.begin(parts, signature, pushes, [shards, outs])
 
@@ -245,6 +249,30 @@ def test_the_order_of_a_push() -> None:
     assert copy_schedule.push_by_graphs(there, 9, 77, 701, 702, marks) == [*word, *graphs, *end]
     assert copy_schedule.ready_flags(there) == ready
     assert copy_schedule.all_shards(there, parts) == shards
+
+
+def test_a_shard_by_halves() -> None:
+    """The second half is sent behind the flag of the first; one of no bytes is not sent."""
+    there = replace(places(0, (True, True)), half=150)
+    flag, half = (COPY, 2000 + 200, 5, 16), (COPY, 2000 + 150, 5, 16)
+    for num_bytes, rest in ((32, [(COPY, 2000 + 312, 62, 20)]), (12, [])):
+        sent = copy_schedule.all_shards(there, [CopyPart(50, 300, 0, num_bytes, 32, half=12)])
+        assert sent == [(COPY, 2000 + 300, 50, 12), half, *rest, flag]
+    assert copy_schedule.arrival(there, 1, 9, half=True) == (WAIT, 1000 + 150 + 16, 0, 9)
+    assert copy_schedule.arrival(there, 1, 9) == (WAIT, 1000 + 200 + 16, 0, 9)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_halves_come_first(ranks: Callable[..., Ranks], size: int) -> None:
+    """Whoever waits for the first half finds it; also where a rank stops behind it."""
+    loop = ranks(size)
+    for number in range(1, 4):
+        for rank in range(size):
+            loop.begin(rank, [torch.full((64,), 8 * number + rank, dtype=torch.uint8)], [0], True, half=24)
+        await_(lambda: all(engine.has_ended(engine.seq) for engine in loop.engines))
+        for rank, other in itertools.permutations(range(size), 2):
+            told = loop.regions[rank][HALF : HALF + FLAG * size].view(torch.int64)[2 * other]
+            assert (int(told), loop.out(rank, 64 * other, 64).unique().tolist()) == (number, [8 * number + other])
 
 
 def test_the_order_of_a_pull() -> None:
@@ -379,7 +407,7 @@ def test_flag_rows_are_where_peers_look() -> None:
     sizes = collective_abi.CollectiveSizes(3, 1, 4096, 0)
     found = collective_abi.collective_map(sizes)
     rows = [copies.flag_row(found, name, 3) for name in collective_abi.COPY_FLAGS]
-    assert rows == [found.copy_flags + 48 * i for i in range(4)]
+    assert rows == [found.copy_flags + 48 * i for i in range(5)]
     assert rows[-1] + 48 <= found.lines
 
 
@@ -459,7 +487,7 @@ def test_who_reads_late_loses_the_oldest_records(ranks: Callable[..., Ranks]) ->
 )
 def test_bytes_of_any_alignment_are_copied_within_a_gpu(to: int, source: int, n: int) -> None:
     room, found = torch.randint(0, 256, (100,), dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
-    copies.copy_by_kernel(found[to : to + n], room[source : source + n])
+    copy_by_kernel(found[to : to + n], room[source : source + n])
     want = torch.zeros_like(found)
     want[to : to + n] = room[source : source + n]
     assert torch.equal(found, want)

@@ -69,6 +69,19 @@ def test_the_second_of_two_like_operations_has_a_plan(planned: tuple[Collectives
     assert [plan.num_begun for plan in made] == [4, 1, 1], "apart, with out, in place"
 
 
+def test_no_other_operation_has_the_plan_that_was_missing(planned: tuple[Collectives, list[Plan]]) -> None:
+    """A gather that was refused, or that has no plan, leaves none to what comes next: it looks up none of its own."""
+    coll, made = planned
+    x = torch.randn(3, 5)
+    with pytest.raises(ArgumentError, match=r"^out: expected"):
+        coll.all_gather(x, out=torch.empty(4, 5))
+    assert torch.equal(coll.all_gather_matmul(x, [torch.eye(5)])[1], x)
+    assert torch.equal(coll.all_gather_coalesced([x]).wait()[0], x)
+    assert not made
+    with pytest.raises(ArgumentError, match=r"^out: expected"):
+        coll.all_gather(x, out=torch.empty(4, 5))
+
+
 CHANGES: dict[str, Callable[[torch.Tensor, Collectives], tuple[Any, dict[str, Any]]]] = {
     "shape": lambda x, coll: (x[:2], {}),
     "dtype": lambda x, coll: (x.half(), {}),

@@ -170,7 +170,7 @@ __device__ __forceinline__ void gather_team(const CollectiveArgs& args, Team tea
     stage_shards(args, team, op);
   }
   if (ok) notify_blocks(args, team, kFirst, op.seq);
-  finish_send(args, team, op);
+  finish_send(args, team, op, ok);
   if (ok) ok = args.push ? await_blocks(args, team, kFirst, op, shared) : pull_shards(args, team, op, shared);
   end(args, team, op, shared, ok);
 }

@@ -115,7 +115,7 @@ __device__ __forceinline__ void one_shot_team(const CollectiveArgs& args, Team t
   };
   if (!begin(args, team, shared, OP_ALL_REDUCE, 0, &op, load_first)) return;
   send_packets(args, team, num_packets, own, op);
-  finish_send(args, team, op);
+  finish_send(args, team, op, true);
   bool ok = true;
 #pragma unroll 1
   for (i32 i = first_item(team); ok && i < num_packets; i += num_items_at_once(team))

@@ -71,6 +71,12 @@ __device__ __forceinline__ u8* gather_slot_at(const CollectiveArgs& args, i32 at
   return region_at<u8>(args.world, at, args.map.gather) + slot * args.map.slot_stride;
 }
 
+// What an operation has to tell and to look at beside its data is for the last two warps of a block, which have no data
+// in small operations: one for signatures, one for counters and records, both on the way while others wait for peers.
+__device__ __forceinline__ bool is_signature_warp(Team team) {
+  return team.block == 0 && warp_idx() == num_warps() - 2;
+}
+
 // Begins operation `op`; all threads. False: the rank is stopped, and nothing may be touched. Block 0 tells the peers
 // that this rank has come here, and with what. `early` runs once x is there, beside the reading of the counters.
 template <class Early>
@@ -88,7 +94,7 @@ __device__ __forceinline__ bool begin(const CollectiveArgs& args, Team team, u8*
   const u64 number = ptx::load_cached(&world.state->sample_head);
   if (is_stopped(stop, last, number)) return false;
   *found = {op, mode, last + 1, ptx::now_ns(), number, static_cast<i32>((last + 1) & 1)};
-  if (team.block == 0 && warp_idx() == 0) {
+  if (is_signature_warp(team)) {
     warp_send_started(world, FLAG_COMBINE_STARTED, found->seq);
 #pragma unroll 1
     for (i32 peer = lane_idx(); peer < world.size; peer += 32)
@@ -133,22 +139,12 @@ __device__ __forceinline__ bool await_permission(const CollectiveArgs& args, con
   return await_peers(args.world, FLAG_COMBINE_STARTED, op.seq, op.op, PHASE_CREDIT, op.start, nullptr);
 }
 
-// The block stores nothing more. All threads; a block barrier. The last block of the rank advances the counters.
-__device__ __forceinline__ void finish_send(const CollectiveArgs& args, Team team, const Operation& op) {
-  __syncthreads();
-  if (threadIdx.x != 0 || !arrive(args.world, team, DONE_COMBINE_SEND)) return;
-  args.world.state->combine_seq = op.seq;
-  const u64 most = 0x7FFFFFFF;
-  note_sent(args.world, op.op, op.mode, static_cast<i32>(min(args.x_bytes, most)), op.seq, op.start, args.words,
-            team.num_blocks);
-}
-
 struct Announced {
   u64 low, high;
 };
 
-// Reports a peer that is in another operation at the same seq. Warp 0 of block 0; `waits`: for those that have not said
-// yet, which is in vain after a failed wait.
+// Reports a peer that is in another operation at the same seq. One warp; `waits`: for those that have not said yet,
+// which is in vain after a failed wait.
 __device__ __forceinline__ void compare_signatures(const CollectiveArgs& args, const Operation& op, bool waits) {
   const World& world = args.world;
 #pragma unroll 1
@@ -175,9 +171,21 @@ __device__ __forceinline__ void compare_signatures(const CollectiveArgs& args, c
   }
 }
 
+// The block stores nothing more; `ok`: no wait has failed. All threads; a block barrier, behind which all but two warps
+// go on at once. The last block of the rank advances the counters; block 0 compares signatures.
+__device__ __forceinline__ void finish_send(const CollectiveArgs& args, Team team, const Operation& op, bool ok) {
+  __syncthreads();
+  if (is_signature_warp(team)) compare_signatures(args, op, ok);
+  if (threadIdx.x != THREADS - 1) return;
+  if (team.num_blocks > 1 && !arrive(args.world, team, DONE_COMBINE_SEND)) return;
+  args.world.state->combine_seq = op.seq;
+  const u64 most = 0x7FFFFFFF;
+  note_sent(args.world, op.op, op.mode, static_cast<i32>(min(args.x_bytes, most)), op.seq, op.start, args.words,
+            team.num_blocks);
+}
+
 // Ends the operation for this block. All threads.
 __device__ __forceinline__ void end(const CollectiveArgs& args, Team team, const Operation& op, u8* shared, bool ok) {
-  if (team.block == 0 && warp_idx() == 0) compare_signatures(args, op, ok);
   if (ok) note_end(args.world, team, op.number, waits_at(shared));
 }
 

@@ -41,7 +41,7 @@ __device__ __forceinline__ void scatter_team(const CollectiveArgs& args, Team te
   const Range range = range_of(team, args.num_bytes);
   send_chunks(args, range, op);
   notify_blocks(args, team, kFirst, op.seq);
-  finish_send(args, team, op);
+  finish_send(args, team, op, true);
   const bool ok = await_blocks(args, team, kFirst, op, shared);
   const u8* own = args.x + args.world.rank * args.stride;
   if (ok)

@@ -43,10 +43,10 @@ __device__ __forceinline__ Vector rounded(const Sum& sum) {
 constexpr i32 kSumsAtOnce = 4, kTermsAtOnce = 2;
 
 // Sums over all active ranks, in ascending rank, of a range of this rank's chunk: store(at, vector, bytes left) for
-// each 16 bytes of it. All threads of the block. The own terms are at `own`, those of the others in their rows of
-// `reduce`; the chunk has num_bytes.
-template <class Store>
-__device__ __forceinline__ void each_sum(const CollectiveArgs& args, const Operation& op, const u8* own, Range range,
+// each 16 bytes of it. All threads of the block. The own terms are at `own`, those of the others at row_of(rank), a
+// multiple of 16 bytes; the chunk has num_bytes.
+template <class Row, class Store>
+__device__ __forceinline__ void each_sum(const CollectiveArgs& args, const u8* own, Row row_of, Range range,
                                          i64 num_bytes, Store store) {
   constexpr i64 kStep = THREADS * kVector;
 #pragma unroll 1
@@ -61,7 +61,7 @@ __device__ __forceinline__ void each_sum(const CollectiveArgs& args, const Opera
       for (i32 i = 0; i < kTermsAtOnce; ++i) {
         if (first + i >= num_active()) continue;
         const i32 rank = active_order[first + i];
-        const u8* row = rank == args.world.rank ? own : reduce_row_at(args, args.world.rank, op.slot, rank);
+        const u8* row = rank == args.world.rank ? own : row_of(rank);
 #pragma unroll
         for (i32 u = 0; u < kSumsAtOnce; ++u) {
           const i64 here = at + u * kStep;
@@ -80,6 +80,14 @@ __device__ __forceinline__ void each_sum(const CollectiveArgs& args, const Opera
     for (i32 u = 0; u < kSumsAtOnce; ++u)
       if (at + u * kStep < range.end) store(at + u * kStep, rounded(sums[u]), num_bytes - at - u * kStep);
   }
+}
+
+// The same; terms of others stand in their rows of `reduce`.
+template <class Store>
+__device__ __forceinline__ void each_sum(const CollectiveArgs& args, const Operation& op, const u8* own, Range range,
+                                         i64 num_bytes, Store store) {
+  auto row_of = [&](i32 rank) -> const u8* { return reduce_row_at(args, args.world.rank, op.slot, rank); };
+  each_sum(args, own, row_of, range, num_bytes, store);
 }
 
 }  // namespace ep::coll

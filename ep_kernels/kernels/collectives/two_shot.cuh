@@ -9,6 +9,10 @@
 //
 // Block b has the same range of every chunk on all ranks, so it waits for the blocks b alone, twice. out may be x: what
 // a peer stores in stage 2 comes after this block's flag of stage 1, by when it has read that range.
+//
+// Where x is the registered out on all ranks (args.reads), there is no stage 1: rank i reads chunk i of every out.
+// Nobody else reads or writes these bytes before it has, and it has before its flag of stage 2. What earlier kernels of
+// a rank have left in its out is released before its permission.
 #pragma once
 
 #include "collective_types.h"
@@ -49,6 +53,11 @@ __device__ __forceinline__ void send_terms(const CollectiveArgs& args, Team team
   }
 }
 
+// Chunk `first` ... of the terms of another rank, where args.reads.
+__device__ __forceinline__ const u8* terms_at(const CollectiveArgs& args, i32 rank, i64 first) {
+  return region_at<u8>(args.world, rank, args.out_offset) + first;
+}
+
 // Where sums go at a rank: its registered out, or its slot.
 __device__ __forceinline__ u8* sums_at(const CollectiveArgs& args, const Operation& op, i32 at) {
   return args.out_offset == NO_OFFSET ? gather_slot_at(args, at, op.slot)
@@ -60,7 +69,10 @@ __device__ __forceinline__ void send_sums(const CollectiveArgs& args, Team team,
   const i32 mine = active_index(world.rank);
   const i64 first = mine * chunk_bytes(args);
   const Range range = range_of_chunk(args, team, mine);
-  each_sum(args, op, args.x + first, range, static_cast<i64>(args.num_bytes) - first,
+  auto row_of = [&](i32 rank) -> const u8* {
+    return args.reads ? terms_at(args, rank, first) : reduce_row_at(args, world.rank, op.slot, rank);
+  };
+  each_sum(args, args.x + first, row_of, range, static_cast<i64>(args.num_bytes) - first,
            [&](i64 at, const Vector& sum, i64 left) {
 #pragma unroll 1
              for (i32 step = 1; step <= num_active(); ++step) {
@@ -83,21 +95,28 @@ __device__ __forceinline__ void copy_sums(const CollectiveArgs& args, Team team,
 
 __device__ __forceinline__ void two_shot_team(const CollectiveArgs& args, Team team, u8* shared) {
   Operation op;
-  if (!begin(args, team, shared, OP_ALL_REDUCE, 1, &op)) return;
-  if (chunk_bytes(args) > static_cast<i64>(args.map.reduce_row)) {  // captured when more ranks were active
+  auto release = [&] {
+    if (args.reads && is_signature_warp(team)) ptx::fence_sys();
+  };
+  if (!begin(args, team, shared, OP_ALL_REDUCE, 1, &op, release)) return;
+  // Too large where it was captured when more ranks were active.
+  if (!args.reads && chunk_bytes(args) > static_cast<i64>(args.map.reduce_row)) {
     if (threadIdx.x == 0) spin::give_up(args.world, STOP_ABORTED, op.op, PHASE_BLOCKS, args.world.rank, op.seq, 0, 0);
     return;
   }
   const bool registered = args.out_offset != NO_OFFSET;
-  send_terms(args, team, op);
-  notify_blocks(args, team, kFirst, op.seq);
-  bool ok = await_blocks(args, team, kFirst, op, shared);
+  bool ok = true;
+  if (!args.reads) {
+    send_terms(args, team, op);
+    notify_blocks(args, team, kFirst, op.seq);
+    ok = await_blocks(args, team, kFirst, op, shared);
+  }
   if (registered && ok) ok = await_permission(args, op);
   if (ok) {
     send_sums(args, team, op);
     notify_blocks(args, team, kSecond, op.seq);
   }
-  finish_send(args, team, op);
+  finish_send(args, team, op, ok);
   if (ok) ok = await_blocks(args, team, kSecond, op, shared);
   if (ok && !registered) copy_sums(args, team, op);
   end(args, team, op, shared, ok);

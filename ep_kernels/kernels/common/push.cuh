@@ -4,14 +4,17 @@
 //
 //   source rank                                        proxy              expert rank
 //   all blocks: lines -> outbox
-//   last block: places in the ring, fence, descriptors -> bytes --------> inbox
+//   warp that completes a slice, last block: places
+//   in the ring, fence, descriptors ---------------------> bytes --------> inbox
 //                                                         immediates ---> words[kind][source] = seq, when all are here
-//                                                                         wait for the word, then read lines
+//                                                                         or the bit of a slice, when it is here;
+//                                                                         wait for either, then read lines
 //
-// Memory order. All blocks' stores happen before their arrival (arrive: acq_rel, gpu), the last block's fence is of the
-// system, and a descriptor is one 16-byte store behind it: a proxy that sees its parity sees the bytes. The proxy
-// stores the word (release) after the bytes of every part; a kernel loads it (acquire, system), then the lines. Tags of
-// lines say nothing here: the memory model does not promise that 128 bytes come as a whole.
+// Memory order. All blocks' stores happen before their arrival (arrive: acq_rel, gpu), those of a slice before they are
+// counted (likewise); the fence of who pushes is of the system, and a descriptor is one 16-byte store behind it: a
+// proxy that sees its parity sees the bytes. The proxy stores word or bit (release) after the bytes of every part; a
+// kernel loads it (acquire, system), then the lines. Tags of lines say nothing here: the memory model does not promise
+// that 128 bytes come as a whole.
 #pragma once
 
 #include "common/block.cuh"
@@ -78,10 +81,9 @@ __device__ __forceinline__ u32 parts_of(const Network& network, const Run& run) 
   return static_cast<u32>((run.offset + run.num_bytes - 1) / network.stripe - run.offset / network.stripe + 1);
 }
 
-// All runs of one operation for `peer`, and with the last of them, in whatever order they come, flag[kind] = seq there.
-// One thread that sees all of their bytes: the fence of the system between those and the descriptors is here.
+// Sets the runs' offsets to those of the outbox for `peer`. How many descriptors they take.
 template <i32 N>
-__device__ __forceinline__ void push_runs(const World& world, i32 peer, u32 kind, Run (&runs)[N], u64 seq, u32 op) {
+__device__ __forceinline__ u32 place_runs(const World& world, i32 peer, Run (&runs)[N]) {
   const Network& network = world.state->network;
   u32 parts = 0;
 #pragma unroll 1
@@ -89,6 +91,14 @@ __device__ __forceinline__ void push_runs(const World& world, i32 peer, u32 kind
     runs[i].offset += peer * network.stride;
     parts += parts_of(network, runs[i]);
   }
+  return parts;
+}
+
+// Placed runs, each with this immediate. One thread that sees all of their bytes: the fence of the system between those
+// and the descriptors is here.
+template <i32 N>
+__device__ __forceinline__ void push_placed(const World& world, i32 peer, Run (&runs)[N], u32 parts, u32 imm, u32 op) {
+  const Network& network = world.state->network;
   Places places = take_places(world, parts);
   ptx::fence_sys();
 #pragma unroll 1
@@ -98,42 +108,160 @@ __device__ __forceinline__ void push_runs(const World& world, i32 peer, u32 kind
     while (left.num_bytes != 0) {
       const u64 in_stripe = network.stripe - left.offset % network.stripe;
       const u64 n = left.num_bytes < in_stripe ? left.num_bytes : in_stripe;
-      push(world, places, peer, left.offset, static_cast<u32>(n), immediate(kind, parts, seq), op);
+      push(world, places, peer, left.offset, static_cast<u32>(n), imm, op);
       left.offset += n;
       left.num_bytes -= n;
     }
   }
 }
 
+// All runs of one operation for `peer` that have not been pushed, and with the last part of it, in whatever order they
+// come, flag[kind] = seq there. `before`: parts that have been pushed.
+template <i32 N>
+__device__ __forceinline__ void push_runs(const World& world, i32 peer, u32 kind, Run (&runs)[N], u32 before, u64 seq,
+                                          u32 op) {
+  const u32 parts = place_runs(world, peer, runs);
+  if (parts != 0) return push_placed(world, peer, runs, parts, immediate(kind, before + parts, seq), op);
+  Places place = take_places(world, 1);
+  push(world, place, peer, 0, 0, immediate(kind, before + 1, seq), op);
+}
+
+// ---- slices: rows that leave as soon as they are in the outbox ----
+//
+// Slice i is the rows of positions i * slice_rows to (i + 1) * slice_rows; only whole ones are pushed by themselves.
+// Warps count the packets that they have stored, and the one that completes a slice pushes it. The head of a dispatch
+// (counts and metadata) is slice MAX_SLICES.
+
+// Where the rows for one rank lie in its outbox, and how many bytes and packets each has.
+struct RowRun {
+  u64 offset, row_bytes;
+  u32 row_packets;
+};
+
+__device__ __forceinline__ u64 slice_rows(const World& world, u32 which) {
+  return world.state->network.slice_rows[which];
+}
+
+__device__ __forceinline__ Run slice_run(const World& world, u32 which, const RowRun& rows, u64 slice) {
+  const u64 num_bytes = slice_rows(world, which) * rows.row_bytes;
+  return {rows.offset + slice * num_bytes, num_bytes};
+}
+
+template <i32 N>
+__device__ __forceinline__ void push_slice(const World& world, u32 which, i32 peer, u32 slice, Run (&runs)[N], u64 seq,
+                                           u32 op) {
+  const u32 parts = place_runs(world, peer, runs);
+  push_placed(world, peer, runs, parts, immediate(NUM_FLAGS + which, (slice << 5 | (parts - 1)) + 1, seq), op);
+}
+
+__device__ __forceinline__ u64* staged_at(const World& world, u32 which, i32 peer, u64 slice) {
+  return world.state->network.staged + (which * MAX_RANKS + peer) * 32 + slice;
+}
+
+// Packets that a warp has stored and not counted, a lane for each remote rank that it stores for.
+struct Staged {
+  u32 slice, packets;
+};
+
+// Counts them. Behind a warp barrier that follows their stores.
+__device__ __noinline__ void count_staged(const World& world, u32 which, i32 peer, const RowRun& rows, Staged& staged,
+                                          u64 seq, u32 op) {
+  u64* count = staged_at(world, which, peer, staged.slice);
+  const u64 now = ptx::add_acq_rel_gpu(count, staged.packets) + staged.packets;
+  staged.packets = 0;
+  if (now != slice_rows(world, which) * rows.row_packets) return;
+  ptx::store_volatile(count, 0);
+  Run runs[] = {slice_run(world, which, rows, staged.slice)};
+  push_slice(world, which, peer, staged.slice, runs, seq, op);
+}
+
+// Notes a packet of the row at `position`, if `stores` (for `peer`, this lane's). One warp.
+__device__ __forceinline__ void note_staged(const World& world, u32 which, i32 peer, const RowRun& rows, bool stores,
+                                            i32 position, Staged& staged, u64 seq, u32 op) {
+  const u32 slice = stores ? static_cast<u32>(position / static_cast<i32>(slice_rows(world, which))) : staged.slice;
+  const bool counts = staged.packets != 0 && slice != staged.slice;
+  if (__any_sync(~0u, counts)) {
+    __syncwarp();
+    if (counts) count_staged(world, which, peer, rows, staged, seq, op);
+    __syncwarp();
+  }
+  staged.slice = slice;
+  staged.packets += stores;
+}
+
+__device__ __forceinline__ void note_last_staged(const World& world, u32 which, i32 peer, const RowRun& rows,
+                                                 Staged& staged, u64 seq, u32 op) {
+  __syncwarp();
+  if (staged.packets != 0) count_staged(world, which, peer, rows, staged, seq, op);
+  __syncwarp();
+}
+
+// The rows that are in no whole slice, when every block has stored its own; `before`: parts of those that are.
+__device__ __forceinline__ Run rest_of(const World& world, u32 which, i32 peer, const RowRun& rows, u64 num_rows,
+                                       u32& before) {
+  const u64 per_slice = slice_rows(world, which), slices = per_slice != 0 ? num_rows / per_slice : 0;
+  if (per_slice != 0) ptx::store_volatile(staged_at(world, which, peer, slices), 0);
+#pragma unroll 1
+  for (u64 slice = 0; slice < slices; ++slice) {
+    Run run[] = {slice_run(world, which, rows, slice)};
+    before += place_runs(world, peer, run);
+  }
+  const u64 in_slices = slices * per_slice;
+  return {rows.offset + in_slices * rows.row_bytes, (num_rows - in_slices) * rows.row_bytes};
+}
+
 // ---- what has come ----
 
-// [R] 1 = a warp of this block has seen that everything of this operation is here from that rank: the one that awaits
-// count packets, or routing ids.
+// [R] slices of this operation that a warp of this block has seen to be here from that rank; all bits: everything.
 __device__ __forceinline__ u32* arrived_from() {
   __shared__ u32 arrived[MAX_RANKS];
   return arrived;
 }
 
+// 1 = a warp of this block looks at slices.
+__device__ __forceinline__ i32* looks_at_slices() {
+  __shared__ i32 looks;
+  return &looks;
+}
+
 // All threads, once; a block barrier must follow before has_arrived is called.
 __device__ __forceinline__ void init_arrived() {
   if (threadIdx.x < MAX_RANKS) arrived_from()[threadIdx.x] = 0;
+  if (threadIdx.x == 0) *looks_at_slices() = 0;
 }
 
-// Whether everything that `source` sends in operation `seq` is here; true for ranks that are mapped, whose lines say it
-// themselves. Then this thread sees it.
-__device__ __forceinline__ bool has_arrived(const World& world, u32 kind, i32 source, u64 seq) {
+// The slice of a position; all of them, where rows come in one part.
+__device__ __forceinline__ u32 slice_of(const World& world, u32 which, i32 position) {
+  const u64 rows = slice_rows(world, which);
+  return rows != 0 ? 1u << (position / static_cast<i32>(rows)) : kAllSlices;
+}
+
+// Whether `wanted` slices of what `source` sends in operation `seq` are here; true for ranks that are mapped, whose
+// lines say it themselves. Then this thread sees them.
+__device__ __forceinline__ bool has_arrived(const World& world, u32 which, i32 source, u64 seq, u32 wanted) {
   if (!is_remote(world, source)) return true;
   u32* arrived = arrived_from() + source;
-  if (ptx::load_acquire_block(arrived) != 0) return true;
-  if (look(world, kind, source, seq) < seq) return false;
-  ptx::store_release_block(arrived, 1);
+  if ((ptx::load_acquire_block(arrived) & wanted) == wanted) return true;
+  u32 here = 0;
+  if (slice_rows(world, which) != 0)
+    here = look_at_slices(world, which, source, seq, wanted);
+  else if (look(world, which == 0 ? FLAG_PAYLOAD : FLAG_COMBINE, source, seq) >= seq)
+    here = kAllSlices;
+  if ((here & wanted) != wanted) return false;
+  ptx::store_release_block(arrived, here);
   return true;
 }
 
-// Whether a warp of this block has found that; it reads no host memory, which a warp per block is enough for. All lanes
-// name one source.
-__device__ __forceinline__ bool warp_knows_arrived(const World& world, i32 source) {
-  return !is_remote(world, source) || __all_sync(~0u, ptx::load_acquire_block(arrived_from() + source) != 0);
+// The same for a warp whose lanes name one source. Without slices a warp of the block asks, and others read what it has
+// found; of slices one warp at a time does.
+__device__ __forceinline__ bool warp_has_arrived(const World& world, u32 which, i32 source, u64 seq, u32 wanted) {
+  if (!is_remote(world, source)) return true;
+  if (__all_sync(~0u, (ptx::load_acquire_block(arrived_from() + source) & wanted) == wanted)) return true;
+  if (slice_rows(world, which) != 0 && lane_idx() == 0 && atomicCAS(looks_at_slices(), 0, 1) == 0) {
+    has_arrived(world, which, source, seq, wanted);
+    ptx::store_release_block(reinterpret_cast<u32*>(looks_at_slices()), 0);
+  }
+  return false;
 }
 
 }  // namespace ep::net

@@ -37,19 +37,20 @@
 namespace ep::ll {
 
 #if NETWORK
-// What a remote source gets of this rank: a lane for each. Every block has arrived.
+// What a remote source gets of this rank beside slices: a lane for each. Every block has arrived.
 __device__ __forceinline__ void push_combine(const CombineArgs& args, i32 source, u64 seq) {
   const World& world = args.world;
   const RegionMap& box = box_map(world);
   const u64 rows = min(args.source_rows[source], world.ll_tokens), slot = args.slot;
   const u64 weight_rows = args.row_weights != nullptr ? rows : 0;
+  u32 before = 0;
   net::Run runs[] = {
       {box.routing_packets + slot * box.routing_packets_stride, COUNT_PACKET_BYTES},
-      {box.combine_lines + slot * box.combine_lines_stride, rows * world.combine_packets * kPacketBytes},
+      net::rest_of(world, net::kCombine, source, partials_of(args), rows, before),
       {box.weight_lines + slot * box.weight_lines_stride,
        weight_rows * lines_for(world.topk, kLineInts) * kLineBytes},
   };
-  net::push_runs(world, source, FLAG_COMBINE, runs, seq, OP_COMBINE);
+  net::push_runs(world, source, FLAG_COMBINE, runs, before, seq, OP_COMBINE);
 }
 #endif
 

@@ -134,7 +134,9 @@ __device__ __forceinline__ bool reduce_packet(const CombineArgs& args, Partials 
 #if NETWORK
         if (j < count && is_remote(world, expert_rank[j])) {
           at = combine_recv_at(args, world.rank, expert_rank[j]) + static_cast<i64>(number[j]) * kPacketBytes;
-          here = net::warp_knows_arrived(world, expert_rank[j]);
+          const i32 position = number[j] / world.combine_packets - line_position(world, expert_rank[j], 0);
+          const u32 wanted = net::slice_of(world, net::kCombine, position);
+          here = net::warp_has_arrived(world, net::kCombine, expert_rank[j], seq, wanted);
         }
 #endif
         if (here && poll_packet(at, seq, &packets[j], j < count)) continue;
@@ -192,7 +194,8 @@ __device__ __forceinline__ bool receive_weights(const CombineArgs& args, const R
     if (!spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, from,
                          [&] {
 #if NETWORK
-                           if (!net::warp_knows_arrived(world, from)) return *status != kOk;
+                           if (!net::warp_has_arrived(world, net::kCombine, from, seq, net::kAllSlices))
+                             return *status != kOk;
 #endif
                            return *status != kOk || poll_lines(at, num_lines, seq, &loaded);
                          }))
@@ -218,7 +221,7 @@ __device__ __forceinline__ void await_routing_ids(const CombineArgs& args, volat
     const u8* at = routing_packet_at(args, world.rank, expected ? expert_rank : world.rank);
     const bool ok = spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, expert_rank, [&] {
 #if NETWORK
-      if (expected && !net::has_arrived(world, FLAG_COMBINE, expert_rank, seq)) return false;
+      if (expected && !net::has_arrived(world, net::kCombine, expert_rank, seq, net::kAllSlices)) return false;
 #endif
       if (expected) packet = ptx::load_pair<Vector>(at);
       return packet.high == seq;

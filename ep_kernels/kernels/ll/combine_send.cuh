@@ -259,6 +259,36 @@ __device__ __forceinline__ void send_packet(const CombineArgs& args, u8* const* 
   if (task.index == 0 && args.row_weights != nullptr) send_weight_lines(args, task, seq);
 }
 
+#if NETWORK
+__device__ __forceinline__ net::RowRun partials_of(const CombineArgs& args) {
+  const RegionMap& box = box_map(args.world);
+  const u32 packets = static_cast<u32>(args.world.combine_packets);
+  return {box.combine_lines + args.slot * box.combine_lines_stride, static_cast<u64>(packets) * kPacketBytes, packets};
+}
+
+// Packets of a warp that are not counted yet (net::Staged): lane i for sources i and 32 + i.
+struct StagedPartials {
+  net::RowRun rows;
+  net::Staged of[2];
+
+  __device__ __forceinline__ void begin(const CombineArgs& args) {
+    rows = partials_of(args);
+    of[0] = of[1] = {0, 0};
+  }
+  __device__ __forceinline__ void note(const CombineArgs& args, const Task& task, u64 seq) {
+    if (net::slice_rows(args.world, net::kCombine) == 0 || !is_remote(args.world, task.source)) return;
+    const bool mine = (task.source & 31) == lane_idx();
+    net::Staged& staged = of[task.source < 32 ? 0 : 1];
+    net::note_staged(args.world, net::kCombine, task.source, rows, mine, task.position, staged, seq, OP_COMBINE);
+  }
+  __device__ __forceinline__ void end(const CombineArgs& args, u64 seq) {
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half)
+      net::note_last_staged(args.world, net::kCombine, 32 * half + lane_idx(), rows, of[half], seq, OP_COMBINE);
+  }
+};
+#endif
+
 // Prefetches the rows of a task and the table entries of the next one. False: the task has nothing to send.
 __device__ __forceinline__ bool begin_task(const CombineArgs& args, const RecvCounts& counts, WarpWorkCounter& work,
                                            Task& task, Prefetch& prefetch, Task& next, bool& more) {
@@ -280,12 +310,19 @@ __device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const
                                               u64 seq, AwaitCredit await_credit) {
   Task now = {};
   Prefetch prefetch = {};
+#if NETWORK
+  StagedPartials staged;
+  staged.begin(args);
+#endif
   prefetch.stage = stages;
   u8* free_stage = stages + args.work.segment_bytes;
   bool sends = false, granted = false;
 #pragma unroll 1
   do {
     if (!kStaged && sends) send_packet(args, recv_buffers, now, prefetch, seq);
+#if NETWORK
+    if (!kStaged && sends) staged.note(args, now, seq);
+#endif
     Task second = next;
     Prefetch second_prefetch = {};
     second_prefetch.stage = free_stage;
@@ -294,12 +331,18 @@ __device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const
     if (!granted) granted = await_credit();
     if (!granted) break;
     if (kStaged && sends) send_packet(args, recv_buffers, now, prefetch, seq);
+#if NETWORK
+    if (kStaged && sends) staged.note(args, now, seq);
+#endif
     free_stage = prefetch.stage;
     now = second;
     prefetch = second_prefetch;
     sends = second_sends;
   } while (more || sends);
   if (kStaged) ptx::copy_wait<0>();
+#if NETWORK
+  staged.end(args, seq);
+#endif
 }
 
 // Credit that sending needs. Exact rows land by (token, k) anywhere in the slot: the source must have started this very

@@ -40,28 +40,61 @@
 namespace ep::ll {
 
 #if NETWORK
-// What a remote rank gets of this rank: a lane for each. Every block has arrived.
-__device__ __forceinline__ void push_dispatch(const DispatchArgs& args, i32 peer, u64 seq) {
+// Counts and metadata for a remote rank.
+struct Head {
+  net::Run runs[3];
+};
+
+__device__ __forceinline__ Head head_of(const DispatchArgs& args, u64 rows) {
   const World& world = args.world;
   const RegionMap& box = box_map(world);
-  const u64 rows = ptx::load_volatile(&world.state->network.rows[peer]), slot = args.slot;
-  net::Run runs[] = {
-      {box.count_packets + slot * box.count_packets_stride, COUNT_PACKET_BYTES},
-      {box.count_lines + slot * box.count_lines_stride, static_cast<u64>(world.count_lines) * kLineBytes},
-      {box.metadata_lines + slot * box.metadata_lines_stride, rows * world.metadata_lines * kLineBytes},
-      {box.row_lines + slot * box.row_lines_stride, rows * world.row_packets * kPacketBytes},
-  };
-  net::push_runs(world, peer, FLAG_PAYLOAD, runs, seq, OP_DISPATCH);
+  const u64 slot = args.slot;
+  return {{{box.count_packets + slot * box.count_packets_stride, COUNT_PACKET_BYTES},
+           {box.count_lines + slot * box.count_lines_stride, static_cast<u64>(world.count_lines) * kLineBytes},
+           {box.metadata_lines + slot * box.metadata_lines_stride, rows * world.metadata_lines * kLineBytes}}};
+}
+
+// A block that writes to the head has done so; its last warp. The last block pushes it, a lane for each rank.
+__device__ __forceinline__ void finish_head(const DispatchArgs& args, i32 num_blocks, u64 seq) {
+  const World& world = args.world;
+  bool last = false;
+  if (lane_idx() == 31) {
+    u64* count = &world.state->network.heads_done;
+    last = ptx::add_acq_rel_gpu(count, 1) == static_cast<u64>(num_blocks - 1);
+    if (last) ptx::store_volatile(count, 0);
+  }
+  __syncwarp();
+  if (!__any_sync(~0u, last)) return;
+  net::for_remotes(world, [&](i32 peer) {
+    Head head = head_of(args, ptx::load_volatile(&world.state->network.rows[peer]));
+    net::push_slice(world, net::kDispatch, peer, MAX_SLICES, head.runs, seq, OP_DISPATCH);
+  });
+}
+
+// What a remote rank gets of this rank beside its slices: a lane for each. Every block has arrived.
+__device__ __forceinline__ void push_dispatch(const DispatchArgs& args, i32 peer, bool has_head, u64 seq) {
+  const World& world = args.world;
+  const u64 rows = ptx::load_volatile(&world.state->network.rows[peer]);
+  Head head = head_of(args, rows);
+  u32 before = 0;
+  const net::Run rest = net::rest_of(world, net::kDispatch, peer, rows_of(args), rows, before);
+  if (!has_head) {
+    net::Run runs[] = {head.runs[0], head.runs[1], head.runs[2], rest};
+    return net::push_runs(world, peer, FLAG_PAYLOAD, runs, before, seq, OP_DISPATCH);
+  }
+  before += net::place_runs(world, peer, head.runs);
+  net::Run runs[] = {rest};
+  net::push_runs(world, peer, FLAG_PAYLOAD, runs, before, seq, OP_DISPATCH);
 }
 #endif
 
 // End of the send phase of a block; its last thread, NETWORK: its last warp. When the last block arrives, every warp
 // has loaded its counters (is_stopped), so those of the next operation may be set.
-__device__ __forceinline__ void finish_send(const DispatchArgs& args, i32 num_blocks, i32 num_receivers, u64 seq,
-                                            u64 start) {
+__device__ __forceinline__ void finish_send(const DispatchArgs& args, i32 num_blocks, i32 num_receivers, bool has_head,
+                                            u64 seq, u64 start) {
 #if NETWORK
   if (!net::last_arrives(args.world, num_blocks, DONE_DISPATCH_SEND)) return;
-  net::for_remotes(args.world, [&](i32 peer) { push_dispatch(args, peer, seq); });
+  net::for_remotes(args.world, [&](i32 peer) { push_dispatch(args, peer, has_head, seq); });
   if (threadIdx.x != THREADS - 1) return;
 #else
   if (!arrive(args.world, {0, num_blocks}, DONE_DISPATCH_SEND)) return;
@@ -192,9 +225,15 @@ __device__ __forceinline__ void dispatch_team(const DispatchArgs& args, Team tea
     send_all_metadata(args, metadata_team, scratch, entry, sources, seq);
   if (is_send_warp && granted) send_rows(args, scratch, work, packet, seq);
   if (is_sender || (NETWORK && sends)) __syncthreads();
+  // Counts and metadata go ahead where they are staged by blocks that send no rows.
+  const bool has_head = NETWORK && sends && split && num_senders > 1 && has_slices(world);
+#if NETWORK
+  if (has_head && (!is_sender || sends_counts) && is_last_to_send())
+    finish_head(args, team.num_blocks - num_senders + 1, seq);
+#endif
   if (sends && is_last_to_send())
-    finish_send(args, team.num_blocks, receives ? recv_team.num_blocks + (split ? 1 : 0) : team.num_blocks, seq,
-                start);
+    finish_send(args, team.num_blocks, receives ? recv_team.num_blocks + (split ? 1 : 0) : team.num_blocks, has_head,
+                seq, start);
   // A finalizer that sends counts has no packets, and is the last of the receivers.
   const Team receiver = is_sender && split ? Team{recv_team.num_blocks, recv_team.num_blocks + 1} : recv_team;
   if (receives && (!split || !is_sender || is_finalizer))

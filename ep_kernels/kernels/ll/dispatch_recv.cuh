@@ -129,7 +129,9 @@ __device__ __forceinline__ void set_addresses(const DispatchArgs& args, const Ll
 __device__ __forceinline__ void poll(const DispatchArgs& args, Arrival& arrival, u64 seq) {
   const World& world = args.world;
 #if NETWORK
-  if (!net::warp_knows_arrived(world, source_of_item(world, arrival.item))) {
+  u32 wanted = net::kHead;
+  if (!is_metadata(world, arrival)) wanted |= net::slice_of(world, net::kDispatch, arrival.item.position);
+  if (!net::warp_has_arrived(world, net::kDispatch, source_of_item(world, arrival.item), seq, wanted)) {
     arrival.ready = false;
     return;
   }

@@ -155,12 +155,63 @@ __device__ __forceinline__ i32 num_send_warps(const World& world) {
   return kQuantised || world.size > 2 ? num_warps() / 2 : num_warps();
 }
 
+#if NETWORK
+__device__ __forceinline__ bool has_slices(const World& world) { return net::slice_rows(world, net::kDispatch) != 0; }
+
+__device__ __forceinline__ net::RowRun rows_of(const DispatchArgs& args) {
+  const RegionMap& box = box_map(args.world);
+  const u32 packets = static_cast<u32>(args.world.row_packets);
+  return {box.row_lines + args.slot * box.row_lines_stride, static_cast<u64>(packets) * kPacketBytes, packets};
+}
+
+// Packets of a warp that are not counted yet (net::Staged): lane i for peer offsets i and 32 + i.
+struct StagedRows {
+  net::RowRun rows;
+  i32 peers[2];
+  bool remote[2];
+  net::Staged of[2];
+
+  __device__ __forceinline__ void begin(const DispatchArgs& args) {
+    const World& world = args.world;
+    rows = rows_of(args);
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half) {
+      const i32 peer_offset = 32 * half + lane_idx();
+      peers[half] = rank_at_offset(world, min(peer_offset, world.size - 1));
+      remote[half] =
+          peer_offset < world.size && has_slices(world) && is_active(peers[half]) && is_remote(world, peers[half]);
+      of[half] = {0, 0};
+    }
+  }
+  __device__ __forceinline__ void note(const DispatchArgs& args, const Destinations& dst, u64 seq) {
+    if (!has_slices(args.world)) return;
+    const u32 bit = 1u << lane_idx();
+    net::note_staged(args.world, net::kDispatch, peers[0], rows, remote[0] && (dst.mask_low & bit), dst.position_low,
+                     of[0], seq, OP_DISPATCH);
+    if (args.world.size > 32)
+      net::note_staged(args.world, net::kDispatch, peers[1], rows, remote[1] && (dst.mask_high & bit),
+                       dst.position_high, of[1], seq, OP_DISPATCH);
+  }
+  __device__ __forceinline__ void end(const DispatchArgs& args, u64 seq) {
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half)
+      net::note_last_staged(args.world, net::kDispatch, peers[half], rows, of[half], seq, OP_DISPATCH);
+  }
+};
+#else
+__device__ __forceinline__ bool has_slices(const World&) { return false; }
+#endif
+
 // Sends packets, taken from the work counter, to all ranks of their tokens. `prefetched` is the packet of work.item.
 __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScratch& scratch, WarpWorkCounter& work,
                                           LoadedPacket prefetched, u64 seq) {
   const World& world = args.world;
   TokenMaskScan scan = start_scan(world, scratch);
   const i32 low = min(lane_idx(), world.size - 1), high = min(lane_idx() + 32, world.size - 1);
+#if NETWORK
+  StagedRows staged;
+  staged.begin(args);
+#endif
 #pragma unroll 1
   while (work.item.position < args.num_tokens) {
     const WorkItem item = work.item;
@@ -180,7 +231,13 @@ __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScra
     };
     send_to(dst.mask_low, scratch.row_dst[low], dst.position_low);
     if (world.size > 32) send_to(dst.mask_high, scratch.row_dst[high], dst.position_high);
+#if NETWORK
+    staged.note(args, dst, seq);
+#endif
   }
+#if NETWORK
+  staged.end(args, seq);
+#endif
 }
 
 }  // namespace ep::ll

@@ -84,7 +84,7 @@ __device__ __forceinline__ Status await_count_packets(const DispatchArgs& args, 
     const u8* at = count_packet_at(args, world.rank, expected ? source : world.rank);
     if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source, [&] {
 #if NETWORK
-          if (expected && !net::has_arrived(world, FLAG_PAYLOAD, source, seq)) {
+          if (expected && !net::has_arrived(world, net::kDispatch, source, seq, net::kHead)) {
             waited = ptx::now_ns() - start;
             return false;
           }
@@ -119,7 +119,7 @@ __device__ __forceinline__ bool await_expert_counts(const DispatchArgs& args, co
     if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source,
                          [&] {
 #if NETWORK
-                           if (!net::warp_knows_arrived(world, source)) return false;
+                           if (!net::warp_has_arrived(world, net::kDispatch, source, seq, net::kHead)) return false;
 #endif
                            return poll_lines(at, lines, seq, &mine);
                          }))

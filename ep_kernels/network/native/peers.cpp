@@ -1,7 +1,7 @@
 // The peers of a channel: how their connections begin and end.
 //
-// Connections stand when both ends have joined: each says so on its control connection. One that an end gives up before
-// is no news to the other's owner, who would else hear of its end when a newer one has been made.
+// Connections are established when both ends have joined: each says so on its control connection. The end of one that
+// was never established is not reported: it could come after a newer one has been made.
 //
 // A peer is down when all its lanes have ended, or when they have brought nothing for 50 ms since the first sign of an
 // end (a lane, the control connection): what it had sent before is delivered first, since it counts. One that closes in
@@ -21,7 +21,7 @@ namespace cd {
 namespace {
 
 constexpr int64_t kEndNs = 50'000'000;
-constexpr int64_t kLingerNs = 5'000'000'000;
+constexpr int64_t kHalfClosedNs = 5'000'000'000;
 constexpr uint32_t kJoined = 3, kLeftOut = 1, kCloses = 2;  // messages of a control connection: first and last words
 
 struct ControlMessage {
@@ -34,7 +34,7 @@ uint64_t tag_of(const NetChannel& c, int rank, int lane) {
   return uint64_t(c.generation) << 32 | uint64_t(c.index) << 16 | uint64_t(rank) << 8 | uint64_t(lane);
 }
 
-void say(int fd, const ControlMessage& message) {
+void send_control(int fd, const ControlMessage& message) {
   (void)!send(fd, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
@@ -91,12 +91,12 @@ void Proxy::remove(NetChannel* c) {
   for (int rank = 0; rank < c->memory.ranks; ++rank) {
     NetPeer& p = c->peers[rank];
     if (p.control_fd >= 0) {
-      say(p.control_fd, {kCloses, 0, 0});
-      linger(p.control_fd);
+      send_control(p.control_fd, {kCloses, 0, 0});
+      close_after_peer(p.control_fd);
     }
     int fds[kMaxLanes];
     const int n = c->provider->release(rank, fds);
-    for (int i = 0; i < n; ++i) linger(fds[i]);
+    for (int i = 0; i < n; ++i) close_after_peer(fds[i]);
     p.control_fd = -1;
     p.up = false;
     p.backlog.free_memory();
@@ -113,13 +113,13 @@ void Proxy::remove(NetChannel* c) {
 
 // The peer reads what was sent before it sees the end: a socket closed with unread bytes in it resets the connection,
 // and with it what is still under way. So: say that nothing more comes, read until the peer says so too.
-void Proxy::linger(int fd) {
+void Proxy::close_after_peer(int fd) {
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
-  if (lingering_count_ == kLingering || shutdown(fd, SHUT_WR) != 0) {
+  if (half_closed_count_ == kHalfClosed || shutdown(fd, SHUT_WR) != 0) {
     close(fd);
     return;
   }
-  lingering_[lingering_count_++] = {fd, now_ns() + kLingerNs};
+  half_closed_[half_closed_count_++] = {fd, now_ns() + kHalfClosedNs};
   const uint64_t one = 1;
   (void)!write(event_fd_, &one, sizeof one);
 }
@@ -130,7 +130,7 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   if (!c->provider) return ECANCELED;
   if (num_lanes > kMaxLanes) return EINVAL;
   p.why = {};
-  if (p.up) fall(*c, rank, false);
+  if (p.up) disconnect(*c, rank, false);
   epoll_event event{EPOLLIN, {}};
   event.data.u64 = tag_of(*c, rank, kControlLane);
   if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, control_fd, &event) != 0) return errno;
@@ -146,18 +146,18 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   p.control_fd = control_fd;
   p.lanes = num_lanes;
   p.lanes_ended = p.error = p.message_bytes = 0;
-  p.ends_ns = 0;
-  p.in_order = false;
+  p.down_at_ns = 0;
+  p.closed_in_order = false;
   p.left_out = 0;
   p.up = true;
-  say(control_fd, {kJoined, 0, 0});
+  send_control(control_fd, {kJoined, 0, 0});
   return 0;
 }
 
-void Proxy::stand(NetChannel& c, int rank) {
+void Proxy::establish(NetChannel& c, int rank) {
   NetPeer& p = c.peers[rank];
-  if (p.stands || !p.up) return;
-  p.stands = p.told = true;
+  if (p.established || !p.up) return;
+  p.established = p.reported_up = true;
   c.handler(c.context, rank, NetEvent::up, 0);
 }
 
@@ -166,20 +166,20 @@ void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
   if (!c->provider) return;
   NetPeer& p = c->peers[rank];
   if (p.control_fd >= 0) {
-    say(p.control_fd, {kLeftOut, 0, tag});
-    linger(p.control_fd);
+    send_control(p.control_fd, {kLeftOut, 0, tag});
+    close_after_peer(p.control_fd);
     p.control_fd = -1;
   }
-  fall(*c, rank, false);
-  p.told = false;
+  disconnect(*c, rank, false);
+  p.reported_up = false;
 }
 
-uint64_t Proxy::up(NetChannel* c, bool stands) {
+uint64_t Proxy::up(NetChannel* c, bool established) {
   Hold hold(*this);
   uint64_t mask = 0;
   for (int rank = 0; rank < c->memory.ranks; ++rank) {
     const NetPeer& p = c->peers[rank];
-    mask |= uint64_t(p.up && (p.stands || !stands)) << rank;
+    mask |= uint64_t(p.up && (p.established || !established)) << rank;
   }
   return mask;
 }
@@ -189,20 +189,35 @@ void Proxy::why(NetChannel* c, int rank, Text* out) {
   *out = c->peers[rank].why;
 }
 
+// A descriptor that cannot be carried out: whoever waits for its bytes shall see an end, and why. One that names no
+// rank may have been meant for any.
+void Proxy::refuse(NetChannel& c, const Order& order, int error) {
+  const bool known = order.rank < c.memory.ranks;
+  for (int rank = known ? order.rank : 0; rank < (known ? order.rank + 1 : c.memory.ranks); ++rank) {
+    NetPeer& p = c.peers[rank];
+    if (!p.up) continue;
+    p.error = error;
+    p.why.say("a descriptor of this rank cannot be carried out (%s): %u bytes at %llu to rank %d of %d",
+              strerror(error), order.bytes, static_cast<unsigned long long>(order.offset), order.rank, c.memory.ranks);
+    disconnect(c, rank, true);
+  }
+  if (known) sent(&c, order.rank);
+}
+
 void Proxy::traffic(NetChannel* c, Traffic* out) {
   Hold hold(*this);
   for (int rank = 0; rank < c->memory.ranks; ++rank) out[rank] = c->peers[rank].traffic;
 }
 
 void Proxy::control(NetChannel& c, int rank) {
-  const int error = hear(c, rank);
+  const int error = read_control(c, rank);
   if (error < 0) return;
-  drop(c.peers[rank].control_fd);
-  ending(c, rank, error);
+  close_fd(c.peers[rank].control_fd);
+  begin_end(c, rank, error);
 }
 
 // What the control connection brings. -1: more may come; else it has ended, with an errno or in order.
-int Proxy::hear(NetChannel& c, int rank) {
+int Proxy::read_control(NetChannel& c, int rank) {
   NetPeer& p = c.peers[rank];
   for (;;) {
     const int wanted = int(sizeof p.message) - p.message_bytes;
@@ -215,53 +230,53 @@ int Proxy::hear(NetChannel& c, int rank) {
     p.message_bytes = 0;
     ControlMessage message;
     memcpy(&message, p.message, sizeof message);
-    if (message.kind == kJoined) stand(c, rank);
-    p.in_order |= message.kind == kCloses;
+    if (message.kind == kJoined) establish(c, rank);
+    p.closed_in_order |= message.kind == kCloses;
     if (message.kind == kLeftOut) p.left_out = message.value;
   }
 }
 
 // Closes a descriptor; out of epoll first, since a forked child's copy would keep it there.
-void Proxy::drop(int& fd) {
+void Proxy::close_fd(int& fd) {
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
   close(fd);
   fd = -1;
 }
 
-void Proxy::ending(NetChannel& c, int rank, int error) {
+void Proxy::begin_end(NetChannel& c, int rank, int error) {
   NetPeer& p = c.peers[rank];
   if (error) p.error = error;
-  if (!p.ends_ns) p.ends_ns = now_ns() + (p.in_order ? kLingerNs : kEndNs);
+  if (!p.down_at_ns) p.down_at_ns = now_ns() + (p.closed_in_order ? kHalfClosedNs : kEndNs);
 }
 
 // The time of an end has passed: the peer is down, unless its lanes still bring what it had sent.
-void Proxy::over(NetChannel& c, int rank, int64_t now) {
+void Proxy::check_end(NetChannel& c, int rank, int64_t now) {
   NetPeer& p = c.peers[rank];
   bool more = false;
   for (int lane = 0; lane < p.lanes && p.up; ++lane) more |= c.provider->poll(rank, lane, EPOLLIN);
   if (!p.up) return;
-  if (more || now - p.came_ns < kEndNs) {
-    p.ends_ns = now + kEndNs;
+  if (more || now - p.received_ns < kEndNs) {
+    p.down_at_ns = now + kEndNs;
   } else {
-    fall(c, rank, true);
+    disconnect(c, rank, true);
   }
 }
 
-void Proxy::fall(NetChannel& c, int rank, bool tell) {
+void Proxy::disconnect(NetChannel& c, int rank, bool notify) {
   NetPeer& p = c.peers[rank];
-  p.up = p.stands = false;
+  p.up = p.established = false;
   if (p.control_fd >= 0) {
-    hear(c, rank);  // its last word says why
-    drop(p.control_fd);
+    read_control(c, rank);  // its last word says why
+    close_fd(p.control_fd);
   }
   c.provider->disconnect(rank);
   for (uint64_t left = p.backlog.clear(); left > 0; --left) sent(&c, rank);
-  if (!tell) return;
-  const bool told = p.told;
-  p.told = false;
+  if (!notify) return;
+  const bool reported_up = p.reported_up;
+  p.reported_up = false;
   if (p.left_out) {
     c.handler(c.context, rank, NetEvent::left_out, p.left_out);
-  } else if (told && !p.in_order) {
+  } else if (reported_up && !p.closed_in_order) {
     c.handler(c.context, rank, NetEvent::down, uint64_t(p.error));
   }
 }
@@ -275,9 +290,9 @@ void Proxy::arrived(void* channel, int rank, uint32_t imm) {
   auto* c = static_cast<NetChannel*>(channel);
   NetPeer& p = c->peers[rank];
   ++p.traffic.received_messages;
-  p.came_ns = c->proxy->arrived_ns_ = c->proxy->now_;
+  p.received_ns = c->proxy->arrived_ns_ = c->proxy->now_;
   c->proxy->busy_ = true;
-  c->proxy->stand(*c, rank);  // who writes has joined
+  c->proxy->establish(*c, rank);  // who writes has joined
   c->handler(c->context, rank, NetEvent::arrived, imm);
 }
 
@@ -287,8 +302,8 @@ void Proxy::ended(void* channel, int rank, int error, const char* why) {
   if (!p.up) return;
   ++p.lanes_ended;
   if (why && !*p.why.at) p.why.say("%s", why);
-  c->proxy->ending(*c, rank, error);
-  if (p.lanes_ended == p.lanes) c->proxy->fall(*c, rank, true);
+  c->proxy->begin_end(*c, rank, error);
+  if (p.lanes_ended == p.lanes) c->proxy->disconnect(*c, rank, true);
 }
 
 }  // namespace cd

@@ -24,7 +24,7 @@ namespace cd {
 namespace {
 
 constexpr int64_t kStopNs = 1'000'000'000;  // for what peers have not read yet
-constexpr int64_t kLingerLookNs = 5'000'000;
+constexpr int64_t kHalfClosedLookNs = 5'000'000;
 // Where GPUs push, which cannot wake the proxy: shortest and longest sleep; and of one that has been idle for so long.
 constexpr int64_t kShortNapUs = 20, kLongNapUs = 1000, kIdleNapUs = 4000, kIdleNs = 1'000'000'000;
 // Between questions to epoll while a lane is hot; while what arrives comes by a queue that providers poll themselves.
@@ -84,7 +84,7 @@ void Proxy::stop() {
   (void)!write(event_fd_, &one, sizeof one);
   pthread_join(thread_, nullptr);
   for (int i = 0; i < retired_count_; ++i) retired_[i]->close();
-  for (int i = 0; i < lingering_count_; ++i) close(lingering_[i].fd);
+  for (int i = 0; i < half_closed_count_; ++i) close(half_closed_[i].fd);
   close(epoll_fd_);
   close(event_fd_);
 }
@@ -97,7 +97,7 @@ void Proxy::close_in_child() {
     c.provider->close_in_child();
   });
   for (int i = 0; i < retired_count_; ++i) retired_[i]->close_in_child();
-  for (int i = 0; i < lingering_count_; ++i) close(lingering_[i].fd);
+  for (int i = 0; i < half_closed_count_; ++i) close(half_closed_[i].fd);
   close(epoll_fd_);
   close(event_fd_);
 }
@@ -112,17 +112,15 @@ void Proxy::run() {
   for (;;) {
     if (stop_.load(std::memory_order_relaxed)) {
       if (!stop_ns) stop_ns = now_ns() + kStopNs;
-      if (lingering_count_ + retired_count_ == 0 || now_ns() > stop_ns) return;
+      if (half_closed_count_ + retired_count_ == 0 || now_ns() > stop_ns) return;
     }
     while (waiting_.load(std::memory_order_relaxed)) sched_yield();
     pthread_mutex_lock(&mutex_);
     bool busy = false;
-    for (int i = 0; i < 8 && !busy; ++i) {
-      busy = turn();
-      if (!busy) relax();
-    }
+    for (int i = 0; i < 8 && !busy; ++i) busy = turn();
+    if (!busy) relax();
     bool came = false;
-    for (int i = 0; i < kHot; ++i) came |= happen(hot_[i], EPOLLIN);
+    for (int i = 0; i < kHot; ++i) came |= handle(hot_[i], EPOLLIN);
     epoll_event events[64];
     int n = 0;
     const bool polled = !hot_[0] && now_ - arrived_ns_ < kPolledNs;
@@ -131,7 +129,7 @@ void Proxy::run() {
       n = epoll_wait(epoll_fd_, events, 64, 0);
     }
     busy |= came;
-    for (int i = 0; i < n; ++i) happen(events[i].data.u64, events[i].events);
+    for (int i = 0; i < n; ++i) handle(events[i].data.u64, events[i].events);
     const int64_t now = now_ns();
     if (busy || n > 0) busy_ns = now;
     const int64_t rest_ns = now - busy_ns;
@@ -144,7 +142,7 @@ void Proxy::run() {
     bool sleep = idle();
     for_each([&](NetChannel& c) { sleep &= c.provider->rest(); });
     const bool naps = has_devices();
-    const int64_t until = stop_ns ? now_ns() + kLingerLookNs : next_ns_;
+    const int64_t until = stop_ns ? now_ns() + kHalfClosedLookNs : next_ns_;
     while (sleep) {
       int64_t left_us = until < 0 ? -1 : std::max<int64_t>(0, (until - now_ns() + 999) / 1000);
       const int64_t idle_ns = now_ns() - busy_ns, longest_us = idle_ns < kIdleNs ? kLongNapUs : kIdleNapUs;
@@ -157,7 +155,7 @@ void Proxy::run() {
       sleep = is_nap && n == 0 && idle();  // nothing that an idle nap has to do but to look at the rings
     }
     for_each([](NetChannel& c) { c.outbox->asleep.store(0, std::memory_order_relaxed); });
-    for (int i = 0; i < n; ++i) happen(events[i].data.u64, events[i].events);
+    for (int i = 0; i < n; ++i) handle(events[i].data.u64, events[i].events);
     pthread_mutex_unlock(&mutex_);
     if (n > 0 || !naps) busy_ns = now_ns();
   }
@@ -174,6 +172,7 @@ bool Proxy::turn() {
   for_each([&](NetChannel& c) {
     busy |= flush(c);
     const int64_t again = c.provider->advance(now);
+    if (busy_) flush(c);  // what was pushed in answer
     if (again == now) {
       busy = true;
     } else {
@@ -182,9 +181,9 @@ bool Proxy::turn() {
     at(c.provider->part(now));
     for (int rank = 0; rank < c.memory.ranks; ++rank) {
       NetPeer& p = c.peers[rank];
-      if (!p.up || !p.ends_ns) continue;
-      if (now >= p.ends_ns) over(c, rank, now);
-      if (p.up) at(p.ends_ns);
+      if (!p.up || !p.down_at_ns) continue;
+      if (now >= p.down_at_ns) check_end(c, rank, now);
+      if (p.up) at(p.down_at_ns);
     }
   });
   for (int i = 0; i < retired_count_;) {
@@ -197,21 +196,21 @@ bool Proxy::turn() {
     retired_[i]->close();
     retired_[i] = retired_[--retired_count_];
   }
-  for (int i = 0; i < lingering_count_;) {
+  for (int i = 0; i < half_closed_count_;) {
     ssize_t got = 1;
     for (int turns = 0; turns < 16 && got > 0; ++turns) {
-      got = recv(lingering_[i].fd, nullptr, 1 << 20, MSG_DONTWAIT | MSG_TRUNC);  // bytes of a stream are thrown away
+      got = recv(half_closed_[i].fd, nullptr, 1 << 20, MSG_DONTWAIT | MSG_TRUNC);  // bytes of a stream are thrown away
     }
     busy |= got > 0;
     const bool over = got == 0 || (got < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
-    if (over || now >= lingering_[i].until_ns) {
-      close(lingering_[i].fd);
-      lingering_[i] = lingering_[--lingering_count_];
+    if (over || now >= half_closed_[i].until_ns) {
+      close(half_closed_[i].fd);
+      half_closed_[i] = half_closed_[--half_closed_count_];
     } else {
       ++i;
     }
   }
-  if (lingering_count_) at(now + kLingerLookNs);
+  if (half_closed_count_) at(now + kHalfClosedLookNs);
   next_ns_ = next;
   busy |= busy_;
   busy_ = false;
@@ -223,13 +222,16 @@ bool Proxy::flush(NetChannel& c) {
   uint64_t touched = 0;
   Order order;
   for (int i = 0; i < 256 && box.pop(&order); ++i) {
+    if (order.rank >= c.memory.ranks) {
+      refuse(c, order, EINVAL);
+      continue;
+    }
     NetPeer& p = c.peers[order.rank];
     const uint64_t from = order.bytes ? c.memory.box * uint64_t(order.rank) : 0;
     const bool fits = order.offset >= from && order.offset + order.bytes <= from + c.memory.source_bytes() &&
                       order.bytes <= box.most(order.offset, ~0ull);
     if (!p.up || !fits || !p.backlog.push(order)) {
-      if (p.up) fall(c, order.rank, true);  // an order that cannot be carried out: the peer must not wait for it
-      sent(&c, order.rank);
+      refuse(c, order, fits ? ENOMEM : EINVAL);
       continue;
     }
     touched |= 1ull << order.rank;
@@ -252,7 +254,7 @@ bool Proxy::flush(NetChannel& c) {
 }
 
 // True: bytes came.
-bool Proxy::happen(uint64_t tag, uint32_t events) {
+bool Proxy::handle(uint64_t tag, uint32_t events) {
   if (tag == kEventTag) {
     uint64_t count;
     (void)!read(event_fd_, &count, sizeof count);
@@ -268,7 +270,7 @@ bool Proxy::happen(uint64_t tag, uint32_t events) {
     return false;
   }
   if (!c->provider->poll(rank, lane, events)) return false;
-  c->peers[rank].came_ns = now_;
+  c->peers[rank].received_ns = now_;
   for (int i = 0; i < kHot; ++i) {
     if (hot_[i] == tag) return true;
   }

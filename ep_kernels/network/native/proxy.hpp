@@ -1,4 +1,4 @@
-// The proxy: one thread of a process that moves what its ranks have pushed, and tells them what has arrived.
+// The proxy: one thread of a process that moves what its ranks have pushed, and reports what has arrived.
 #pragma once
 #include <pthread.h>
 
@@ -42,14 +42,14 @@ struct NetPeer {
   int control_fd = -1;
   int lanes = 0, lanes_ended = 0;
   bool up = false;      // this end has joined
-  bool stands = false;  // the other has, too
-  bool told = false;    // the owner knows that some connection stands, and of no end since
-  bool in_order = false;  // it said that it closes
+  bool established = false;  // the other has, too
+  bool reported_up = false;  // the owner was told of an established connection, and of no end since
+  bool closed_in_order = false;  // it has announced its end
   uint64_t left_out = 0;  // it said that it leaves this rank out: tag of the epoch
   int error = 0;
   Text why;  // of the error, in the provider's words
-  int64_t came_ns = 0;  // about when the last bytes came
-  int64_t ends_ns = 0;  // when it counts as down though a lane is still open; 0: it does not end
+  int64_t received_ns = 0;  // about when the last bytes came
+  int64_t down_at_ns = 0;  // when it counts as down though a lane is still open; 0: it does not end
   uint8_t message[16];
   int message_bytes = 0;
   Backlog backlog;
@@ -73,7 +73,7 @@ struct NetChannel {
 
 struct Proxy {
   static constexpr int kChannels = 1024;
-  static constexpr int kLingering = 4096, kRetired = 64;
+  static constexpr int kHalfClosed = 4096, kRetired = 64;
   static constexpr int kHot = 2;
 
   bool start(int64_t spin_ns, const int32_t* cpus, int num_cpus);
@@ -82,17 +82,17 @@ struct Proxy {
   // Any thread.
   int add(NetChannel* channel);     // 0 or an errno; EIO: the provider's `about` says more
   void remove(NetChannel* channel);  // no event comes any more
-  // Replaces a connection that stands: a peer that dials anew has lost it. `join` and `leave` of another thread may
+  // Replaces an established connection: a peer that dials anew has lost it. `join` and `leave` of another thread may
   // come after `remove`, and then do nothing.
   int join(NetChannel* channel, int rank, int control_fd, const int32_t* lanes, int num_lanes);
   void leave(NetChannel* channel, int rank, uint64_t tag);
-  uint64_t up(NetChannel* channel, bool stands);  // bit per rank: this end has joined; `stands`: the other has, too
+  uint64_t up(NetChannel* channel, bool established);  // bit per rank: this end has joined, or (`established`) both
   void why(NetChannel* channel, int rank, Text* out);    // why its connection ended, "" if nothing is known
   void traffic(NetChannel* channel, Traffic* out);
   void close_in_child();  // in a forked child: closes its copies of descriptors
 
  private:
-  struct Lingering {
+  struct HalfClosed {
     int fd;
     int64_t until_ns;
   };
@@ -108,15 +108,16 @@ struct Proxy {
   void run();
   bool turn();
   bool flush(NetChannel& c);
-  bool happen(uint64_t tag, uint32_t events);
+  bool handle(uint64_t tag, uint32_t events);
   void control(NetChannel& c, int rank);
-  int hear(NetChannel& c, int rank);
-  void ending(NetChannel& c, int rank, int error);
-  void over(NetChannel& c, int rank, int64_t now);
-  void stand(NetChannel& c, int rank);
-  void fall(NetChannel& c, int rank, bool tell);
-  void linger(int fd);
-  void drop(int& fd);
+  int read_control(NetChannel& c, int rank);
+  void begin_end(NetChannel& c, int rank, int error);
+  void check_end(NetChannel& c, int rank, int64_t now);
+  void establish(NetChannel& c, int rank);
+  void disconnect(NetChannel& c, int rank, bool notify);
+  void refuse(NetChannel& c, const Order& order, int error);
+  void close_after_peer(int fd);
+  void close_fd(int& fd);
   bool idle() const;
   bool expects() const;
   bool has_devices() const;
@@ -141,8 +142,8 @@ struct Proxy {
   // Of channels that were removed: their last connections may not close yet.
   int retired_count_;
   Provider* retired_[kRetired];
-  int lingering_count_;
-  Lingering lingering_[kLingering];
+  int half_closed_count_;
+  HalfClosed half_closed_[kHalfClosed];
 };
 
 // The mutex of the proxy, held by another thread.

@@ -37,9 +37,9 @@ struct Order {
   int rank;
 };
 
-// What the proxy tells a channel's owner, and the value that goes with it: an immediate arrived; the connections with a
-// rank have ended (errno), though it neither closed them in order nor left this rank out; it left this rank out (tag of
-// the epoch); they stand, at both ends. Called under the proxy's lock; must neither block nor call the proxy.
+// What the proxy reports to a channel's owner, and the value that goes with it: an immediate arrived; the connections
+// with a rank have ended (errno), though it neither closed them in order nor left this rank out; it left this rank out
+// (tag of the epoch); they are established. Called under the proxy's lock; must neither block nor call the proxy.
 enum class NetEvent : int32_t { arrived = 0, down = 1, left_out = 2, up = 3 };
 using NetHandler = void (*)(void* context, int32_t rank, NetEvent event, uint64_t value);
 
@@ -55,7 +55,7 @@ struct Outbox {
   uint64_t stripe;
   // A GPU pushes: `tail` is its own, and `pushed` is counted where descriptors are popped.
   std::atomic<bool> device;
-  alignas(64) uint64_t tail;  // the writer's own
+  alignas(64) uint64_t tail, room_until;  // the writer's own; below `room_until` the ring has room for certain
   std::atomic<uint64_t> pushed[kNetRanks];
   // Written by the proxy: descriptors whose bytes it will not read again, sent or given up.
   alignas(64) std::atomic<uint64_t> done[kNetRanks];
@@ -68,7 +68,10 @@ struct Outbox {
 
   // False: the ring is full, the proxy has to pop first.
   bool push(int rank, uint64_t offset, uint32_t bytes, uint32_t imm) {
-    if (tail - popped.load(std::memory_order_acquire) >= kSize) return false;
+    if (tail == room_until) {  // seldom, since it costs a cache line that the proxy has just written
+      room_until = popped.load(std::memory_order_acquire) + kSize;
+      if (tail == room_until) return false;
+    }
     Descriptor& d = ring[tail % kSize];
     d.bytes = bytes;
     d.imm = imm;
@@ -87,7 +90,9 @@ struct Outbox {
     const uint64_t where = d.where.load(std::memory_order_acquire);
     if ((where & Descriptor::kParity) != parity) return false;
     *out = {where & Descriptor::kOffset, d.bytes, d.imm, int(where >> 48 & 0x7f)};
-    if (device.load(std::memory_order_relaxed)) pushed[out->rank].fetch_add(1, std::memory_order_relaxed);
+    if (device.load(std::memory_order_relaxed) && out->rank < kNetRanks) {
+      pushed[out->rank].fetch_add(1, std::memory_order_relaxed);
+    }
     popped.store(at + 1, std::memory_order_release);
     return true;
   }

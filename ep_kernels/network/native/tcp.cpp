@@ -214,17 +214,10 @@ class Tcp final : public Provider {
   bool receive(int peer, Lane& l) {
     int64_t budget = int64_t(kTurnBytes);
     while (budget > 0 && l.fd >= 0) {
-      iovec parts[2];
-      int n = 0;
-      if (l.left) parts[n++] = {mirror(peer) + (l.in.where & ~kMarkBits) + (l.in.bytes - l.left), l.left};
       // After a long frame another one is likely: then its first bytes alone come by the way of the stage.
       const size_t room = l.in.bytes >= kLong ? std::max(kAhead, l.staged + sizeof(Header)) : kStage;
-      parts[n++] = {l.stage + l.staged, room - l.staged};
       const uint64_t wanted = l.left + (room - l.staged);
-      msghdr message{};
-      message.msg_iov = parts;
-      message.msg_iovlen = size_t(n);
-      const ssize_t got = recvmsg(l.fd, &message, MSG_DONTWAIT);
+      const ssize_t got = read(peer, l, room);
       if (got < 0) {
         if (errno == EINTR) continue;
         if (errno != EAGAIN && errno != EWOULDBLOCK) end(peer, l, errno);
@@ -246,6 +239,17 @@ class Tcp final : public Provider {
       if (all) break;
     }
     return budget < int64_t(kTurnBytes);
+  }
+
+  // The rest of a frame, and what follows it up to `room` staged bytes.
+  ssize_t read(int peer, Lane& l, size_t room) {
+    iovec parts[2] = {{mirror(peer) + (l.in.where & ~kMarkBits) + (l.in.bytes - l.left), l.left},
+                      {l.stage + l.staged, room - l.staged}};
+    if (!l.left) return recv(l.fd, parts[1].iov_base, parts[1].iov_len, MSG_DONTWAIT);  // cheaper by a fifth
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = 2;
+    return recvmsg(l.fd, &message, MSG_DONTWAIT);
   }
 
   // Takes frames out of the staged bytes. False: they are none.

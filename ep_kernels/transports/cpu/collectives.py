@@ -58,6 +58,8 @@ class CpuCollective:
         kept: what those addresses belong to.
     """
 
+    halves = False
+
     def __init__(self, transport: CpuCollectives, op: Collective, kept: tuple[Any, ...]) -> None:
         self._transport, self.op, self._kept = transport, op, kept
         self.epoch = transport.epoch

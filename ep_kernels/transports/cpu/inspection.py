@@ -11,7 +11,7 @@ from ep_kernels.transports.cpu import native, native_collectives
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of
 
 HOLDS = {
-    "words": "the bell, and how far this rank and its peers have come",
+    "words": "the event count, and how far this rank and its peers have come",
     "dispatch": "places, weights, rows and scales of this rank's tokens",
     "combine": "table, weights, partials and scales for every source",
     "outputs": "expert outputs that combine_input hands out",

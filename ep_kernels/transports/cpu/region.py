@@ -4,7 +4,7 @@ reached over a network, if it is.
 A region is a memfd: memory with a file descriptor and no name, so it vanishes with the last process that holds it,
 after kill -9 too, and is not bounded by the size of /dev/shm. Its ticket says where to find the descriptor
 (/proc/<pid>/fd/<fd>) and how to tell that it is still the right process. A peer maps the region read-only, apart from
-the page with the bell. Redeeming needs the same host, PID namespace and user, and a memfd that is sealed against
+the page with the event count. Redeeming needs the same host, PID namespace and user, and a memfd that is sealed against
 truncation; what is missing is said with its cure.
 """
 

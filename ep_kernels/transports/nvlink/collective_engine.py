@@ -163,21 +163,25 @@ class CollectiveEngine:
         one_shot = algorithm is Algorithm.ONE_SHOT
         num_bytes, size = x.numel() * x.itemsize, self.group.size
         direct = offset is not None and offset % 16 == 0 and not one_shot
-        word = signature(CollectiveOp.ALL_REDUCE, algorithm, x.dtype, num_bytes, direct and offset)
+        reads = direct and x.data_ptr() == out.data_ptr() and num_bytes <= plan.READ_MAX_BYTES
+        word = signature(CollectiveOp.ALL_REDUCE, algorithm, x.dtype, num_bytes, (reads, direct and offset))
         shares = not one_shot and not direct
         row = self.sizes.shared_row if shares else self.sizes.reduce_row
         most = self.sizes.line_packets * abi.PACKET_DATA if one_shot else row * sum(self.active)
+        most = num_bytes if reads else most
         variant = plan.reduce_variant("all_reduce", x.dtype, plan.ONE_SHOT if one_shot else plan.TWO_SHOT)
         calls = []
         for begin, length in plan.reduce_rounds(num_bytes, most):
             args = self._record(word, length)
             args.x, args.out, args.num_bytes = x.data_ptr() + begin, out.data_ptr() + begin, length
+            args.reads = int(reads)
             if direct and offset is not None:
                 args.out_offset = offset + begin
             if shares:
                 args.map = self._shared_map
             moved = length * (size - 1) if one_shot else 2 * length
-            launch = plan.reduce_launch(self._blocks(moved, plan.REDUCE_BLOCKS, num_sms), size)
+            worth = plan.ONE_SHOT_BLOCK_BYTES if one_shot else None
+            launch = plan.reduce_launch(self._blocks(moved, plan.REDUCE_BLOCKS, num_sms, worth), size)
             calls.append(Call(variant, launch, args, [x, out]))
         return calls
 
@@ -192,5 +196,5 @@ class CollectiveEngine:
         launch = plan.add_launch(self._blocks(own.nbytes, plan.REDUCE_BLOCKS, None), self.group.size)
         return Call(plan.reduce_variant("add_terms", own.dtype), launch, args, [own, out])
 
-    def _blocks(self, num_bytes: int, most: int, num_sms: int | None) -> int:
-        return plan.num_blocks(num_bytes, most, num_sms, self.available)
+    def _blocks(self, num_bytes: int, most: int, num_sms: int | None, worth: int | None = None) -> int:
+        return plan.num_blocks(num_bytes, most, num_sms, self.available, worth)

@@ -18,12 +18,18 @@ ONE_SHOT_MAX_BYTES = {1: 4 << 20, 3: 256 << 10, 5: 128 << 10, 9: 64 << 10, 17: 3
 """Most bytes of x that one-shot all-reduce has lines for, by fewest ranks: each rank sends (R - 1) x, two-shot about
 2 x, in two steps. Of two ranks measured: 9 us against 14 at 1 MiB, 26 against 30 at 4, equal at 8. The others are
 computed from 1.6 us a step and 300 GB/s."""
+READ_MAX_BYTES = 8 << 20
+"""Most bytes of a two-shot all-reduce in place in a registered tensor whose terms are read where they lie, instead of
+sent: one exchange less. Two H200: 39.1 us against 40.7 at 8 MiB, 64.3 against 62.7 at 16."""
 GATHER_BLOCKS, REDUCE_BLOCKS = 32, MAX_BLOCKS
 """Most blocks of an all-gather, and of a reduction, where the caller does not say: a gather keeps the links busy with
 these, by the copy bandwidth of a block that plan.py has (COMBINE_GBPS); a sum, which reads what arrives and adds, takes
 0.95 of the time of 64 blocks with twice as many, from 2 MiB on."""
 BLOCK_BYTES = 16 << 10
 """Fewest bytes, over all peers, that are worth another block."""
+ONE_SHOT_BLOCK_BYTES = 4 * abi.PACKET_DATA
+"""The same of a one-shot all-reduce: a packet for each of four warps. On two H200 8 KiB took 3.5 us with these, 3.9
+with 16 KiB a block; 64 KiB 3.9, 5.7; 256 KiB 4.4, 6.1; 1 MiB 6.8, 8.3."""
 _STAGE_BYTES = 16 * 3 * 4096  # kernels/collectives/all_gather.cuh: warps, stages of a warp, bytes of a stage
 _HEAD_BYTES = 512  # common/block.cuh: mbarriers
 
@@ -39,7 +45,7 @@ def sizes_of(size: int, pool_bytes: int, staging_bytes: int) -> CollectiveSizes:
     return CollectiveSizes(size, packets, staging_bytes, pool_bytes)
 
 
-def num_blocks(num_bytes: int, most: int, num_sms: int | None, available: int) -> int:
+def num_blocks(num_bytes: int, most: int, num_sms: int | None, available: int, block_bytes: int | None = None) -> int:
     """Blocks of a launch that moves `num_bytes`: equal on all ranks, because each argument is.
 
     Args:
@@ -47,9 +53,10 @@ def num_blocks(num_bytes: int, most: int, num_sms: int | None, available: int) -
         most: where `num_sms` is None.
         num_sms: as the caller said; 0 = no kernel was wanted, but one is needed: as few as do it.
         available: fewest multiprocessors of any rank's GPU.
+        block_bytes: that are worth a block; None: BLOCK_BYTES.
     """
     limit = min(most if num_sms is None else max(1, num_sms), available, MAX_BLOCKS)
-    return max(1, min(limit, -(-num_bytes // BLOCK_BYTES)))
+    return max(1, min(limit, -(-num_bytes // (block_bytes or BLOCK_BYTES))))
 
 
 def gather_launch(blocks: int, size: int) -> Launch:

@@ -20,8 +20,8 @@ class WorkOwner(Protocol):
     def raise_fault(self) -> None:
         """Raise what failed on the device so far."""
 
-    def await_shard(self, seq: int, peer: int) -> None:
-        """The current stream waits for a peer's shard of an all-gather by copy engines."""
+    def await_shard(self, seq: int, peer: int, half: bool = False) -> None:
+        """The current stream waits for a peer's shard of an all-gather by copy engines, or the first half of it."""
 
     def await_end(self, seq: int) -> None:
         """The current stream waits for the end of one."""
@@ -41,6 +41,7 @@ class KernelWork:
     """
 
     __slots__ = ("_epoch", "_event", "_owner", "_ranks", "_stream", "_waited")
+    halves = False
 
     def __init__(self, owner: WorkOwner, stream: torch.cuda.Stream, ranks: Sequence[int], epoch: int) -> None:
         self._owner, self._stream, self._ranks, self._epoch = owner, stream, ranks, epoch
@@ -87,9 +88,10 @@ class CopyWork:
         arrivals: peers in the order in which their shards come; each may be waited for alone where `splits`.
         placed: behind the kernel that puts this rank's own shard in its place; None where it is there.
         epoch: the transport's.
+        halves: shards come by halves.
     """
 
-    __slots__ = ("_arrivals", "_epoch", "_owner", "_placed", "_rank", "_seq", "_splits", "_waited")
+    __slots__ = ("_arrivals", "_epoch", "_owner", "_placed", "_rank", "_seq", "_splits", "_waited", "halves")
 
     def __init__(
         self,
@@ -100,7 +102,9 @@ class CopyWork:
         splits: bool,
         placed: torch.cuda.Event | None,
         epoch: int,
+        halves: bool = False,
     ) -> None:
+        self.halves = halves
         self._owner, self._seq, self._rank, self._arrivals, self._splits = owner, seq, rank, arrivals, splits
         self._epoch, self._placed, self._waited = epoch, placed, False
 
@@ -130,10 +134,13 @@ class CopyWork:
         """See `collective_base.PendingGather`."""
         require_epoch(self._epoch, self._owner.epoch)
         self._await_own()
-        yield [self._rank]
+        yield [2 * self._rank, 2 * self._rank + 1] if self.halves else [self._rank]
         for peer in self._arrivals if self._splits else ():
+            if self.halves:
+                self._owner.await_shard(self._seq, peer, half=True)
+                yield [2 * peer]
             self._owner.await_shard(self._seq, peer)
-            yield [peer]
+            yield [2 * peer + 1] if self.halves else [peer]
         self.wait()
         if self._arrivals and not self._splits:
             yield list(self._arrivals)
@@ -145,6 +152,8 @@ class DoneWork:
     Args:
         ranks: whose shards are there.
     """
+
+    halves = False
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks

@@ -41,8 +41,16 @@ from ep_kernels.types import LatencySample
 COPY_MIN_BYTES = 128 << 20
 """Bytes that a rank sends from which copy engines are chosen. They move 8 % more a second than stores, and an operation
 takes 40 us longer: on 2 H100 it took as long as with stores at 128 MiB, and 0.96 of that at 512."""
-TERM_MIN_BYTES = 4 << 20
-"""What a rank sends to another of a matmul from which copy engines bring it: it takes longer than the 40 us on top."""
+BESIDE_MIN_BYTES = 8 << 20
+"""What a rank sends to another from which copy engines are chosen beside a product. Two H200, to the time with stores,
+which hold multiprocessors: 4 MiB 1.38, 8 MiB 0.91 (7168 columns) and 1.04 (1792), 16 MiB 0.78, from 32 MiB on less."""
+TERM_MIN_BYTES = 16 << 20
+"""What a rank sends to another of a matmul from which copy engines bring it. Of 4096 x 4096 x 1792 they took 149 us
+among two H200, stores 160; among four (8 MiB to another) 227, where the product alone takes 88 and a reduce-scatter of
+twice the bytes 176."""
+LIBRARY_MIN_BYTES = {CollectiveOp.REDUCE_SCATTER: {4: 128 << 20}}
+"""Bytes of a rank's result at which NCCL was faster, by fewest ranks: four H200, 128 MiB, 1301 us against 1375 (16 MiB:
+192, 176)."""
 _SMALLER = "smaller pool_bytes or staging_bytes make it smaller"
 _NUM_SMS = struct.Struct("<I")
 """Head of a ticket: multiprocessors of the rank's GPU."""
@@ -65,7 +73,7 @@ def _capabilities(fingerprint: str, size: int) -> CollectiveCapabilities:
             CollectiveOp.ALL_REDUCE: (Algorithm.TWO_SHOT, Algorithm.ONE_SHOT),
         },
         one_shot_max_bytes={1: plan.one_shot_max_bytes(size)}, copy_min_bytes=COPY_MIN_BYTES,
-        term_min_bytes=TERM_MIN_BYTES,
+        beside_min_bytes=BESIDE_MIN_BYTES, term_min_bytes=TERM_MIN_BYTES, library_min_bytes=LIBRARY_MIN_BYTES,
     )  # fmt: skip
 
 
@@ -125,6 +133,7 @@ class NvlinkCollectives(NvlinkMember):
         places = CopyPlaces(
             self._config.group.rank, (True,) * size, tuple(self._domain.addresses), ready,
             copies.flag_row(self._engine.map, "SHARD", size), self._engine.copy_word, 0, 0, 0,
+            copies.flag_row(self._engine.map, "HALF", size),
         )  # fmt: skip
         self._copy_stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         flags = copies.FlagMemory(size, base + ready, self._tables.aborted.data_ptr())
@@ -278,7 +287,9 @@ class NvlinkCollectives(NvlinkMember):
                 self._gathers.capture(moved, args.tag, self._launch_on)
                 self._keeps_peers = True
                 return KernelWork(self, self._copy_stream, self._ranks(), self._epoch)
-            return self._gathers.push(moved, args.tag) if pushes else self._gathers.pull(moved, args.tag)
+            if pushes:
+                return self._gathers.push(moved, args)
+            return self._gathers.pull(moved, args.tag)
         return self._run(self._engine.all_gather(shards, pushes, args.num_sms, args.tag))
 
     def reduce_scatter(self, args: ReduceArgs) -> KernelWork | DoneWork:
@@ -337,9 +348,9 @@ class NvlinkCollectives(NvlinkMember):
 
     # What works ask.
 
-    def await_shard(self, seq: int, peer: int) -> None:
+    def await_shard(self, seq: int, peer: int, half: bool = False) -> None:
         """See `collective_work.WorkOwner`."""
-        self._copies.await_shard(seq, peer, torch.cuda.current_stream().cuda_stream)
+        self._copies.await_shard(seq, peer, torch.cuda.current_stream().cuda_stream, half)
 
     def await_end(self, seq: int) -> None:
         """See `collective_work.WorkOwner`."""

@@ -50,11 +50,11 @@ class _Open:
 
 
 class FlagMemory:
-    """The two rows of flags that peers write here, from any thread, beside whatever the device does.
+    """The rows of flags that peers write here, from any thread, beside whatever the device does.
 
     Args:
         size: R.
-        address: of READY [R], which SHARD [R] follows.
+        address: of READY [R], which SHARD [R] and HALF [R] follow.
         aborted: address of the word that stops this rank's kernels.
     """
 
@@ -62,7 +62,7 @@ class FlagMemory:
         from ep_kernels.transports.nvlink import driver
 
         self._size, self._address, self._aborted = size, address, aborted
-        self._words = torch.zeros(8 * size + 1, dtype=torch.int64, pin_memory=True, device="cpu")
+        self._words = torch.zeros(10 * size + 1, dtype=torch.int64, pin_memory=True, device="cpu")
         self._reader = driver.Reader(self._words)
 
     def read(self) -> tuple[list[int], list[int]] | None:
@@ -75,7 +75,7 @@ class FlagMemory:
 
     def fill(self, seq: int) -> None:
         """All of them, without signatures."""
-        words = self._words[4 * self._size : 8 * self._size]
+        words = self._words[4 * self._size : 10 * self._size]
         words[::2] = seq
         self._reader.write(self._address, words.data_ptr(), words.nbytes, _PATIENCE_S)
 
@@ -203,9 +203,9 @@ class CopyEngines:
         """Put the copies of a pull on the stream, which is being captured."""
         launch.run_steps(copy_schedule.graph_copies(self._places, parts), self._stream, self._library)
 
-    def await_shard(self, seq: int, peer: int, stream: int) -> None:
-        """Let another CUstream wait for a peer's shard."""
-        launch.run_steps([copy_schedule.arrival(self._places, peer, seq)], stream, self._library)
+    def await_shard(self, seq: int, peer: int, stream: int, half: bool) -> None:
+        """Let another CUstream wait for a peer's shard, or the first half of it."""
+        launch.run_steps([copy_schedule.arrival(self._places, peer, seq, half)], stream, self._library)
 
     def await_end(self, seq: int, stream: int) -> None:
         """Let another CUstream wait for the end of an operation."""
@@ -364,17 +364,6 @@ class CopyEngines:
         graphs, self._graphs = self._graphs, []
         for graph in graphs:
             launch.free_graph(graph, self._library)
-
-
-def copy_by_kernel(to: torch.Tensor, source: torch.Tensor) -> None:
-    """uint8 [n] to another place of this GPU, by multiprocessors: a copy engine moves bytes within one GPU at a
-    fraction of its memory's speed. Eight bytes at a time where they are aligned: torch's kernels of single bytes are
-    slow. Nothing where both are the same place."""
-    if not to.numel() or to.data_ptr() == source.data_ptr():
-        return
-    if (to.data_ptr() | source.data_ptr() | to.numel()) % 8 == 0:
-        to, source = to.view(torch.int64), source.view(torch.int64)
-    torch.bitwise_or(source, 0, out=to)
 
 
 def flag_row(map_: Any, name: str, size: int) -> int:

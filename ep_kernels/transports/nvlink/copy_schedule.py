@@ -19,6 +19,8 @@ between them stand side by side, which makes them one call:
     begun, wait READY[p] of all p; launch for all p: out of p, shard r <- x; SHARD[r] of p <- word
     wait SHARD[p] of all p; ...
 
+Where a product follows a shard by halves, HALF[r] of p <- word stands behind the first half.
+
 With a stride of x each peer gets another shard: terms of a sum, into its slot.
 
 Pull (outs anywhere): the shard lies in the slot of `copies` that the parity of seq names. SHARD is sent first; then,
@@ -66,6 +68,7 @@ class CopyPart:
         stride: bytes from one shard of `out` to the next.
         slot_stride: pull: bytes from one shard to the next, from `slot` on.
         x_stride: push: bytes from what one rank gets to what the next gets, from `x` on; 0: all get the same.
+        half: push of one part: bytes that have a flag of their own; 0: none.
     """
 
     x: int
@@ -75,6 +78,7 @@ class CopyPart:
     stride: int
     slot_stride: int = 0
     x_stride: int = 0
+    half: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class CopyPlaces:
         rank: this rank.
         active: [R], who takes part.
         regions: [R], base of every rank's region as mapped here.
-        ready, shard: of the rows of flags, from the base of a region.
+        ready, shard, half: of the rows of flags, from the base of a region.
         word: two words of this rank's device memory.
         begun, ended: words of pinned host memory.
         seen: [SEEN_SLOTS, R, 2] words of pinned host memory, by seq modulo SEEN_SLOTS.
@@ -100,6 +104,7 @@ class CopyPlaces:
     begun: int
     ended: int
     seen: int
+    half: int = 0
 
     def others(self, step: int) -> list[int]:
         """Active peers in the order rank + step, rank + 2 * step, ..."""
@@ -108,9 +113,10 @@ class CopyPlaces:
         return [peer for peer in order if self.active[peer]]
 
 
-def arrival(places: CopyPlaces, peer: int, seq: int) -> CopyStep:
-    """Wait for a peer's shard (push), or for its slot (pull)."""
-    return WAIT, places.regions[places.rank] + places.shard + FLAG_BYTES * peer, 0, seq
+def arrival(places: CopyPlaces, peer: int, seq: int, half: bool = False) -> CopyStep:
+    """Wait for a peer's shard, or the first half of it (push), or for its slot (pull)."""
+    row = places.half if half else places.shard
+    return WAIT, places.regions[places.rank] + row + FLAG_BYTES * peer, 0, seq
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +179,7 @@ def push_by_graphs(
 
 def ready_flags(places: CopyPlaces) -> list[CopyStep]:
     """To every peer: this rank's outs may be written."""
-    own = places.ready + FLAG_BYTES * places.rank
-    return [(COPY, places.regions[peer] + own, places.word, FLAG_BYTES) for peer in places.others(1)]
+    return [_flag(places, peer, places.ready) for peer in places.others(1)]
 
 
 def all_shards(places: CopyPlaces, parts: Sequence[CopyPart]) -> list[CopyStep]:
@@ -186,9 +191,9 @@ def pull(
     places: CopyPlaces, seq: int, signature: int, parts: Sequence[CopyPart], marks: CopyMarks = NO_MARKS
 ) -> list[CopyStep]:
     """The steps of operation `seq`, in order, once the shard lies in the slot."""
-    after, own = places.others(1), FLAG_BYTES * places.rank
+    after = places.others(1)
     steps = _word(places, seq, signature)
-    steps += [(COPY, places.regions[peer] + places.shard + own, places.word, FLAG_BYTES) for peer in after]
+    steps += [_flag(places, peer, places.shard) for peer in after]
     steps += [*_mark(marks.sent), _begun(places, seq)]
     for peer in after:
         steps += [arrival(places, peer, seq), *_mark(marks.arrived.get(peer, 0)), *_pulled(places, peer, parts)]
@@ -214,13 +219,18 @@ def _permission(places: CopyPlaces, peer: int, seq: int) -> CopyStep:
 
 
 def _shard(places: CopyPlaces, peer: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
-    region = places.regions[peer]
-    copies = [
-        (COPY, region + part.out + places.rank * part.stride, part.x + peer * part.x_stride, part.num_bytes)
-        for part in parts
-        if part.num_bytes
-    ]
-    return [*copies, (COPY, region + places.shard + FLAG_BYTES * places.rank, places.word, FLAG_BYTES)]
+    region, steps = places.regions[peer], list[CopyStep]()
+    for part in parts:
+        to, source = region + part.out + places.rank * part.stride, part.x + peer * part.x_stride
+        if part.half:
+            steps += [(COPY, to, source, part.half), _flag(places, peer, places.half)]
+        if part.num_bytes > part.half:
+            steps.append((COPY, to + part.half, source + part.half, part.num_bytes - part.half))
+    return [*steps, _flag(places, peer, places.shard)]
+
+
+def _flag(places: CopyPlaces, peer: int, row: int) -> CopyStep:
+    return COPY, places.regions[peer] + row + FLAG_BYTES * places.rank, places.word, FLAG_BYTES
 
 
 def _arrivals(places: CopyPlaces, seq: int, marks: CopyMarks) -> list[CopyStep]:

@@ -13,9 +13,10 @@ import torch
 
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
 from ep_kernels.kernels import collective_abi
-from ep_kernels.transports.collective_base import GatherPart
+from ep_kernels.transports.collective_base import GatherArgs, GatherPart
+from ep_kernels.transports.flat_copy import copy_by_kernel
 from ep_kernels.transports.nvlink import collective_plan as plan
-from ep_kernels.transports.nvlink import copies, copy_schedule
+from ep_kernels.transports.nvlink import copy_schedule
 from ep_kernels.transports.nvlink.collective_engine import CollectiveEngine
 from ep_kernels.transports.nvlink.collective_repeat import CopyPlan, PlanOwner
 from ep_kernels.transports.nvlink.collective_work import CopyWork
@@ -54,12 +55,13 @@ class GatherCopies:
         slots = [engine.copy_slot(seq) for seq in range(collective_abi.SLOTS)] + [engine.graph_slot]
         self._slots = [region.view(slot, (self._slot_bytes,), torch.uint8) for slot in slots]
 
-    def push(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
-        """Into registered outs."""
-        listed, word = self._pushed(parts, tag)
+    def push(self, parts: Sequence[GatherPart], args: GatherArgs) -> CopyWork:
+        """`parts` of `args` into registered outs."""
+        listed, word = self._pushed(parts, args.tag, args.half_bytes)
         behind = torch.cuda.current_stream().cuda_stream
         seq = self._engines.begin(listed, word, True, _storages(parts), behind)
-        return self._work(parts, seq, not copy_schedule.is_small(listed))
+        splits = not copy_schedule.is_small(listed)
+        return self._work(() if args.skips_own else parts, seq, splits, args.half_bytes > 0)
 
     def pull(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
         """Into any outs."""
@@ -91,7 +93,7 @@ class GatherCopies:
                 self._engines.graph_copies(listed)
                 launch(self._stream, self._engine.copy_wait(word, 1))
             for part in parts:
-                copies.copy_by_kernel(self.own(part), part.x)
+                copy_by_kernel(self.own(part), part.x)
 
     def plan_for(self, part: GatherPart, tag: int, quiet: Quiet) -> CopyPlan | None:
         """Of a push of one part in its place; None elsewhere."""
@@ -109,14 +111,14 @@ class GatherCopies:
         more = [(part.dtype, length) for part, length in zip(parts[1:], lengths[1:], strict=True)]
         return signature(CollectiveOp.ALL_GATHER, algorithm, parts[0].dtype, sum(lengths), (more, places), tag)
 
-    def _pushed(self, parts: Sequence[GatherPart], tag: int) -> tuple[list[CopyPart], int]:
+    def _pushed(self, parts: Sequence[GatherPart], tag: int, half: int = 0) -> tuple[list[CopyPart], int]:
         """(parts as copy engines push them, signature)."""
         offsets = [self._offset_of(part.out) for part in parts]
         listed = [
-            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), part.pitch(self._size))
+            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), part.pitch(self._size), half=half)
             for part, offset in zip(parts, offsets, strict=True) if offset is not None
         ]  # fmt: skip
-        return listed, self._signature(parts, Algorithm.COPY_PUSH, offsets, tag)
+        return listed, self._signature(parts, Algorithm.COPY_PUSH, (offsets, half), tag)
 
     def _pull_round(self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], word: int) -> int:
         seq = self._engines.seq + 1
@@ -131,18 +133,19 @@ class GatherCopies:
         listed, at = [], 0
         for each in ranges:
             part = parts[each.index]
-            copies.copy_by_kernel(staged[at : at + each.num_bytes], part.x[each.begin :][: each.num_bytes])
+            copy_by_kernel(staged[at : at + each.num_bytes], part.x[each.begin :][: each.num_bytes])
             out = part.out.data_ptr() + each.begin
             listed.append(CopyPart(0, out, slot + at, each.num_bytes, part.pitch(self._size)))
             at += -(-each.num_bytes // 16) * 16
         return listed
 
-    def _work(self, parts: Sequence[GatherPart], seq: int, splits: bool) -> CopyWork:
+    def _work(self, parts: Sequence[GatherPart], seq: int, splits: bool, halves: bool = False) -> CopyWork:
         apart = [part for part in parts if self.own(part).data_ptr() != part.x.data_ptr()]
         for part in apart:
-            copies.copy_by_kernel(self.own(part), part.x)
+            copy_by_kernel(self.own(part), part.x)
         placed = torch.cuda.current_stream().record_event() if apart else None
-        return CopyWork(self._owner, seq, self._rank, self._engines.arrivals(), splits, placed, self._owner.epoch)
+        epoch, arrivals = self._owner.epoch, self._engines.arrivals()
+        return CopyWork(self._owner, seq, self._rank, arrivals, splits, placed, epoch, halves and splits)
 
 
 def _storages(parts: Sequence[GatherPart]) -> list[Any]:

@@ -54,7 +54,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_quick_plan_bytes": (c_size_t, ()),
 }
 BOXES: dict[str, Signature] = {
-    "cd_boxes_new": (c_void_p, (c_int, c_void_p, c_void_p)),
+    "cd_boxes_new": (c_void_p, (c_int, c_void_p, c_void_p, c_void_p)),
     "cd_boxes_flush": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "cd_boxes_handler": (c_void_p, ()),
     "cd_boxes_restart": (None, (c_void_p, c_uint64, c_uint64, c_uint64)),

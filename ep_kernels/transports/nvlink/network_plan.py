@@ -1,10 +1,13 @@
-"""How many blocks kernels have that reach ranks of other hosts."""
+"""How many blocks kernels have that reach ranks of other hosts, and in how many slices rows go there."""
 
 from __future__ import annotations
 
 from ep_kernels.config import MoEConfig
+from ep_kernels.kernels import abi
 
 LEAST, TOKENS_PER_BLOCK = 4, 4
+SLICE_BYTES = 256 << 10
+"""At least."""
 
 
 def network_blocks(c: MoEConfig, num_sms: int) -> int:
@@ -17,3 +20,21 @@ def network_blocks(c: MoEConfig, num_sms: int) -> int:
     if c.network is None or c.num_sms is not None:
         return num_sms
     return min(num_sms, max(LEAST, c.max_tokens_per_rank // TOKENS_PER_BLOCK))
+
+
+def slice_rows(most_rows: int, row_bytes: int) -> int:
+    """Rows of a slice, which leaves when it is staged and is read when it is here; 0: of so few rows there are none."""
+    rows = max(-(-SLICE_BYTES // row_bytes), -(-most_rows // abi.MAX_SLICES))
+    return rows if most_rows >= 2 * rows else 0
+
+
+def slices_of(shape: abi.Shape, stripe: int) -> tuple[int, int]:
+    """Rows of a slice of dispatch, of combine. None, if a slice or the head would take too many descriptors, which
+    bytes of `stripe` have."""
+    rows = [
+        slice_rows(shape.ll_tokens, count * abi.PACKET_BYTES) for count in (shape.row_packets, shape.combine_packets)
+    ]
+    head = (shape.ll_tokens * shape.metadata_lines + shape.count_lines) * abi.LINE_BYTES
+    most = max(rows[0] * shape.row_packets * abi.PACKET_BYTES, rows[1] * shape.combine_packets * abi.PACKET_BYTES, head)
+    fits = most // stripe + 2 * 3 <= abi.SLICE_PARTS  # three runs, each of which may begin and end within a stripe
+    return (rows[0], rows[1]) if fits else (0, 0)

@@ -30,6 +30,7 @@ from ep_kernels.network.network import Channel, Network
 from ep_kernels.transports.nvlink import launch
 from ep_kernels.transports.nvlink.boxes import Boxes, pin, unpin
 from ep_kernels.transports.nvlink.host_page import HostPage
+from ep_kernels.transports.nvlink.network_plan import slices_of
 from ep_kernels.types import CombineOrder, PeerTraffic
 
 _ONE_LANE = 1 << 30
@@ -78,7 +79,9 @@ class RemoteRanks:
         self._dma_bufs = (ctypes.c_int32 * (2 * size))(*[-1] * (2 * size))
         self.words = torch.zeros(len(abi.FLAGS), size, dtype=torch.int64, pin_memory=True, device="cpu")
         self._lib = launch.boxes()
-        self._native = self._lib.cd_boxes_new(size, self.words.data_ptr(), host.gone_address)
+        self._slices = torch.zeros(2, size, dtype=torch.int64, pin_memory=True)
+        words, slices = self.words.data_ptr(), self._slices.data_ptr()
+        self._native = self._lib.cd_boxes_new(size, words, slices, host.gone_address)
         if boxes.flush is not None:
             self._lib.cd_boxes_flush(self._native, boxes.flush.enter, boxes.flush.context, boxes.flush.run)
         handler, box = self._lib.cd_boxes_handler(), self.box_bytes
@@ -87,6 +90,7 @@ class RemoteRanks:
         memory = ChannelMemory(*places, box=box, dma_bufs=dma_bufs, device=boxes.device)
         self.channel = Channel(Network.of(network), rank, size, memory)
         self._stripe = stripe_of(self.box_bytes, network.lanes)
+        self._slice_rows = slices_of(shape, self._stripe)
         self._ring, self._is_pinned = self.channel.for_device(self._stripe), False
         assert self._ring.size == abi.RING_SIZE
 
@@ -114,7 +118,8 @@ class RemoteRanks:
         return abi.Network(
             remote=sum(1 << rank for rank in self.ranks), outboxes=self._outboxes, inboxes=self._inboxes,
             stride=self.box_bytes, stripe=self._stripe, words=self.words.data_ptr(), ring=self._ring.ring,
-            popped=self._ring.popped, map=self._map,
+            popped=self._ring.popped, map=self._map, slice_words=self._slices.data_ptr(),
+            slice_rows=(ctypes.c_uint64 * 2)(*self._slice_rows),
         )  # fmt: skip
 
     def settle(self, timeout_s: float, mask: Sequence[bool] | None = None) -> None:

@@ -291,13 +291,11 @@ class _Buffer:
         backend, work = self._backend, self._work
         self._rows = self._rows if repeats and not request.model else None  # models come and go
         self.offer.progress()
-        if request.cancel:
-            if work is not None:
-                backend.engine.withdraw(work, Failure(grpc.StatusCode.CANCELLED, "cancelled by the client"))
+        if work is not None and request.cancel:
+            backend.engine.withdraw(work, Failure(grpc.StatusCode.CANCELLED, "cancelled by the client"))
             return
-        if work is not None:
-            busy = "id: expected no request before the last one is answered"
-            self._send(request.id, Failure(grpc.StatusCode.INVALID_ARGUMENT, busy))
+        if work is not None or request.cancel:
+            self._refuse(request)
             return
         received_ns = time.monotonic_ns()
         trace = request_trace.begin(backend.tracer, request, None, received_ns)
@@ -312,6 +310,18 @@ class _Buffer:
             self._send(request.id, refused.failure)
             code, why = refused.failure.code, refused.failure.message
             backend.telemetry.answered(code, 0, 0.0, trace=trace, why=why)
+
+    def _refuse(self, request: expert_pb2.ForwardRequest) -> None:
+        """A request before the last one is answered, or a cancel of none; both count as requests of the client."""
+        failure = Failure(grpc.StatusCode.INVALID_ARGUMENT, "id: expected no request before the last one is answered")
+        try:
+            self._backend.check_rate(self.offer.client)
+        except Refused as refused:
+            failure = refused.failure
+            if request.cancel:  # nobody waits for an answer to it
+                _end(self.sock)
+        if not request.cancel:
+            self._send(request.id, failure)
 
     def _work_of(self, request: expert_pb2.ForwardRequest, trace: RequestTrace | None) -> Work:
         """Raises Refused."""

@@ -1,6 +1,6 @@
 // Collectives over shared memory: a member with staging slots and a pool instead of tokens.
 //
-//   page 0, 1..        meeting.hpp          bell; words of meetings
+//   page 0, 1..        meeting.hpp          event count; words of meetings
 //   behind them        CollectiveControl    a CollectiveSlot for each operation in flight
 //   staging            F x { two halves }   shards of tensors that are not in the pool
 //   pool               registered tensors   peers read them in place

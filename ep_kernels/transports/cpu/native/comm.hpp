@@ -67,7 +67,7 @@ struct Comm : Member {
 
   void activate(uint64_t mask) override;  // filters the expert copies, chooses the rails
   void forget() override;
-  void tell(Told what, int slot, uint64_t seq) override;
+  void send_remote(RemoteWord what, int slot, uint64_t seq) override;
   Status flush(uint64_t mask, Want want) override;
   bool has_joined() override;
   uint64_t gone_remotes(uint64_t among, Want want) const override;

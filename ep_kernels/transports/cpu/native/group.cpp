@@ -11,9 +11,9 @@
 // takes the maximum over all survivors; numbers below it are dead, so no stale word can look like a new one. When a
 // rank passes, every survivor has entered, so nobody reads slots of the old membership any more and all of them are
 // free. Two entries by parity suffice for the same reason as in exchange. A connection that one side has lost and the
-// other has not is made anew while they wait (resync's caller does); then each tells its numbers again.
+// other has not is made anew while they wait (resync's caller does); then each sends its numbers again.
 //
-// A rank that was left out may live and go on reading; `membership`, changed before any slot is written again, tells it
+// A rank that was left out may live and go on reading; `membership`, changed before any slot is written again, shows it
 // (Member::confirm). A barrier reads nothing and does not ask: a rank that leaves in good order meets the others in
 // one, and they may go on before it has returned. Ranks of other hosts cannot read later: what their connection brings
 // is theirs (remote.hpp).
@@ -26,7 +26,7 @@ namespace cd {
 Status barrier(Member& m) {
   const uint64_t seq = m.take(Op::barrier);
   m.publish(m.own_meeting->barrier, seq);
-  m.tell(Told::barrier, 0, seq);
+  m.send_remote(RemoteWord::barrier, 0, seq);
   const Status status = m.wait({Op::barrier, Phase::arrival, seq}, [&](int r) {
     return m.meeting[r]->barrier.v.load(std::memory_order_acquire);
   });
@@ -41,7 +41,7 @@ Status exchange(Member& m, const int64_t* words, int64_t* all) {
   std::copy_n(words, kExchangeWords, mine.words);
   mine.seq.store(seq, std::memory_order_release);
   m.publish(m.own_meeting->exchange_latest, seq);
-  m.tell(Told::exchange, int(seq % 2), seq);
+  m.send_remote(RemoteWord::exchange, int(seq % 2), seq);
   Sample sample{int32_t(Op::exchange), 0, 0, m.ranks, seq, started, now_ns() - started, 0, {}};
   const Status status = m.wait({Op::exchange, Phase::arrival, seq}, [&](int r) {
     const uint64_t theirs = m.meeting[r]->exchange[seq % 2].seq.load(std::memory_order_acquire);
@@ -67,10 +67,10 @@ void call_exchange(Member& m) { m.publish(m.own_meeting->exchange_called, m.upco
 Status wait_for_peer(Member& m, int64_t timeout_ns) {
   const int64_t started = now_ns();
   for (;;) {
-    const uint32_t bell_before = m.bell[m.rank]->bell.load(std::memory_order_acquire);
+    const uint32_t events_before = m.event[m.rank]->count.load(std::memory_order_acquire);
     if (m.stop.load(std::memory_order_acquire)) return kAborted;
     if (m.wakes.exchange(0) > 0) return kOk;
-    if (m.leaver(m.peers(), m.membership) >= 0) return kOk;  // the exchange that follows says so
+    if (m.departed(m.peers(), m.membership) >= 0) return kOk;  // the exchange that follows says so
     for (uint64_t left = m.peers(); left; left &= left - 1) {
       const Meeting& theirs = *m.meeting[__builtin_ctzll(left)];
       const uint64_t next = m.next[int(Op::exchange)];
@@ -79,7 +79,7 @@ Status wait_for_peer(Member& m, int64_t timeout_ns) {
     }
     const int64_t remaining = started + timeout_ns - now_ns();
     if (remaining <= 0) return kNothing;
-    m.sleep_on_bell(bell_before, remaining);
+    m.wait_for_event(events_before, remaining);
   }
 }
 
@@ -94,8 +94,8 @@ static Status enter(Member& m, uint64_t mask, uint64_t tag) {
   m.entered = tag;
   m.entered_ns = now_ns();
   m.has_joined();  // what follows goes over connections that stand
-  m.ring_peers();
-  m.tell(Told::resync, int(m.resyncs % 2), tag);
+  m.notify_peers();
+  m.send_remote(RemoteWord::resync, int(m.resyncs % 2), tag);
   return kOk;
 }
 
@@ -110,16 +110,16 @@ Status resync(Member& m, uint64_t mask, uint64_t epoch, int64_t limit_ns) {
     }
     return nullptr;
   };
-  const auto tell_again = [&] {  // what went over the connection before a new one may be lost
-    if (m.has_joined()) m.tell(Told::resync, int(m.resyncs % 2), tag);
+  const auto send_again = [&] {  // what went over the connection before a new one may be lost
+    if (m.has_joined()) m.send_remote(RemoteWord::resync, int(m.resyncs % 2), tag);
     return false;
   };
   const Want want{Op::set_active, Phase::arrival, tag, m.entered_ns, limit_ns ? now_ns() + limit_ns : 0};
-  const Status status = m.wait(want, [&](int r) { return entry(r) ? tag : uint64_t(0); }, tell_again);
+  const Status status = m.wait(want, [&](int r) { return entry(r) ? tag : uint64_t(0); }, send_again);
   if (status == kNothing) return status;
   m.entered = 0;
   if (status != kOk) return status;
-  tell_again();
+  send_again();
   for (uint64_t left = m.peers(); left; left &= left - 1) {
     const Resync* theirs = entry(__builtin_ctzll(left));
     for (int i = 0; i < 4; ++i) m.set_upcoming(Op(i), std::max(m.next[i], theirs->counters[i]));

@@ -1,6 +1,6 @@
-// What every region begins with, whatever it carries: the bell, and the words by which ranks meet and part.
+// What every region begins with, whatever it carries: the event count, and the words by which ranks meet and part.
 //
-//   page 0     BellPage    peers write here (ring), the owner sleeps here
+//   page 0     EventPage   peers write here (notify), the owner sleeps here
 //   page 1..   Meeting     sequence words of meetings; the rest of the region follows it
 #pragma once
 #include <atomic>
@@ -20,9 +20,9 @@ struct alignas(64) Word {
   std::atomic<uint64_t> v;
 };
 
-struct BellPage {
-  std::atomic<uint32_t> bell;      // futex word, counts rings
-  std::atomic<uint32_t> sleepers;  // owner's threads that may be asleep on `bell`
+struct EventPage {
+  std::atomic<uint32_t> count;    // of events; futex word
+  std::atomic<uint32_t> waiters;  // owner's threads that may be asleep on `count`
 };
 
 // What a survivor knew when it entered set_active: its counters, under the new epoch.

@@ -1,9 +1,10 @@
-// The parts of a member that every operation shares: bells, liveness, the ring of samples.
+// The parts of a member that every operation shares: event counts, liveness, the ring of samples.
 //
-// How a sleeper is woken without a lost wake-up. A rank sleeps on its own bell only. A writer of something that it
-// may wait for rings: bell += 1, then wakes if `sleepers` > 0. The sleeper: reads the bell, looks at what it waits for,
-// announces itself in `sleepers`, sleeps if the bell still has the value read. Both sides put a sequentially consistent
-// operation between their write and their read, so either the ringer sees the sleeper or the sleeper sees the new bell.
+// How a waiter is woken without a lost wake-up. A rank waits on its own event count only. A writer of something that it
+// may wait for notifies: count += 1, then wakes if `waiters` > 0. The waiter: reads the count, looks at what it waits
+// for, announces itself in `waiters`, sleeps if the count still has the value read. Both sides put a sequentially
+// consistent operation between their write and their read, so either the writer sees the waiter or the waiter sees the
+// new count.
 #include "member.hpp"
 
 #include <linux/futex.h>
@@ -27,7 +28,7 @@ Member::Member(int own_rank, int num_ranks, int64_t deadline_ns, int64_t num_byt
 Member::~Member() {
   for (int r = 0; r < ranks; ++r) {
     if (!mapped[r]) continue;
-    munmap(bell[r], kPage);
+    munmap(event[r], kPage);
     munmap(const_cast<uint8_t*>(mapped[r]), region_bytes);
     close(pidfd[r]);
   }
@@ -42,7 +43,7 @@ void Member::stamp(uint8_t* region, int rank, int64_t num_bytes, uint64_t nonce)
 }
 
 void Member::attach_own_region(uint8_t* region) {
-  bell[rank] = reinterpret_cast<BellPage*>(region);
+  event[rank] = reinterpret_cast<EventPage*>(region);
   own_meeting = reinterpret_cast<Meeting*>(region + kPage);
   meeting[rank] = own_meeting;
 }
@@ -50,13 +51,13 @@ void Member::attach_own_region(uint8_t* region) {
 int Member::attach_peer_region(int r, int region_fd, int process_fd, uint64_t nonce) {
   void* all = mmap(nullptr, region_bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, region_fd, 0);
   if (all == MAP_FAILED) return errno;
-  void* bells = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, region_fd, 0);
-  if (bells == MAP_FAILED) {
+  void* events = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, region_fd, 0);
+  if (events == MAP_FAILED) {
     const int error = errno;
     munmap(all, region_bytes);
     return error;
   }
-  bell[r] = static_cast<BellPage*>(bells);
+  event[r] = static_cast<EventPage*>(events);
   mapped[r] = static_cast<const uint8_t*>(all);
   meeting[r] = reinterpret_cast<const Meeting*>(mapped[r] + kPage);
   pidfd[r] = process_fd;
@@ -66,31 +67,31 @@ int Member::attach_peer_region(int r, int region_fd, int process_fd, uint64_t no
   return ours ? 0 : -1;
 }
 
-void Member::ring(int r) {
-  if (!bell[r]) return;
-  bell[r]->bell.fetch_add(1, std::memory_order_seq_cst);
-  if (bell[r]->sleepers.load(std::memory_order_seq_cst) != 0) {
-    syscall(SYS_futex, &bell[r]->bell, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+void Member::notify(int r) {
+  if (!event[r]) return;
+  event[r]->count.fetch_add(1, std::memory_order_seq_cst);
+  if (event[r]->waiters.load(std::memory_order_seq_cst) != 0) {
+    syscall(SYS_futex, &event[r]->count, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
   }
 }
 
-void Member::ring_peers() {
-  for (uint64_t left = peers() & here; left; left &= left - 1) ring(__builtin_ctzll(left));
+void Member::notify_peers() {
+  for (uint64_t left = peers() & here; left; left &= left - 1) notify(__builtin_ctzll(left));
 }
 
 void Member::publish(Word& word, uint64_t seq) {
   word.v.store(seq, std::memory_order_release);
-  ring_peers();
+  notify_peers();
 }
 
-void Member::sleep_on_bell(uint32_t seen_bell, int64_t limit_ns) {
-  BellPage& mine = *bell[rank];
-  mine.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  if (mine.bell.load(std::memory_order_seq_cst) == seen_bell) {
+void Member::wait_for_event(uint32_t seen_events, int64_t limit_ns) {
+  EventPage& mine = *event[rank];
+  mine.waiters.fetch_add(1, std::memory_order_seq_cst);
+  if (mine.count.load(std::memory_order_seq_cst) == seen_events) {
     const timespec limit{time_t(limit_ns / 1'000'000'000), long(limit_ns % 1'000'000'000)};
-    syscall(SYS_futex, &mine.bell, FUTEX_WAIT, seen_bell, &limit, nullptr, 0);
+    syscall(SYS_futex, &mine.count, FUTEX_WAIT, seen_events, &limit, nullptr, 0);
   }
-  mine.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  mine.waiters.fetch_sub(1, std::memory_order_seq_cst);
 }
 
 uint64_t Member::gone_peers(uint64_t among, Want want) const {
@@ -110,7 +111,7 @@ uint64_t Member::gone_peers(uint64_t among, Want want) const {
   return gone;
 }
 
-int Member::leaver(uint64_t among, uint64_t tag) const {
+int Member::departed(uint64_t among, uint64_t tag) const {
   for (uint64_t left = among & ~here; left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
     if (left_out[r].load(std::memory_order_acquire) > tag) return r;

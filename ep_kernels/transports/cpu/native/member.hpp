@@ -121,7 +121,7 @@ constexpr int64_t kSpinNs = 3000;
 constexpr int64_t kSliceNs = 4'000'000;
 
 // Words of a meeting that also travel to other hosts.
-enum class Told { barrier, exchange, resync };
+enum class RemoteWord { barrier, exchange, resync };
 
 struct Member {
   const int rank, ranks;
@@ -130,8 +130,8 @@ struct Member {
 
   Meeting* own_meeting = nullptr;
   const Meeting* meeting[kMaxRanks] = {};  // of all ranks; of another host's: in its mirror
-  BellPage* bell[kMaxRanks] = {};
-  const uint8_t* mapped[kMaxRanks] = {};  // peers' regions on this host, read-only but for the bell page
+  EventPage* event[kMaxRanks] = {};
+  const uint8_t* mapped[kMaxRanks] = {};  // peers' regions on this host, read-only but for the event page
   int pidfd[kMaxRanks];
   uint64_t active = 0;   // bit per rank, own included
   uint64_t here = ~0ull;  // bit per rank of this host, active or not
@@ -165,7 +165,7 @@ struct Member {
   // What a kind of member adds. Other hosts are reached by Comm alone; these are what others do: nothing.
   virtual void activate(uint64_t mask) { active = mask; }
   virtual void forget() {}  // a new membership: credit of the old one is void
-  virtual void tell(Told, int, uint64_t) {}
+  virtual void send_remote(RemoteWord, int, uint64_t) {}
   virtual Status flush(uint64_t, Want) { return kOk; }
   virtual bool has_joined() { return false; }  // a connection was made since this was asked last
   virtual uint64_t gone_remotes(uint64_t, Want) const { return 0; }
@@ -173,10 +173,10 @@ struct Member {
   bool is_active(int r) const { return active >> r & 1; }
   bool is_here(int r) const { return here >> r & 1; }
   uint64_t peers() const { return active & ~(1ull << rank); }
-  void publish(Word& word, uint64_t seq);  // release, then ring every active peer of this host
-  void ring(int r);  // of this host
-  void ring_peers();
-  void sleep_on_bell(uint32_t seen_bell, int64_t limit_ns);
+  void publish(Word& word, uint64_t seq);  // release, then notify every active peer of this host
+  void notify(int r);  // of this host
+  void notify_peers();
+  void wait_for_event(uint32_t seen_events, int64_t limit_ns);
   // The next number of an operation: the proxy reads it to complete the low bits that travel.
   uint64_t upcoming(Op op) const { return __atomic_load_n(&next[int(op)], __ATOMIC_RELAXED); }
   void set_upcoming(Op op, uint64_t seq) { __atomic_store_n(&next[int(op)], seq, __ATOMIC_RELAXED); }
@@ -187,7 +187,7 @@ struct Member {
   }
   uint64_t gone_peers(uint64_t among, Want want) const;
   // A peer among these that has left this rank out, later than under `tag`; or -1.
-  int leaver(uint64_t among, uint64_t tag) const;
+  int departed(uint64_t among, uint64_t tag) const;
 
   // The one wait loop. Until seen(peer) >= want.seq for one of the missing peers, at least: those are then taken out.
   // Where `block` is false, kNothing instead of waiting. Meanwhile work(): false if there is none now.
@@ -218,7 +218,7 @@ template <typename Seen, typename Work>
 Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work work) {
   const uint64_t missing = waiting.missing;
   for (;;) {
-    const uint32_t bell_before = bell[rank]->bell.load(std::memory_order_acquire);
+    const uint32_t events_before = event[rank]->count.load(std::memory_order_acquire);
     int silent = -1;
     for (uint64_t left = missing; left; left &= left - 1) {
       const int r = __builtin_ctzll(left);
@@ -252,7 +252,7 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
     if (now - waiting.started >= timeout_ns) return fail(want, silent, seen(silent), Why::silent, waiting.started);
     if (now - waiting.looked >= kSliceNs) {
       waiting.looked = now;
-      if (const int r = leaver(missing, want.op == Op::set_active ? want.seq : membership); r >= 0) {
+      if (const int r = departed(missing, want.op == Op::set_active ? want.seq : membership); r >= 0) {
         const uint64_t theirs = left_out[r].load(std::memory_order_relaxed);
         fail({want.op, Phase::membership, membership}, r, theirs, Why::silent, waiting.started);
         return kDiffers;
@@ -267,7 +267,7 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
       }
     }
     if (want.until_ns && now >= want.until_ns) return kNothing;
-    sleep_on_bell(bell_before, kSliceNs);
+    wait_for_event(events_before, kSliceNs);
   }
 }
 

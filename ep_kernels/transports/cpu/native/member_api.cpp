@@ -26,16 +26,16 @@ CD_API void cd_set_spin(cd::Member* m, int64_t step_ns, int64_t meet_ns) {
 // From any thread.
 CD_API void cd_wake(cd::Member* m) {
   m->wakes.fetch_add(1);
-  m->ring(m->rank);
+  m->notify(m->rank);
 }
 CD_API void cd_call_exchange(cd::Member* m) { cd::call_exchange(*m); }
 CD_API void cd_stop(cd::Member* m) {
   m->stop.store(1, std::memory_order_release);
-  m->ring(m->rank);
+  m->notify(m->rank);
 }
 CD_API void cd_give_up(cd::Member* m, uint64_t ranks) {
   m->lost.fetch_or(ranks, std::memory_order_release);
-  m->ring(m->rank);
+  m->notify(m->rank);
 }
 
 CD_API void cd_fault(const cd::Member* m, cd::Fault* out) { *out = m->fault; }

@@ -1,7 +1,7 @@
 // The byte map of one rank's region, as types. A region is a memfd that only its owner writes; peers map it read-only,
-// the bell page excepted. So a slow, stale or dead peer can never corrupt anybody's memory.
+// the event page excepted. So a slow, stale or dead peer can never corrupt anybody's memory.
 //
-//   page 0, 1..       meeting.hpp    bell; words of meetings
+//   page 0, 1..       meeting.hpp    event count; words of meetings
 //   behind them       Control        sequence words: what the owner has published and consumed
 //   dispatch slots    F x { SlotMeta | dest int32 [M,K] | weights f32 [M,K] | payload [M,row] | scales [M,scale] }
 //   combine slots     F x { SlotMeta | rows int32 [R,M,K] | weights f32 [R,M,K] | partials [P,row] | scales [P,scale] }

@@ -119,10 +119,10 @@ constexpr uint64_t kAllChunks = (1ull << kChunks) - 1;
 
 RegionView<uint8_t> mirror_of(Comm& c, int rank) { return {c.landing + int64_t(rank) * c.map.mirror, &c.map}; }
 
-void ring_host(Comm& c) {
+void notify_host(Comm& c) {
   for (uint64_t left = c.here; left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
-    if (r < c.g.ranks) c.ring(r);
+    if (r < c.g.ranks) c.notify(r);
   }
 }
 
@@ -214,12 +214,12 @@ void arrived(Comm& c, int rank, uint32_t imm) {
     default:
       return;
   }
-  ring_host(c);
+  notify_host(c);
 }
 
 // Whether `gone` in the mirror of `r` is news. Before the rank whose mirror it is has entered this set_active, the
-// word may tell of the connection that both make anew just now.
-bool is_told(const Comm& c, int r, Want want) {
+// word may be of the connection that both make anew just now.
+bool is_current_end(const Comm& c, int r, Want want) {
   const int through = rail(c, r, c.host[c.g.rank]);
   if (want.op != Op::set_active || through == c.g.rank) return true;
   const auto& entries = c.peer[through].control().meeting.resync;
@@ -352,13 +352,13 @@ void send_partials(Comm& c, const CombineOp& op, int slot, int chunk) {
   if (c.num_rails) wake(*c.outbox);
 }
 
-void Comm::tell(Told what, int slot, uint64_t seq) {
+void Comm::send_remote(RemoteWord what, int slot, uint64_t seq) {
   switch (what) {
-    case Told::barrier:
+    case RemoteWord::barrier:
       return send_word(*this, Imm::barrier, slot, seq);
-    case Told::exchange:
+    case RemoteWord::exchange:
       return send_exchange(*this, slot, seq);
-    case Told::resync:
+    case RemoteWord::resync:
       return send_resync(*this, slot, seq);
   }
 }
@@ -396,7 +396,7 @@ uint64_t Comm::gone_remotes(uint64_t among, Want want) const {
   const int64_t now = ended_here ? now_ns() : 0;
   for (uint64_t left = among; left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
-    const bool ended = is_told(*this, r, want) && meeting[r]->gone.v.load(std::memory_order_acquire) != 0;
+    const bool ended = is_current_end(*this, r, want) && meeting[r]->gone.v.load(std::memory_order_acquire) != 0;
     const bool cut_off = ended_here >> r & 1 && now - down_ns[r].load(std::memory_order_relaxed) > kSettleNs;
     gone |= uint64_t(ended || cut_off) << r;
   }
@@ -412,15 +412,15 @@ void on_network(void* context, int32_t rank, NetEvent event, uint64_t value) {
       c.down_ns[rank].store(now_ns(), std::memory_order_relaxed);
       c.down.fetch_or(1ull << rank, std::memory_order_release);
       mirror_of(c, rank).control().meeting.gone.v.store(1 + value, std::memory_order_release);
-      return ring_host(c);
+      return notify_host(c);
     case NetEvent::up:
       mirror_of(c, rank).control().meeting.gone.v.store(0, std::memory_order_release);
       c.down.fetch_and(~(1ull << rank), std::memory_order_release);
       c.joins.fetch_add(1, std::memory_order_release);
-      return c.ring(c.g.rank);
+      return c.notify(c.g.rank);
     case NetEvent::left_out:
       c.left_out[rank].store(value, std::memory_order_release);
-      return c.ring(c.g.rank);
+      return c.notify(c.g.rank);
   }
 }
 

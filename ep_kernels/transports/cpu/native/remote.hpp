@@ -3,7 +3,8 @@
 // What a rank publishes, it also sends: once to each other host, to one rank there, its rail, whose proxy writes it
 // into the mirror of this rank's region. All ranks of that host read the mirror as they read a region: dispatch.cpp and
 // combine.cpp know no difference. A rank's own words (published, consumed, ...) are never written by the network: the
-// rail's proxy stores them when everything that they promise has come, in whatever order, and rings the host's bells.
+// rail's proxy stores them when everything that they promise has come, in whatever order, and notifies the ranks of the
+// host.
 //
 // An immediate: kind << 28 | slot << 18 | low bits of the sequence number. A slot is complete when its head has come
 // and as many parts as the head says. Numbers below the one that a slot waits for are stale and dropped. Rows carry

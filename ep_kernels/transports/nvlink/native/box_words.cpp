@@ -3,6 +3,10 @@
 // An immediate is flag << 28 | parts - 1 << 18 | low bits of seq. A word becomes seq when all parts of operation seq
 // and of those before it have come, in whatever order; numbers that a word has reached are stale. The proxy has put the
 // bytes of a part in the inbox before it calls.
+//
+// Rows may come in slices, whose parts say so: kFlags + (0: dispatch, 1: combine) << 28 | slice << 23 | parts of the
+// slice - 1 << 18 | low bits of seq. A slice's bit is set in the word of the next operation when all its parts are
+// here.
 #include <pthread.h>
 
 #include <atomic>
@@ -18,13 +22,15 @@ namespace {
 
 // FLAGS of kernels/abi.py.
 constexpr uint32_t kStarted = 0, kPayload = 2, kCombineStarted = 3, kCombine = 4, kBarrier = 5, kLeftOut = 6;
-constexpr int kFlags = 9;
-constexpr int kSeqBits = 18, kPartBits = 10;
+constexpr uint32_t kFlags = 9;
+constexpr int kSeqBits = 18, kPartBits = 10, kSlicePartBits = 5, kSlices = 32;
 constexpr uint64_t kDead = 1;
 constexpr uint64_t kWindow = 128;  // operations that one rank may be ahead of another: more than there are slots
 
 struct Count {
   uint16_t come, of;
+  uint32_t slices;  // all of whose parts have come
+  uint8_t parts[kSlices];
 };
 
 struct Words {
@@ -32,6 +38,7 @@ struct Words {
   int ranks;
   std::atomic<uint64_t>* words;  // [kFlags, ranks]
   std::atomic<uint64_t>* gone;   // [ranks] World.gone
+  std::atomic<uint64_t>* slices;  // [2, ranks] low half of the next dispatch, combine; its slices that are here
   // Of GPUs that do not promise the order of what NICs write; null: there is nothing to flush.
   int (*enter)(void*);
   void* context;
@@ -49,9 +56,19 @@ bool flushed(const Words& w) {
   return !w.flush || (w.enter(w.context) == 0 && w.flush(kCurrentContext, kToOwner) == 0);
 }
 
+// What of the operation after `done` is here.
+void tell_slices(Words& w, uint32_t flag, int rank, uint64_t done) {
+  const uint64_t next = done + 1;
+  const uint32_t slices = w.counts[flag][rank][next % kWindow].slices;
+  w.slices[uint64_t(flag == kCombine) * uint64_t(w.ranks) + uint64_t(rank)].store(next << 32 | slices,
+                                                                                 std::memory_order_release);
+}
+
 void arrived(Words& w, int rank, uint32_t imm) {
-  const uint32_t flag = imm >> 28, low = imm & ((1u << kSeqBits) - 1);
-  const uint32_t parts = (imm >> kSeqBits & ((1u << kPartBits) - 1)) + 1;
+  const uint32_t low = imm & ((1u << kSeqBits) - 1), what = imm >> kSeqBits & ((1u << kPartBits) - 1);
+  uint32_t flag = imm >> 28;
+  const bool is_slice = flag == kFlags || flag == kFlags + 1;
+  if (is_slice) flag = flag == kFlags ? kPayload : kCombine;
   if (flag >= kFlags || flag == kLeftOut) return;
   std::atomic<uint64_t>& word = w.at(flag, rank);
   uint64_t now = word.load(std::memory_order_relaxed);
@@ -62,10 +79,19 @@ void arrived(Words& w, int rank, uint32_t imm) {
   Count* counts = w.counts[flag][rank];
   Count& count = counts[(now + uint64_t(ahead)) % kWindow];
   ++count.come;
-  count.of = uint16_t(parts);
+  bool is_whole = false;  // a slice
+  if (is_slice) {
+    const uint32_t slice = what >> kSlicePartBits, parts = (what & ((1u << kSlicePartBits) - 1)) + 1;
+    is_whole = ++count.parts[slice] == parts;
+    count.slices |= uint32_t(is_whole) << slice;
+  } else {
+    count.of = uint16_t(what + 1);
+  }
   const uint64_t before = now;
   for (Count* next; next = &counts[(now + 1) % kWindow], next->of && next->come == next->of; ++now) *next = {};
-  if (now != before && flushed(w)) word.store(now, std::memory_order_release);
+  if ((now == before && !is_whole) || !flushed(w)) return;
+  tell_slices(w, flag, rank, now);
+  if (now != before) word.store(now, std::memory_order_release);
 }
 
 void on_network(void* context, int32_t rank, cd::NetEvent event, uint64_t value) {
@@ -92,14 +118,15 @@ void on_network(void* context, int32_t rank, cd::NetEvent event, uint64_t value)
 
 }  // namespace
 
-// words [FLAGS, ranks], gone [ranks]: pinned. Null: memory is short.
-CD_API void* cd_boxes_new(int ranks, uint64_t* words, uint64_t* gone) {
+// words [FLAGS, ranks], slices [2, ranks], gone [ranks]: pinned. Null: memory is short.
+CD_API void* cd_boxes_new(int ranks, uint64_t* words, uint64_t* slices, uint64_t* gone) {
   void* memory = calloc(1, sizeof(Words));
   if (!memory) return nullptr;
   auto* w = new (memory) Words;
   w->mutex = PTHREAD_MUTEX_INITIALIZER;
   w->ranks = ranks;
   w->words = reinterpret_cast<std::atomic<uint64_t>*>(words);
+  w->slices = reinterpret_cast<std::atomic<uint64_t>*>(slices);
   w->gone = reinterpret_cast<std::atomic<uint64_t>*>(gone);
   return w;
 }
@@ -123,6 +150,8 @@ CD_API void cd_boxes_restart(Words* w, uint64_t dispatch, uint64_t combine, uint
     for (auto& counts : w->counts) {
       for (Count& count : counts[rank]) count = {};
     }
+    tell_slices(*w, kPayload, rank, dispatch);
+    tell_slices(*w, kCombine, rank, combine);
   }
   pthread_mutex_unlock(&w->mutex);
 }
