@@ -30,6 +30,8 @@ ACCEPTED = {
     "deployment-replicas": "workers serve on without their one control plane; control.replicas for another",
     "deployment-strategy": "a control plane without election is replaced by Recreate: two would both decide",
     "deployment-has-host-podantiaffinity": "topologySpreadConstraints spread them; two may share an only node",
+    "service-targets-pod": "kube-score does not know that a LeaderWorkerSet makes pods",
+    "container-security-context-user-group-id": "a worker with worker.rdma.ipcLock is root: only root gets IPC_LOCK",
 }
 """Checks of kube-score that the chart fails with some values, and why that is meant."""
 
