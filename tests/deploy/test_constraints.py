@@ -74,7 +74,7 @@ def left_out() -> tuple[str, set[str]]:
     stage = re.search(r"AS control-dependencies\n(.*?)\nFROM", (ROOT / "Dockerfile").read_text(), re.DOTALL)
     assert stage is not None
     folder = re.search(r"rm -r /app/lib/python3\.\*/site-packages/(\S+)", stage[1])
-    names = re.search(r"uninstall --quiet --yes \\\n(.*)", stage[1])
+    names = re.search(r"uninstall --quiet --yes \\\n([^\\\n]*)", stage[1])
     assert folder is not None
     assert names is not None
     return f"{folder[1]}/", {canonicalize_name(name) for name in names[1].split()}

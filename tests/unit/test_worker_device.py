@@ -10,6 +10,7 @@ from unittest.mock import ANY
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 
 from crossdock.common.config import ConfigFileError, HostConfig, WorkerConfig, load
 from crossdock.demo.stage import Stage
@@ -18,7 +19,9 @@ from crossdock.worker.checkpoint import CheckpointError
 from crossdock.worker.device import choose, enter, peak_bytes_per_s
 from crossdock.worker.device_stream import CpuStream, stream_of
 from crossdock.worker.model import Model
-from ep_kernels import CombineOrder, ConfigError, MoEConfig
+from crossdock.worker.stepper import Stepper
+from crossdock.worker.work import Slice, Work
+from ep_kernels import CombineOrder, ConfigError, Layout, MoECommunicator, MoEConfig, Overflow, StoreGroup
 from ep_kernels.bringup import Hello, fingerprint
 from tests.groups import LonelyGroup
 
@@ -88,14 +91,39 @@ def test_on_a_cpu_nothing_is_moved() -> None:
         stream.mark()
         stream.mark()
         stream.copy_out(joined, counts)
-    counts.zero_()  # dispatch's counts may lie in a buffer that is used again
     result = stream.wait()
     assert alone is first
     assert torch.equal(joined, torch.cat([first, second]))
     assert result.z is joined
-    assert result.rows_per_expert.tolist() == [2, 1]
+    assert result.rows_per_expert is counts
     assert len(result.phases_ns) == 3
     assert min(result.phases_ns) >= 0
+
+
+def test_a_steps_record_outlives_the_next_step() -> None:
+    """Counts of a CPU's step lie in memory that dispatch uses again; telemetry reads the record later."""
+    group = StoreGroup(dist.HashStore(), 0, 1)
+    config = MoEConfig(group=group, num_experts=4, hidden_size=64, topk=2, max_tokens_per_rank=8, transport="cpu",
+        layout=Layout.GROUPED, output_dtype=torch.float32, exact_shapes=False, overflow=Overflow.DROP)  # fmt: skip
+    with MoECommunicator(config) as comm:
+        stepper = Stepper(comm, Echo(), CpuStream())  # type: ignore[arg-type]
+        records = []
+        for tokens in (3, 8, 5):
+            ids = torch.stack([torch.randperm(4)[:2] for _ in range(tokens)]).int()
+            work = Work(0, 0, torch.randn(tokens, 64).bfloat16(), ids, torch.rand(tokens, 2), 1 << 62, 0, print)
+            records.append((stepper.record_of(stepper.step(0, 8, [Slice(work, 0, tokens)])), ids))
+        for record, ids in records:
+            assert record.rows_per_expert.tolist() == ids.flatten().bincount(minlength=4).tolist()
+            assert record.remote_rows(record.topk_ids) == 0
+
+
+class Echo:
+    """Experts that return their rows."""
+
+    output_dtype = torch.float32
+
+    def forward(self, layer: int, tokens: torch.Tensor, *args: Any, out: torch.Tensor | None, num_rows: int) -> Any:
+        return tokens.float() if out is None else out.copy_(tokens)
 
 
 class Counting(LonelyGroup):

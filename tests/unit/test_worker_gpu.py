@@ -163,15 +163,17 @@ def test_steps_come_home_and_a_failed_one_is_zeros(comm: MoECommunicator, dtype:
     for number in range(1, M):
         slices = pieces(number)
         queued = Mock()
-        batch = Stepper(comm, Doubles(dtype), stream, queued=queued).step(0, M, slices)  # type: ignore[arg-type]
+        stepper = Stepper(comm, Doubles(dtype), stream, queued=queued)  # type: ignore[arg-type]
+        batch = stepper.step(0, M, slices)
         queued.assert_called_once_with()
         work = slices[0].work
         expected = 2 * work.x.float() * work.topk_weights.sum(1, keepdim=True)
         kept.append((batch.z, expected))
         assert batch.error == ""
-        assert batch.record.rows_per_expert.tolist() == work.topk_ids.flatten().bincount(minlength=4).tolist()
-        assert batch.record.remote_rows() == 0
-        assert min(batch.record.dispatch_ns, batch.record.experts_ns, batch.record.combine_ns) > 0
+        record = stepper.record_of(batch)
+        assert record.rows_per_expert.tolist() == work.topk_ids.flatten().bincount(minlength=4).tolist()
+        assert record.remote_rows(record.topk_ids) == 0
+        assert min(record.dispatch_ns, record.experts_ns, record.combine_ns) > 0
     for z, expected in kept:  # pinned memory that is still held is not used again
         assert z.device.type == "cpu"
         torch.testing.assert_close(z, expected, rtol=1e-5, atol=1e-5)
