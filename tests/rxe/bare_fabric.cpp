@@ -8,7 +8,6 @@
 #include <sched.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "bare_loop.hpp"
 #include "fabric_abi.hpp"
 
 using namespace cd::fi;
@@ -24,12 +24,6 @@ using namespace cd::fi;
 namespace {
 
 constexpr int kWindow = 64;
-
-double now_us() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return double(t.tv_sec) * 1e6 + double(t.tv_nsec) / 1e3;
-}
 
 void need(bool ok, const char* what, long code) {
   if (ok) return;
@@ -148,21 +142,13 @@ int main(int argc, char** argv) {
   s.takes_recvs = ((info->mode | info->rx->mode) & kRecvForData) != 0;
   for (int i = 0; s.takes_recvs && i < kWindow; ++i) s.post(i);
 
-  auto* took = static_cast<double*>(malloc(size_t(rounds) * sizeof(double)));
-  for (long i = 0; i < rounds; ++i) {
-    const double begun = now_us();
-    if (first) s.write(ping);
-    while (s.arrived <= i) s.poll();
-    if (!first) s.write(ping);
-    took[i] = (now_us() - begun) / 2;
-  }
-  std::sort(took, took + rounds);
-  const double begun = now_us();
+  const double one_way_us = bare::ping_pong_us(s, first, rounds, ping);
+  const double begun = bare::now_us();
   for (long i = 0; i < count && first; ++i) s.write(bulk);
   const long until = rounds + (first ? 1 : count);
   while (s.arrived < until) s.poll();
   if (!first) s.write(0);
-  if (first) printf("%.2f %.2f\n", took[rounds / 2], double(count) * double(bulk) / (now_us() - begun));
+  if (first) printf("%.2f %.2f\n", one_way_us, double(count) * double(bulk) / (bare::now_us() - begun));
   fflush(stdout);
   const char over = 1;
   need(write(fd, &over, 1) == 1, "pipe", errno);

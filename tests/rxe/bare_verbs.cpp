@@ -7,7 +7,6 @@
 #include <arpa/inet.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "bare_loop.hpp"
 #include "verbs_device.hpp"
 
 using namespace cd::ib;
@@ -23,12 +23,6 @@ namespace {
 
 constexpr int kWindow = 64;
 constexpr uint64_t kSend = 1;  // ids of completions
-
-double now_us() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return double(t.tv_sec) * 1e6 + double(t.tv_nsec) / 1e3;
-}
 
 void need(bool ok, const char* what) {
   if (ok) return;
@@ -149,20 +143,12 @@ int main(int, char** argv) {
   Side s;
   s.open(argv[first ? 1 : 2], std::max(ping, bulk));
   s.join(fd);
-  auto* took = static_cast<double*>(malloc(size_t(rounds) * sizeof(double)));
-  for (long i = 0; i < rounds; ++i) {
-    const double begun = now_us();
-    if (first) s.write(ping);
-    while (s.arrived <= i) s.poll();
-    if (!first) s.write(ping);
-    took[i] = (now_us() - begun) / 2;
-  }
-  std::sort(took, took + rounds);
+  const double one_way_us = bare::ping_pong_us(s, first, rounds, ping);
   while (s.done < s.sent) s.poll();
-  const double begun = now_us();
+  const double begun = bare::now_us();
   for (long i = 0; i < count && first; ++i) s.write(bulk);
   while (first && s.done < s.sent) s.poll();
-  if (first) printf("%.2f %.2f\n", took[rounds / 2], double(count) * double(bulk) / (now_us() - begun));
+  if (first) printf("%.2f %.2f\n", one_way_us, double(count) * double(bulk) / (bare::now_us() - begun));
   fflush(stdout);
   while (!first && s.arrived < rounds + count) s.poll();
   char over = 1;
