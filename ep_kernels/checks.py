@@ -32,9 +32,14 @@ def tensor(
         and not value.is_neg()
     ):
         if value.data_ptr() == 0 and value.numel():  # a kernel would write to address 0
-            raise ArgumentError(name, "a tensor with memory", "one without: freed, fake or only traced")
+            raise without_memory(name)
         return value
     raise _unlike(name, value, shape, dtypes, device_type)
+
+
+def without_memory(name: str) -> ArgumentError:
+    """The error of a tensor at address 0."""
+    return ArgumentError(name, "a tensor with memory", "one without: freed, fake or only traced")
 
 
 def _unlike(

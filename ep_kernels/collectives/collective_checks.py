@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ep_kernels.checks import without_memory
 from ep_kernels.collectives.collective_types import SUM_DTYPES
 from ep_kernels.errors import ArgumentError
 
@@ -42,7 +43,7 @@ def contiguous(name: str, value: object, device_type: str) -> torch.Tensor:
         strides = list(value.stride()) if value.layout is torch.strided else value.layout
         raise ArgumentError(name, "a contiguous tensor", f"strides {strides}")
     if value.data_ptr() == 0 and value.numel():
-        raise ArgumentError(name, "a tensor with memory", "one without: freed, fake or only traced")
+        raise without_memory(name)
     if value.is_neg() or value.is_conj():
         raise ArgumentError(name, "a resolved tensor", "a lazy negation or conjugate: resolve_neg(), resolve_conj()")
     return value.detach()
