@@ -25,7 +25,7 @@ from crossdock.client import AsyncClient, Client
 
 DEADLINE_S = 120.0
 WARM_CALLS, FEW_WARM_CALLS, MANY_CLIENTS, WARM_PAUSE_S = 5, 2, 16, 0.02
-"""Calls of each client before they count (the first go by gRPC while buffers open); fewer from so many clients on."""
+"""Warm-up calls of each client (the first go by gRPC while buffers open), FEW_ from MANY_CLIENTS on; pause."""
 ECHO = "/Bench/Echo"
 
 

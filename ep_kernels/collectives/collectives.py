@@ -183,7 +183,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
         Args:
             x: [n, K], as in `all_gather`.
-            weights: [K, N_i] each, of x's dtype and device.
+            weights: [K, N_i] each, of x's dtype and device; of two GPUs both or none have sum(N_i) < 2048.
             out: [R * n, K] for x_all, or None.
 
         Returns ([R * n, N_i] each, x_all [R * n, K]); rows of inactive ranks are those of what out holds there.
@@ -318,7 +318,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         num_sms: int | None,
         *,
         repeats: bool = False,
-        half: int | None = None,  # a product follows, by halves of so many bytes; 0: by shards
+        half: int | None = None,  # a matmul follows; bytes of half a shard, 0: whole shards
     ) -> tuple[list[torch.Tensor], PendingGather]:
         self._ready("all_gather")
         shards = checks.sequence("xs", xs, None)

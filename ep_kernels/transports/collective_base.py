@@ -71,7 +71,7 @@ class GatherArgs:
             completes all the same; then `wait` raises HandleError, or `check_results` where `wait` does not read the
             device (which compares the lowest 11 bits). Breaks nothing.
         skips_own: of copy engines that push: this rank's place in `out` is for the caller to fill.
-        half_bytes: of a single part: the first so many bytes of each shard are wanted before the rest; 0: whole shards.
+        half_bytes: of a single part: bytes at the start of each shard that arrive under a flag of their own; 0: none.
     """
 
     parts: tuple[GatherPart, ...]

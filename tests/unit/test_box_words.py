@@ -43,11 +43,11 @@ class Box:
         self._handler(self.pointer, rank, event, value)
 
     def part(self, rank: int, flag: int, seq: int, parts: int = 1) -> None:
-        """One of so many messages of an operation: as `net::immediate` of push.cuh has it."""
+        """One of the `parts` messages of an operation: as `net::immediate` of push.cuh has it."""
         self.tell(rank, ARRIVED, flag << 28 | (parts - 1) << abi.SEQ_BITS | seq % (1 << abi.SEQ_BITS))
 
     def slice(self, rank: int, flag: int, seq: int, number: int, parts: int = 1) -> None:
-        """One of so many messages of a slice."""
+        """One of the `parts` messages of a slice."""
         which, low = len(abi.FLAGS) + (flag == COMBINE), seq % (1 << abi.SEQ_BITS)
         self.tell(rank, ARRIVED, which << 28 | (number << 5 | (parts - 1)) << abi.SEQ_BITS | low)
 

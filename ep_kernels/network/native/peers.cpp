@@ -189,8 +189,8 @@ void Proxy::why(NetChannel* c, int rank, Text* out) {
   *out = c->peers[rank].why;
 }
 
-// A descriptor that cannot be carried out: whoever waits for its bytes shall see an end, and why. One that names no
-// rank may have been meant for any.
+// Ends the connection that a bad descriptor names, with the error: its receiver would wait for the bytes until the
+// deadline. A descriptor that names no rank ends all connections.
 void Proxy::refuse(NetChannel& c, const Order& order, int error) {
   const bool known = order.rank < c.memory.ranks;
   for (int rank = known ? order.rank : 0; rank < (known ? order.rank + 1 : c.memory.ranks); ++rank) {

@@ -318,7 +318,7 @@ class _Buffer:
             self._backend.check_rate(self.offer.client)
         except Refused as refused:
             failure = refused.failure
-            if request.cancel:  # nobody waits for an answer to it
+            if request.cancel:  # it has no answer that could carry the error
                 _end(self.sock)
         if not request.cancel:
             self._send(request.id, failure)
