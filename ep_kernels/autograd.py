@@ -133,8 +133,9 @@ def _trace_dispatch(
         raise ArgumentError("comm", "an unquantised communicator whose output_dtype is its dtype", site.dtype)
     mode, kept = ops.mode_of(site, step_tokens), weights.detach().clone()
     results = _TracedDispatch.apply(
-        x, weights, kept, ids, site.order, site.comm, step_tokens, site.owner, comm._epoch, mode.value, site.layout
-    )
+        x, weights, kept, ids, site.order, site.backward_order, site.comm, step_tokens, site.owner, comm._epoch,
+        mode.value, site.layout,
+    )  # fmt: skip
     out = ops.output_of(site.layout, site.num_groups, results)
     handle = ops.handle_of(comm, out, mode, results[:-1], ids, kept)
     return replace(out, tokens=_copy(out), topk_weights=results[-1]), handle
@@ -146,8 +147,8 @@ def _trace_combine(
     site = comm._site
     owner, epoch, num_tokens, algorithm, _, routing = ops.carried(handle)
     z: torch.Tensor = _TracedCombine.apply(
-        y, rows, handle.topk_ids, handle.topk_weights, site.order, site.comm, owner, epoch, num_tokens, algorithm,
-        site.layout, site.num_groups, *routing,
+        y, rows, handle.topk_ids, handle.topk_weights, site.order, site.backward_order, site.comm, owner, epoch,
+        num_tokens, algorithm, site.layout, site.num_groups, *routing,
     )  # fmt: skip
     return z
 
@@ -156,7 +157,8 @@ class _TracedDispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor, ids: torch.Tensor, order: torch.Tensor,
-        comm: str, step_tokens: int | None, owner: int, epoch: int, algorithm: str, layout: Layout,
+        backward_order: torch.Tensor, comm: str, step_tokens: int | None, owner: int, epoch: int, algorithm: str,
+        layout: Layout,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """The operator's outputs without the stamp, and the weight of every row."""
         stamp, *results = torch.ops.crossdock.dispatch(order, comm, x, None, ids, kept, step_tokens, *ops.FRESH)
@@ -169,41 +171,45 @@ class _TracedDispatch(torch.autograd.Function):
         else:
             rows = rows.clone()
         ctx.mark_non_differentiable(*results[1:])
-        ctx.save_for_backward(ids, order, *routing)
+        ctx.save_for_backward(ids, *routing)
+        ctx.order = backward_order  # not saved: other backward passes write it, which autograd need not mind
         ctx.plain = comm, owner, epoch, algorithm
         return *results, rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_tokens: torch.Tensor, *rest: torch.Tensor) -> tuple[Any, ...]:
-        ids, order, *routing = ctx.saved_tensors
+        ids, *routing = ctx.saved_tensors
+        order = ctx.order
         comm, owner, epoch, algorithm = ctx.plain
         handle = (owner, epoch, ids.shape[0], algorithm, list(grad_tokens.shape[:-1]), routing)
         stamp, grad_x, grad_weights = torch.ops.crossdock.combine(
             order, comm, grad_tokens.contiguous(), *handle, rest[-1].contiguous(), False
         )
         order.copy_(stamp)
-        return grad_x, grad_weights, *(None,) * 9
+        return grad_x, grad_weights, *(None,) * 10
 
 
 class _TracedCombine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, y: torch.Tensor, rows: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor,
-        order: torch.Tensor, comm: str, owner: int, epoch: int, num_tokens: int, algorithm: str, layout: Layout,
-        groups: int, *routing: torch.Tensor,
+        order: torch.Tensor, backward_order: torch.Tensor, comm: str, owner: int, epoch: int, num_tokens: int,
+        algorithm: str, layout: Layout, groups: int, *routing: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         handle = (owner, epoch, num_tokens, algorithm, list(y.shape[:-1]), list(routing))
         stamp, z = torch.ops.crossdock.combine(order, comm, y.contiguous(), *handle, None, True)
         order.copy_(stamp)
-        ctx.save_for_backward(y, rows, ids, weights, order, *routing)
+        ctx.save_for_backward(y, rows, ids, weights, *routing)
+        ctx.order = backward_order
         ctx.plain = comm, owner, epoch, algorithm, layout, groups
         return z  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_z: torch.Tensor) -> tuple[Any, ...]:
-        y, rows, ids, weights, order, *routing = ctx.saved_tensors
+        y, rows, ids, weights, *routing = ctx.saved_tensors
+        order = ctx.order
         comm, owner, epoch, algorithm, layout, groups = ctx.plain
         handle = (owner, epoch, ids.shape[0], algorithm, list(y.shape[:-1]), routing)
         stamp, *results = torch.ops.crossdock.dispatch(
@@ -211,4 +217,4 @@ class _TracedCombine(torch.autograd.Function):
         )
         order.copy_(stamp)
         out = ops.output_of(layout, groups, results)
-        return *_row_gradients(out, y, rows), *(None,) * (10 + len(routing))
+        return *_row_gradients(out, y, rows), *(None,) * (11 + len(routing))

@@ -59,8 +59,8 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         self._device = transport.capabilities.device_type
         may = self._device == "cpu" or may_overflow(config, self._num_local_experts)  # else a GPU is read for nothing
         self._reads_dropped = config.overflow is Overflow.RAISE and may
-        self._dispatches = InFlight("dispatch", config.max_in_flight)
-        self._combines = InFlight("combine", config.max_in_flight)
+        self._dispatches = InFlight("dispatch", config.max_in_flight, self._device)
+        self._combines = InFlight("combine", config.max_in_flight, self._device)
         self._recent: deque[tuple[int, int]] = deque(maxlen=config.max_in_flight)
         self._received: torch.Tensor | None = None
         try:
@@ -184,7 +184,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             topk_weights = previous.topk_weights if topk_weights is None else topk_weights
         ids = checks.topk_ids(topk_ids, rows, config, device)
         weights = checks.topk_weights(topk_weights, rows, config, device)
-        self._dispatches.check()
+        self._dispatches.check(self._run)
         return base.DispatchArgs(body, scales, ids, weights, mode, previous, at_once, tokens)
 
     def combine(
@@ -273,7 +273,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         handle = self._own(handle)
         checks.combine_arguments(y, out, row_weights, handle, self._config, self._device)
         weights = checks.source_weights(topk_weights, handle.num_tokens, self._config, self._device)
-        self._combines.check()
+        self._combines.check(self._run)
         return base.CombineArgs(y, handle, row_weights, apply_weights, at_once, weights)
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
@@ -374,17 +374,16 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     def _finisher(self, kind: InFlight, number: int, wait: Callable[[], T]) -> Callable[[], T]:
         """The request of that operation is pending from now on; what its `wait()` has to call, once."""
-        epoch, pending = self._epoch, kind.pending
-        pending.add(number)
+        epoch = self._epoch
 
         def finish() -> T:
             if epoch != self._epoch:
                 raise HandleError(f"{kind.kind}: begun in epoch {epoch}, the group is in epoch {self._epoch}")
             self._ready(kind.kind)
-            pending.remove(number)
+            del kind.pending[number]
             return self._run(wait)
 
-        return finish
+        return kind.wait_for(number, finish, wait)
 
     def _delivered(self, number: int, out: DispatchOutput, made: DispatchHandle, args: base.DispatchArgs) -> Delivered:
         stamp(made, self._id, args.topk_ids, args.topk_weights)

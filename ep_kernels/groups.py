@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_kernels.errors import TransportError
+from ep_kernels.errors import ConfigError, TransportError
 
 
 class StoreGroup:
@@ -20,12 +20,13 @@ class StoreGroup:
         store: any `torch.distributed.Store`, shared by all ranks.
         rank, size: this rank and the number of ranks.
         epoch: membership counter; a new epoch uses new keys, so one store serves many re-formings.
-        name: distinguishes several groups over one store.
+        name: distinguishes several groups over one store. Several communicators may share one StoreGroup object; two
+            objects need two names, or two epochs.
     """
 
     def __init__(self, store: Any, rank: int, size: int, *, epoch: int = 0, name: str = "crossdock") -> None:
         self._store: Any = dist.PrefixStore(f"{name}/{epoch}", store)  # type: ignore[attr-defined]
-        self._rank, self._size, self._epoch, self._round = rank, size, epoch, 0
+        self._rank, self._size, self._epoch, self._round, self._name = rank, size, epoch, 0, name
 
     @property
     def rank(self) -> int:
@@ -40,10 +41,13 @@ class StoreGroup:
         return self._epoch
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
-        """See `config.Group`."""
+        """See `config.Group`. Raises ConfigError where this rank's key is taken: by a former group of this name."""
         number, self._round = self._round, self._round + 1
-        self._store.set(f"{number}/{self._rank}", payload)
         keys = [f"{number}/{rank}" for rank in range(self._size)]
+        if self._store.check([keys[self._rank]]):  # then those of the others may be the former ones, too
+            free = f"a StoreGroup whose name is new in its store in epoch {self._epoch}, or one object for all"
+            raise ConfigError("group", free, self._name)
+        self._store.set(keys[self._rank], payload)
         try:
             self._store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError as error:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ep_kernels.types import DispatchOutput
 
 
@@ -47,3 +49,10 @@ def lazy_output(field: Callable[[str], Any]) -> DispatchOutput:
     _set(made, "_field", field)
     _set(made, "_made", {})
     return made
+
+
+def recycle(rows: torch.Tensor) -> None:
+    """A dispatch has begun whose rows are delivered to this buffer. What autograd has saved of it is no longer what it
+    was: backward then raises, as after an in-place operation, instead of computing other gradients."""
+    if torch.is_grad_enabled():
+        torch.autograd.graph.increment_version(rows)

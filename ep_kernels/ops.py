@@ -4,9 +4,10 @@ A compiled function calls `comm.dispatch` and `comm.combine` as any other; while
 `torch.ops.crossdock.*`, whose kernels call the same methods when the compiled code runs. Eager code never comes here.
 
 * Communicators go by name, through weak references: neither an operator nor compiled code keeps one alive.
-* Every collective operator takes `order`, a tensor of the communicator, and gives a stamp, which is written to it. So
-  the compiler keeps all of them, also equal ones and those whose result is unused, in the order of the program, which
-  is the same on all ranks. It sees that only the last stamp is ever read: no copy is left but one per graph.
+* Every collective operator takes `order`, a tensor of the communicator (in backward passes a second one, since a tensor
+  that is written later cannot be saved for backward), and gives a stamp, which is written to it. So the compiler keeps
+  all of them, also equal ones and those whose result is unused, in the order of the program, which is the same on all
+  ranks. It sees that only the last stamp is ever read: no copy is left but one per graph.
 * Outputs are copies. The compiler may use the memory of an intermediate again for another, or read it later than the
   program says; a view of a registered buffer, which peers write to, would not survive either.
 * A handle made here carries its routing as tensors, so that a graph can pass it on: `Transport.flatten`, `restore`.
@@ -327,5 +328,8 @@ for _name, _real, _fake in (
     ("combine", _combine, _fake_combine),
     ("row_weights", _row_weights, _fake_row_weights),
 ):
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    # Between two graphs an operator runs where the compiler looks at every function that is called: not into these,
+    # whose calls of the communicator would be traced, become the same operator, and so on. (`torch.compiler.disable`
+    # does the same, but imports the compiler now, which takes seconds.)
+    _library.impl(_name, torch._disable_dynamo(_real), "CompositeExplicitAutograd")
     torch.library.register_fake(f"crossdock::{_name}", _fake, lib=_library)

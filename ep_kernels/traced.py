@@ -23,7 +23,8 @@ class TraceSite:
         owner: as in DispatchHandle.
         scales: payloads have scales.
         num_groups: length of counts.
-        order: int32 [1] on the payload's device; see above.
+        order: int32 [1] on the payload's device, which every operator of a forward pass writes: see ops.py.
+        backward_order: the same of backward passes. A tensor that forward passes write cannot be saved for backward.
     """
 
     comm: str
@@ -38,14 +39,16 @@ class TraceSite:
     dtype: torch.dtype
     output_dtype: torch.dtype
     order: torch.Tensor
+    backward_order: torch.Tensor
 
     @classmethod
     def of(cls, owner: int, config: MoEConfig, ll_max_tokens: int, device: str) -> TraceSite:
         """Of a communicator that has been brought up."""
-        order = torch.zeros(1, dtype=torch.int32, device=device)
-        # What torch._dynamo.mark_static_address does, whose import would cost seconds. CUDA graphs of the compiler may
-        # then contain what mutates it.
-        order._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+        order, backward_order = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
+        for tensor in (order, backward_order):
+            # What torch._dynamo.mark_static_address does, whose import would cost seconds. CUDA graphs of the compiler
+            # may then contain what mutates it.
+            tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
         return cls(
             comm=f"crossdock-{owner}-{_digest(config)}",
             owner=owner,
@@ -59,6 +62,7 @@ class TraceSite:
             dtype=config.dtype,
             output_dtype=config.resolved_output_dtype,
             order=order,
+            backward_order=backward_order,
         )
 
 

@@ -28,6 +28,7 @@ class How:
         backend, mode: of torch.compile.
         dynamic: T changes from call to call (marked so), else it stays.
         replays: CUDA graphs are expected: from the third call on no operator runs on the host.
+        fullgraph: of torch.compile; without it, the compiler runs parts of the function eagerly.
     """
 
     backend: str = "inductor"
@@ -35,6 +36,7 @@ class How:
     dynamic: bool = False
     replays: bool = False
     calls: int = 4
+    fullgraph: bool = True
 
 
 def gained(out: DispatchOutput, dtype: torch.dtype) -> torch.Tensor:
@@ -94,7 +96,7 @@ def compiled_layers(comm: MoECommunicator, case: RoutingCase, how: How) -> None:
     """Every call is right, also between eager steps that recycle and poison all buffers; what a call gave stays."""
     torch._dynamo.reset()
     device, rank = comm.capabilities.device_type, comm.rank
-    run = torch.compile(layers_of(comm), fullgraph=True, backend=how.backend, mode=how.mode)
+    run = torch.compile(layers_of(comm), fullgraph=how.fullgraph, backend=how.backend, mode=how.mode)
     kept: list[Any] = []
     for number in range(how.calls):
         case = next_case(case, 1)
@@ -151,7 +153,7 @@ def compiled_gradients(comm: MoECommunicator, case: RoutingCase, how: How) -> No
     torch._dynamo.reset()
     device, dtype = comm.capabilities.device_type, comm.config.dtype
     loss = training_step(comm)
-    run = torch.compile(loss, fullgraph=True, backend=how.backend)
+    run = torch.compile(loss, fullgraph=how.fullgraph, backend=how.backend)
     for number in range(how.calls):
         inputs = Inputs.of(next_case(case, number), comm.config)
         ids, weights = inputs.ids[comm.rank].to(device), inputs.weights[comm.rank].to(device)

@@ -118,6 +118,30 @@ def too_many_in_flight(comm: MoECommunicator, case: RoutingCase) -> None:
     check_step(comm, case)
 
 
+def dropped_requests(comm: MoECommunicator, case: RoutingCase) -> None:
+    """Nobody can wait for a request that was dropped, as by an exception: later operations receive it instead of being
+    refused for good. What is received of others is right, on ranks that waited and on those that did not."""
+    dtype, flight = comm.config.resolved_output_dtype, comm.config.max_in_flight
+    for turn in range(3):
+        waits = comm.rank == turn
+        request, inputs = start(comm, next_case(case, turn))
+        if waits:
+            check_dispatch(comm, inputs, request.wait()[0])
+        del request
+        for n in range(flight):
+            out, handle = comm.dispatch(*Inputs.of(next_case(case, n), comm.config).arguments(comm.rank, _type(comm)))
+            combining = comm.combine_async(expert(out, dtype), handle)
+            if waits:
+                combining.wait()
+            del combining
+        for n in range(flight + 1):
+            check_step(comm, next_case(case, 100 * turn + n))
+
+
+def _type(comm: MoECommunicator) -> str:
+    return comm.capabilities.device_type
+
+
 def overtaken(comm: MoECommunicator, case: RoutingCase) -> None:
     """A request may wait while max_in_flight - 1 later operations come and go; one more would take its slot: it
     is refused before anything is sent. What waited is whole."""

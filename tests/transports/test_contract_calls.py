@@ -76,6 +76,11 @@ def test_too_many_in_flight(world: Worlds, transport: str, max_in_flight: int) -
     world(3).run(run_story, transport, calls.too_many_in_flight, case_of(3), overrides)
 
 
+@pytest.mark.parametrize(("mode", "layout"), [(Mode.LL, Layout.EXPERT_MAJOR), (Mode.HT, Layout.FLAT)])
+def test_dropped_requests(world: Worlds, transport: str, mode: Mode, layout: Layout) -> None:
+    world(3).run(run_story, transport, calls.dropped_requests, case_of(3), {"mode": mode, "layout": layout})
+
+
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])
 def test_a_request_may_be_overtaken(world: Worlds, transport: str, mode: Mode, max_in_flight: int) -> None:

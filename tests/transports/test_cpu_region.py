@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import multiprocessing as mp
@@ -87,6 +88,24 @@ def test_close_gives_everything_back(world: Worlds) -> None:
     for seen in world(3).run(create_and_close, 10):
         assert {(fds, maps) for fds, maps, _ in seen} == {(0, 0)}
         assert len({total for _, _, total in seen[1:]}) == 1, "descriptors grow"
+
+
+def create_and_drop(rank: int, size: int, store: dist.Store, times: int) -> list[int]:
+    """Without `close`: as a notebook does, or an engine that makes another one."""
+    seen = []
+    for number in range(times):
+        comm = make(dist.PrefixStore(str(number), store), rank, size)
+        step(comm, number)
+        comm.barrier()
+        del comm
+        gc.collect()
+        seen.append(len(os.listdir("/proc/self/fd")))
+    return seen
+
+
+def test_what_nobody_closes_gives_its_descriptors_back(world: Worlds) -> None:
+    for seen in world(2).run(create_and_drop, 4):
+        assert len(set(seen[1:])) == 1, f"descriptors grow: {seen}"
 
 
 def die_while_serving(rank: int, size: int, store: dist.Store) -> Any:
@@ -427,6 +446,22 @@ def test_ticket_of_a_gone_process_is_refused(change: dict[str, Any], says: str) 
         open_peer(2, msgspec.structs.replace(ticket, **change))
     assert set(os.listdir("/proc/self/fd")) <= before
     region.close()
+
+
+@pytest.mark.parametrize("why", [errno.EMFILE, errno.EPERM, errno.ENOSYS])
+def test_a_process_that_cannot_be_watched_is_not_called_gone(monkeypatch: pytest.MonkeyPatch, why: int) -> None:
+    """No descriptor left, a container's seccomp profile, an old kernel."""
+
+    def refuses(pid: int) -> int:
+        raise OSError(why, os.strerror(why))
+
+    region = OwnRegion(4096)
+    ticket = msgspec.json.decode(region.ticket(0), type=Ticket)
+    monkeypatch.setattr(os, "pidfd_open", refuses)
+    with pytest.raises(
+        TransportError, match=rf"rank 3: .* cannot watch its process \d+ \(pidfd_open: .*{os.strerror(why)}"
+    ):
+        open_peer(3, ticket)
 
 
 def test_closed_region_cannot_be_redeemed() -> None:

@@ -454,6 +454,35 @@ def test_in_flight_is_counted(made: list[Script]) -> None:
         _ = combines[1].weights
 
 
+def test_a_dropped_request_is_received_by_the_operation_that_needs_its_room(made: list[Script]) -> None:
+    """And only that one; a request that somebody still has is in the way as before."""
+    comm = MoECommunicator(config(max_in_flight=2))
+    comm.dispatch_async(*arguments())
+    kept = comm.dispatch_async(*arguments())
+    assert "dispatch wait" not in made[0].calls
+    comm.dispatch_async(*arguments())
+    assert made[0].calls[-2:] == ["dispatch wait", "dispatch"]
+    with pytest.raises(HandleError, match="begun 2 before this"):
+        comm.dispatch(*arguments())
+    out, handle = kept.wait()
+    comm.combine_async(out.tokens, handle)
+    for _ in range(3):
+        comm.combine(out.tokens, handle)
+    assert made[0].calls.count("combine wait") == 4
+
+
+def test_a_peer_that_is_lost_meanwhile_is_named(made: list[Script]) -> None:
+    """Of the dropped request, by the operation that receives it: the communicator is then broken."""
+    comm = MoECommunicator(config(max_in_flight=1))
+    comm.dispatch_async(*arguments())
+    made[0].fail["dispatch wait"] = TIMEOUT
+    with pytest.raises(PeerTimeout, match="rank 1"):
+        comm.dispatch(*arguments())
+    assert made[0].calls.count("dispatch") == 1, "nothing was sent"
+    with pytest.raises(PeerTimeout, match="rank 1"):
+        comm.dispatch(*arguments())
+
+
 @pytest.mark.parametrize("flight", [1, 2, 3])
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])

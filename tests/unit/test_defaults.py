@@ -11,6 +11,7 @@ import torch
 
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig
 from ep_kernels.collectives import CollectiveConfig, Collectives
+from ep_kernels.routing import delivered
 from tests.groups import LonelyGroup
 
 E, H, K, T = 8, 64, 2, 5
@@ -72,6 +73,42 @@ def test_dispatch_and_combine(setting: str, layout: Layout) -> None:
             with SETTINGS[setting]():
                 pair(comm)
             pair(comm)
+
+
+def trained(layout: Layout) -> MoECommunicator:
+    return MoECommunicator(
+        MoEConfig(
+            group=LonelyGroup(), num_experts=E, hidden_size=H, topk=K, max_tokens_per_rank=T, mode=Mode.HT,
+            layout=layout, dtype=torch.float32,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [Layout.GROUPED, Layout.EXPERT_MAJOR, Layout.FLAT, Layout.RANK_MAJOR])
+def test_rows_of_inference_can_be_trained_on_later(layout: Layout) -> None:
+    """A program that validates before it trains: each buffer is first used in inference mode."""
+    weight = torch.randn(H, H, requires_grad=True)
+    with trained(layout) as comm:
+        with torch.inference_mode():
+            for _ in range(comm.config.max_in_flight):
+                comm.dispatch(*inputs())
+        out, _ = comm.dispatch(*inputs())
+        (torch.where(delivered(out)[..., None], out.tokens, 0) @ weight).sum().backward()
+        assert not out.tokens.is_inference()
+
+
+def test_gradients_of_recycled_rows_are_refused() -> None:
+    """Expert rows that autograd has saved and a later dispatch has overwritten: an error, not other gradients."""
+    weight = torch.randn(H, H, requires_grad=True)
+    with trained(Layout.FLAT) as comm:
+        losses = []
+        for _ in range(comm.config.max_in_flight + 1):
+            out, _ = comm.dispatch(*inputs())
+            losses.append((out.tokens @ weight).sum())
+        for loss in losses[1:]:
+            loss.backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            losses[0].backward()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

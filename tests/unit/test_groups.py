@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ep_kernels import MoECommunicator, StoreGroup, TorchGroup
 from ep_kernels.config import Group
-from ep_kernels.errors import TransportError
+from ep_kernels.errors import ConfigError, TransportError
 from tests.cases import RoutingCase, draw_seed
 from tests.worlds import World
 
@@ -48,6 +48,20 @@ def only_rank_zero_comes(rank: int, size: int, store: Any) -> None:
 
 def test_a_missing_rank_is_named() -> None:
     World(3).run(only_rank_zero_comes)
+
+
+def the_name_is_used_twice(rank: int, size: int, store: Any) -> None:
+    """Every rank is refused: its peers' words of before would be taken for those of now, and their regions, too."""
+    first = StoreGroup(store, rank, size, name="layer")
+    assert len(first.all_gather(b"ticket", 20.0)) == len(first.all_gather(b"again", 20.0)) == size
+    with pytest.raises(ConfigError, match=r"group: expected a StoreGroup whose name is new .*, got 'layer'"):
+        StoreGroup(store, rank, size, name="layer").all_gather(b"ticket", 20.0)
+    for other in (StoreGroup(store, rank, size, name="layer", epoch=1), StoreGroup(store, rank, size, name="other")):
+        assert len(other.all_gather(b"ticket", 20.0)) == size
+
+
+def test_a_second_group_of_a_name_is_refused() -> None:
+    World(2).run(the_name_is_used_twice)
 
 
 def epochs_do_not_mix(rank: int, size: int, store: Any) -> list[bytes]:

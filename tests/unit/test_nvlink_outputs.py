@@ -159,3 +159,15 @@ def test_numbers_lie_apart() -> None:
             assert place.offset % place.dtype.itemsize == 0
             end += torch.Size(place.shape).numel() * place.dtype.itemsize
         assert end <= outputs.num_bytes
+
+
+def test_rows_first_seen_in_inference_mode_are_no_inference_tensors() -> None:
+    """The view of a slot is kept: a program that validates before it trains gets it again outside of the mode."""
+    config = config_of(RoutingCase(7, 3, 272, (5, 0, 6), "uniform", draw_seed(), max_tokens=6), Layout.FLAT)
+    sizes = plan.sizes_of(config)
+    outputs = Outputs(config, sizes, CPU)
+    outputs.attach(Bytes(abi.region_map(sizes.shape).num_bytes))
+    with torch.inference_mode():
+        outputs.slot_rows(0)
+    block = torch.zeros(outputs.num_bytes, dtype=torch.uint8)
+    assert not outputs.output(block, 0, None, 5, 4).tokens.is_inference()

@@ -94,6 +94,41 @@ def test_layers_and_gradients_of_ag(make: Callable[..., MoECommunicator], case: 
     compiled_gradients(make(mode=Mode.AG, dtype=torch.float32), case, How(backend="aot_eager", calls=2))
 
 
+@pytest.mark.parametrize(("layout", "recompiles"), [(Layout.GROUPED, 8), (Layout.GROUPED, 1), (Layout.EXPERT_MAJOR, 1)])
+def test_graph_breaks(make: Callable[..., MoECommunicator], case: RoutingCase, layout: Layout, recompiles: int) -> None:
+    """`torch.compile(model)` as most people write it: exact shapes end the graph at each dispatch, and what has been
+    compiled too often runs eagerly, in the midst of a function that the compiler has begun to trace."""
+    comm, how = make(layout=layout, dtype=torch.float32), How(backend="aot_eager", fullgraph=False, calls=2)
+    with torch._dynamo.config.patch(recompile_limit=recompiles):
+        compiled_layers(comm, case, how)
+        compiled_gradients(comm, case, how)
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend"),
+    [(Layout.FLAT, "eager"), (Layout.FLAT, "aot_eager"), (Layout.EXPERT_MAJOR, "aot_eager"), (Layout.FLAT, "inductor")],
+)
+def test_layers_that_are_compiled_one_by_one_train(
+    make: Callable[..., MoECommunicator], case: RoutingCase, layout: Layout, backend: str
+) -> None:
+    """Each block of a model is often compiled by itself: all forward passes come before the first backward pass."""
+    comm = make(layout=layout, dtype=torch.float32)
+    _, ids, weights = arguments(comm, case)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        out, handle = autograd.dispatch(comm, x, ids, weights)
+        return autograd.combine(comm, out.tokens * 0.5, handle, out.topk_weights)
+
+    gradients, run = [], compiled(layer, backend)
+    x = torch.randn(arguments(comm, case)[0].shape)
+    for function in (layer, run, run):
+        leaf = x.clone().requires_grad_()
+        function(function(function(leaf))).square().sum().backward()
+        gradients.append(leaf.grad)
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0])
+
+
 @pytest.mark.parametrize("layout", COMPACT)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_worst_case_shapes(

@@ -44,8 +44,9 @@ class SlotBuffers:
         """Payload [*worst case, H]."""
         if self._tokens is None:
             geometry = self._geometry
-            raw = private_bytes(geometry.capacity * geometry.row_bytes).view(self._config.payload_dtype)
-            self._tokens = raw.view(*self._lead, self._config.hidden_size)
+            with torch.inference_mode(False):  # it is handed out again outside of the mode that the first call is in
+                raw = private_bytes(geometry.capacity * geometry.row_bytes).view(self._config.payload_dtype)
+                self._tokens = raw.view(*self._lead, self._config.hidden_size)
         return self._tokens
 
     def scale_bytes(self) -> torch.Tensor | None:
@@ -54,9 +55,9 @@ class SlotBuffers:
             rows = self._geometry.capacity
             planes = 1 if len(self._lead) == 1 else self._lead[0]
             padded = rows + planes * quant.ROW_PAD
-            self._scales = private_bytes(
-                padded * self._words * 4 if self._packed else rows * self._geometry.scale_bytes
-            )
+            num_bytes = padded * self._words * 4 if self._packed else rows * self._geometry.scale_bytes
+            with torch.inference_mode(False):
+                self._scales = private_bytes(num_bytes)
         return self._scales
 
     def scales(self, lead: tuple[int, ...], packed_stride: int) -> torch.Tensor | None:

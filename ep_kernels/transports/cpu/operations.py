@@ -10,7 +10,7 @@ import torch
 from ep_kernels import quant
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import HandleError
-from ep_kernels.lazy_output import lazy_output
+from ep_kernels.lazy_output import lazy_output, recycle
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
@@ -83,6 +83,7 @@ class CpuDispatch:
         comm = self._comm
         self._transport.judge(comm.lib.cd_dispatch_send(comm.pointer, ctypes.byref(self._op)))
         self._args = None  # type: ignore[assignment]  # x and the rest are staged; the caller may have them back
+        recycle(self._buffers.tokens())
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """See `base.PendingDispatch`."""

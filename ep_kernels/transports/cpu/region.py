@@ -105,7 +105,7 @@ class OwnRegion:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
             mapping = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | MAP_NORESERVE)
         except (OSError, ValueError, OverflowError) as error:
-            os.close(self.fd)
+            self.close()
             raise TransportError(f"cpu transport: a region of {num_bytes} bytes cannot be mapped: {error}") from error
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
 
@@ -137,6 +137,10 @@ class OwnRegion:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            self.close()  # of a communicator that nobody has closed
 
 
 def private_bytes(num_bytes: int) -> torch.Tensor:
@@ -183,8 +187,10 @@ def open_peer(rank: int, ticket: Ticket) -> tuple[int, int, int]:
     TransportError."""
     try:
         process = os.pidfd_open(ticket.pid)
-    except (OSError, ValueError, OverflowError) as error:
+    except (ProcessLookupError, ValueError, OverflowError) as error:
         raise _refused(rank, f"its process {ticket.pid} is gone ({error})") from error
+    except OSError as error:  # no descriptor left; a container's seccomp profile or a kernel without the call
+        raise _refused(rank, f"this process cannot watch its process {ticket.pid} (pidfd_open: {error})") from error
     try:
         if start_ticks(ticket.pid) != ticket.start_ticks:
             raise _refused(rank, f"its process {ticket.pid} is gone (the id was given to another)")
@@ -205,6 +211,8 @@ def open_peer(rank: int, ticket: Ticket) -> tuple[int, int, int]:
         if error.errno in (errno.EACCES, errno.EPERM):
             users = f"user {ticket.uid}, this rank as user {os.geteuid()}"
             raise _refused(rank, f"no permission to open its region (it runs as {users}); run both as one") from error
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise _refused(rank, f"this process has no descriptor left for it ({error.strerror})") from error
         raise _refused(rank, f"its region is closed ({error.strerror})") from error
 
 

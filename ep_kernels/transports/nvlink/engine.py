@@ -13,6 +13,7 @@ from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ArgumentError
 from ep_kernels.kernels import abi
+from ep_kernels.lazy_output import recycle
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan, routing_state
 from ep_kernels.transports.nvlink.addresses import RecordAddresses
@@ -262,6 +263,7 @@ class LaunchEngine:
         )  # fmt: skip
         keep = [x, args, scales, state, block]
         call = Call(operation.variant, operation.launch, record, keep, BOTH, operation)
+        recycle(self.outputs.slot_rows(slot))
         self.num_dispatches = seq  # last: where memory was out, the next dispatch takes the slot that peers expect
         return Dispatch(call, block, scales, state, slot, seq, num_tokens, args.mode)
 

@@ -172,7 +172,8 @@ class Outputs:
         if found is None:
             assert self._memory is not None
             offset = getattr(self._map, name) + slot * getattr(self._map, f"{name}_stride")
-            found = self._views[name, slot] = self._memory.view(offset, (*self.rows, columns), dtype)
+            with torch.inference_mode(False):  # it is handed out again outside of the mode that the first call is in
+                found = self._views[name, slot] = self._memory.view(offset, (*self.rows, columns), dtype)
         return found
 
 

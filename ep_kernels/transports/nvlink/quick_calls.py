@@ -13,7 +13,7 @@ import torch
 
 from ep_kernels import jit
 from ep_kernels.kernels import abi
-from ep_kernels.lazy_output import lazy_output
+from ep_kernels.lazy_output import lazy_output, recycle
 from ep_kernels.transports.base import Delivered
 from ep_kernels.transports.nvlink import launch, plan
 from ep_kernels.transports.nvlink.engine import RECEIVE, Call, LaunchEngine, Operation
@@ -238,6 +238,7 @@ class NvlinkQuickCalls:
             return None
         engine.num_dispatches = begun + 1
         rows = self._outputs.slot_rows(slot)
+        recycle(rows)
         return by, QuickState(self._origin, begun + 1, mode, words, block, former, rows, scales, ids, weights)
 
     def _delivered(self, by: OperationPlan, state: QuickState) -> Delivered:

@@ -194,7 +194,7 @@ class HighThroughput:
 
 def layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(tokens per rank int32 [R], per expert int32 [E], bool [T, R]: which token goes there). Never synchronises."""
-    device, valid = topk_idx.device, topk_idx >= 0
+    device, valid = topk_idx.device, (topk_idx >= 0) & (topk_idx < num_experts)
     rank = torch.where(valid, topk_idx // (num_experts // num_ranks), num_ranks)
     to_rank = torch.zeros(len(topk_idx), num_ranks + 1, dtype=torch.bool, device=device).scatter_(1, rank, True)
     to_rank = to_rank[:, :num_ranks].contiguous()
