@@ -417,6 +417,47 @@ def test_ticket_of_a_stranger_is_refused(change: dict[str, Any], says: str) -> N
 def test_network_ticket_out_of_range_is_refused(change: dict[str, Any], says: str) -> None:
     region, _ = own_ticket()
     network = msgspec.structs.replace(NetworkTicket("tcp", "127.0.0.1", 7500, 5, "00" * 32), **change)
+    with pytest.raises(TransportError, match=rf"rank 3: its ticket cannot be read .*network\.{says}"):
+        read_ticket(3, region.ticket(7, network=network), abi=7, num_bytes=1 << 16)
+    region.close()
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"\xff\x00", b'{"kind": 1}'])
+def test_garbled_ticket_is_refused(raw: bytes) -> None:
+    with pytest.raises(TransportError, match="rank 1: its ticket cannot be read"):
+        read_ticket(1, raw, abi=7, num_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"start_ticks": 1}, "given to another"),
+        ({"pid": 2**22 - 1}, "gone"),
+        ({"pid": -1}, "gone"),
+        ({"pid": 2**62}, "gone"),
+        ({"fd": 999}, "region is closed"),
+        ({"fd": -7}, "region is closed"),
+    ],
+)
+def test_ticket_of_a_gone_process_is_refused(change: dict[str, Any], says: str) -> None:
+    region, ticket = own_ticket()
+    before = set(os.listdir("/proc/self/fd"))  # fewer later, where garbage of earlier tests is collected meanwhile
+    with pytest.raises(TransportError, match=says):
+        open_peer(2, msgspec.structs.replace(ticket, **change))
+    assert set(os.listdir("/proc/self/fd")) <= before
+    region.close()
+
+
+@pytest.mark.parametrize("why", [errno.EMFILE, errno.EPERM, errno.ENOSYS])
+def test_a_process_that_cannot_be_watched_is_not_called_gone(monkeypatch: pytest.MonkeyPatch, why: int) -> None:
+    """No descriptor left, a container's seccomp profile, an old kernel."""
+
+    def refuses(pid: int) -> int:
+        raise OSError(why, os.strerror(why))
+
+    region = OwnRegion(4096)
+    ticket = msgspec.json.decode(region.ticket(0), type=Ticket)
+    monkeypatch.setattr(os, "pidfd_open", refuses)
     says = rf"rank 3: .* cannot watch its process \d+ \(pidfd_open: .*{os.strerror(why)}"
     with pytest.raises(TransportError, match=says):
         open_peer(3, ticket)
