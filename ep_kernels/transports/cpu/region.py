@@ -187,10 +187,12 @@ def open_peer(rank: int, ticket: Ticket) -> tuple[int, int, int]:
     TransportError."""
     try:
         process = os.pidfd_open(ticket.pid)
-    except (ProcessLookupError, ValueError, OverflowError) as error:
-        raise _refused(rank, f"its process {ticket.pid} is gone ({error})") from error
-    except OSError as error:  # no descriptor left; a container's seccomp profile or a kernel without the call
-        raise _refused(rank, f"this process cannot watch its process {ticket.pid} (pidfd_open: {error})") from error
+    except (OSError, ValueError, OverflowError) as error:
+        whose = f"its process {ticket.pid}"
+        if isinstance(error, OSError) and error.errno not in (errno.ESRCH, errno.EINVAL):
+            # no descriptor is left; a container's seccomp profile; a kernel without the call
+            raise _refused(rank, f"this one cannot watch {whose} (pidfd_open: {error})") from error
+        raise _refused(rank, f"{whose} is gone ({error})") from error
     try:
         if start_ticks(ticket.pid) != ticket.start_ticks:
             raise _refused(rank, f"its process {ticket.pid} is gone (the id was given to another)")
