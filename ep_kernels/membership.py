@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 
@@ -210,10 +211,22 @@ class GroupMember(Generic[C, M]):
     def close(self) -> None:
         """Free everything. What this rank has begun is brought to its end first, for peers may need rows of it: bounded
         by the deadline of those operations, and not at all once the communicator is broken or aborted. Idempotent; any
-        thread. Tensors handed out stay readable."""
+        thread. Tensors handed out stay readable. One that is dropped is closed."""
         if not self._closed and self._fault is None:
             self._transport.drain()  # not under the lock: `abort` ends it
         self._leave()
+
+    def __del__(self) -> None:
+        """One that is dropped is closed, but at the end of the process: its memory is not freed otherwise."""
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """As copy, deepcopy and pickle of a module ask that has one."""
+        raise TypeError(
+            f"{type(self).__name__}: cannot be copied or pickled, since it is this process's place in a group; make "
+            "one in each process, and let copies of a module share it"
+        )
 
     def _leave(self) -> None:
         with self._lock, self._sampling:

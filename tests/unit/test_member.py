@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,6 +71,25 @@ def test_what_was_begun_ends_before_it_is_closed(member: GroupMember, transport:
     member.close()
     member.close()
     assert transport.said == ["drain", "close"]
+
+
+def test_one_that_is_dropped_is_closed(transport: Scripted) -> None:
+    given: Any = transport
+    member = GroupMember(RoutingCase(2, 1, 16, (1,)).config(LonelyGroup()), given)
+    assert transport.said == []
+    del member
+    gc.collect()
+    assert transport.said == ["drain", "close"]
+
+
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_no_copy_of_it_is_made(member: GroupMember, transport: Scripted, act: Callable[[Any], Any]) -> None:
+    """Two would close one rank's memory twice. A module that has one says so when it is copied or saved."""
+    module = torch.nn.Module()
+    module.comm = member  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="GroupMember: cannot be copied or pickled"):
+        act(member if act is copy.copy else module)
+    assert transport.said == []
 
 
 def test_what_is_broken_is_closed_at_once(member: GroupMember, transport: Scripted) -> None:

@@ -138,10 +138,6 @@ class OwnRegion:
             os.close(self.fd)
             self.fd = -1
 
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            self.close()  # of a communicator that nobody has closed
-
 
 def private_bytes(num_bytes: int) -> torch.Tensor:
     """Zeroed uint8 [num_bytes] of this process alone, counted when touched."""
