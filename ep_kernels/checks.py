@@ -42,6 +42,13 @@ def without_memory(name: str) -> ArgumentError:
     return ArgumentError(name, "a tensor with memory", "one without: freed, fake or only traced")
 
 
+def made(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that torch has just made for a call, if it has memory: under a mode like FakeTensorMode none has."""
+    if type(tensor) is not torch.Tensor:
+        raise ArgumentError("x", "a call where tensors have memory", f"one under a mode that makes {type(tensor)}")
+    return tensor
+
+
 def _unlike(
     name: str, value: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device_type: str
 ) -> ArgumentError:

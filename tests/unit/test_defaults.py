@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig
+from ep_kernels import ArgumentError, Layout, Mode, MoECommunicator, MoEConfig
 from ep_kernels.collectives import CollectiveConfig, Collectives
 from ep_kernels.routing import delivered
 from tests.groups import LonelyGroup
@@ -95,6 +96,28 @@ def test_rows_of_inference_can_be_trained_on_later(layout: Layout) -> None:
         out, _ = comm.dispatch(*inputs())
         (torch.where(delivered(out)[..., None], out.tokens, 0) @ weight).sum().backward()
         assert not out.tokens.is_inference()
+
+
+@pytest.mark.parametrize("layout", [Layout.GROUPED, Layout.FLAT])
+def test_where_tensors_have_no_memory_calls_are_refused(layout: Layout) -> None:
+    """Tools that estimate a model's memory run it so. Native code would write to address 0."""
+    x, ids, weights = inputs()
+    with trained(layout) as comm:
+        out, handle = comm.dispatch(x, ids, weights)
+        y = out.tokens.clone()
+        calls: list[Callable[[], Any]] = [
+            lambda: comm.dispatch(x, ids, weights),
+            lambda: comm.dispatch(x, None, None, previous_handle=handle),
+            lambda: comm.dispatch_async(x, ids, weights),
+            lambda: comm.combine(y, handle),
+            lambda: comm.combine_async(y, handle),
+        ]
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for call in calls:
+                with pytest.raises(ArgumentError, match=r"under a mode that makes .*FakeTensor"):
+                    call()
+        again, _ = comm.dispatch(x, ids, weights)
+        assert torch.equal(again.tokens, y)
 
 
 def test_gradients_of_recycled_rows_are_refused() -> None:

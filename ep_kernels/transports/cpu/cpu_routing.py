@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ep_kernels import checks
 from ep_kernels.transports.cpu import native
 from ep_kernels.types import Layout
 
@@ -159,7 +160,7 @@ class FreshState(RoutingParts):
 
     def __init__(self, places: StatePlaces, tokens: int) -> None:
         self.places, self.tokens = places, tokens
-        self.block = torch.empty_like(places.blank)
+        self.block = checks.made(torch.empty_like(places.blank))
         self.totals, self.origin = (0, 0, 0), 0
 
     def part(self, name: str) -> torch.Tensor:
@@ -211,7 +212,7 @@ def again(previous: RoutingState) -> RoutingState:
     """The same routing with new weights: what the receive half writes again gets memory of its own."""
     return RoutingState(
         dest=previous.dest,
-        weights=torch.empty_like(previous.weights),
+        weights=checks.made(torch.empty_like(previous.weights)),
         rows=previous.rows,
         row_weights=torch.empty_like(previous.row_weights),
         source_tokens=torch.empty_like(previous.source_tokens),

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ep_kernels import quant
+from ep_kernels import checks, quant
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import HandleError
 from ep_kernels.lazy_output import lazy_output, recycle
@@ -150,6 +150,7 @@ class CpuCombine:
         registered = self._comm.buffers[self.dispatch_slot].expert_outputs
         lent = args.y.numel() > 0 and args.y.data_ptr() == registered.data_ptr()
         tokens, topk = args.handle.num_tokens, int(transport.geometry.topk)
+        checks.made(torch.empty(0, dtype=torch.uint8, device=CPU))  # z will have memory
         self._weights = None if args.row_weights is None else torch.empty(tokens, topk, dtype=torch.float32, device=CPU)
         *routing, _, _, _ = self._state.addresses()
         self._op = native.combine_op(

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ep_kernels import jit
+from ep_kernels import checks, jit
 from ep_kernels.config import MoEConfig
-from ep_kernels.errors import ArgumentError
 from ep_kernels.kernels import abi
 from ep_kernels.lazy_output import recycle
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
@@ -299,9 +298,7 @@ class LaunchEngine:
         """(routing, memory of the call's numbers): new, but for what is shared with `previous`."""
         previous: DispatchState | None = None if args.previous is None else args.previous.state
         at, where = self._state_map, self.addresses
-        block = torch.empty_like(self.blanks[previous is None])
-        if type(block) is not torch.Tensor:
-            raise ArgumentError("x", "a call where tensors have memory", f"one under a mode that makes {type(block)}")
+        block = checks.made(torch.empty_like(self.blanks[previous is None]))
         base = block.data_ptr()
         carried = Span(block, where.carried_at, at.carried_bytes, base + where.carried_at)
         own_weights = args.topk_weights.clone() if self.config.exact_combine else args.topk_weights
@@ -338,7 +335,7 @@ class LaunchEngine:
         def receive(out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
             z = out
             if z is None or z.data_ptr() % _ROW:
-                z = self._empty((handle.num_tokens, self._width), self._out_dtype)
+                z = checks.made(self._empty((handle.num_tokens, self._width), self._out_dtype))
             record.z, z_weights = z.data_ptr(), None
             if args.row_weights is not None:
                 z_weights = self._empty((handle.num_tokens, self.config.topk), torch.float32)
