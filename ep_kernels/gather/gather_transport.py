@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ep_kernels import quant
+from ep_kernels import checks, quant
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ArgumentError
 from ep_kernels.gather import gather_memory as memory
@@ -67,7 +67,8 @@ class GatherTransport(GatherMember):
         if engine is not None and self._captured:
             _kept.append(engine)
 
-    def _note_capture(self) -> None:
+    def _begin(self) -> None:
+        checks.made(torch.empty(0, dtype=torch.uint8, device=self._engine.device))  # what is made later has memory, too
         if self.capabilities.graphs and torch.cuda.is_current_stream_capturing():
             self._captured = True
 
@@ -75,7 +76,7 @@ class GatherTransport(GatherMember):
 
     def dispatch(self, args: DispatchArgs) -> GatherDispatch:
         """See `Transport.dispatch`."""
-        self._note_capture()
+        self._begin()
         pending = GatherDispatch(self._engine, args, self._num_dispatches + 1, self._epoch)
         pending.send()
         self._num_dispatches += 1
@@ -83,7 +84,7 @@ class GatherTransport(GatherMember):
 
     def combine(self, args: CombineArgs) -> GatherCombine:
         """See `Transport.combine`."""
-        self._note_capture()
+        self._begin()
         pending = GatherCombine(self._engine, args)
         if not args.at_once:
             pending.send()
