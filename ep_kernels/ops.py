@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from ep_kernels import quant
 from ep_kernels.config import MoEConfig, receive_rows
@@ -331,5 +332,5 @@ for _name, _real, _fake in (
     # Between two graphs an operator runs where the compiler looks at every function that is called: not into these,
     # whose calls of the communicator would be traced, become the same operator, and so on. (`torch.compiler.disable`
     # does the same, but imports the compiler now, which takes seconds.)
-    _library.impl(_name, torch._disable_dynamo(_real), "CompositeExplicitAutograd")
+    _library.impl(_name, _disable_dynamo(_real), "CompositeExplicitAutograd")
     torch.library.register_fake(f"crossdock::{_name}", _fake, lib=_library)

@@ -1,5 +1,5 @@
-// What both ends of a lane tell each other on its TCP connection, for providers with connections of their own: a card,
-// what the other end needs to reach this one, and later one byte: ready. Then nothing, until it ends.
+// The control messages of a lane, on its TCP connection, for providers with connections of their own: first each end's
+// address (`Card`: all that the peer needs to connect to it), later one byte: ready. Then nothing, until it is closed.
 #pragma once
 #include <errno.h>
 #include <sys/epoll.h>
@@ -11,42 +11,42 @@
 
 namespace cd {
 
-enum class Heard { nothing, card, ready, end };
+enum class ControlMessage { nothing, address, ready, closed };
 
 template <typename Card>
 struct Exchange {
   int fd = -1;
   size_t bytes = 0;
-  int error = 0;  // with `end`: 0, closed in order
+  int error = 0;  // with `closed`: 0, in order
   uint8_t words[sizeof(Card) + 1];
 
   // Into an empty socket buffer, so it never waits. Then the descriptor is this lane's. False, and errno.
   bool begin(int epoll_fd, int given, uint64_t tag, const Card& card) {
     epoll_event event{EPOLLIN, {}};
     event.data.u64 = tag;
-    if (!say(given, &card, sizeof card) || epoll_ctl(epoll_fd, EPOLL_CTL_ADD, given, &event) != 0) return false;
+    if (!send_all(given, &card, sizeof card) || epoll_ctl(epoll_fd, EPOLL_CTL_ADD, given, &event) != 0) return false;
     fd = given;
     return true;
   }
 
-  bool say_ready() const {
+  bool send_ready() const {
     const uint8_t ready = 1;
-    return say(fd, &ready, 1);
+    return send_all(fd, &ready, 1);
   }
 
-  // Call until it hears nothing or the end.
-  Heard hear() {
+  // Call until it gives `nothing` or `closed`.
+  ControlMessage receive() {
     for (;;) {
       const size_t wanted = bytes < sizeof(Card) ? sizeof(Card) - bytes : 1;
       uint8_t beyond;
       const ssize_t got = recv(fd, bytes < sizeof words ? words + bytes : &beyond, wanted, MSG_DONTWAIT);
       if (got < 0 && errno == EINTR) continue;
-      if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return Heard::nothing;
+      if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return ControlMessage::nothing;
       error = got < 0 ? errno : got == 0 ? 0 : EPROTO;
-      if (got <= 0 || bytes == sizeof words) return Heard::end;
+      if (got <= 0 || bytes == sizeof words) return ControlMessage::closed;
       bytes += size_t(got);
-      if (bytes == sizeof(Card)) return Heard::card;
-      if (bytes == sizeof words) return Heard::ready;
+      if (bytes == sizeof(Card)) return ControlMessage::address;
+      if (bytes == sizeof words) return ControlMessage::ready;
     }
   }
 
@@ -59,7 +59,7 @@ struct Exchange {
   }
 
  private:
-  static bool say(int to, const void* what, size_t size) {
+  static bool send_all(int to, const void* what, size_t size) {
     return send(to, what, size, MSG_DONTWAIT | MSG_NOSIGNAL) == ssize_t(size);
   }
 };

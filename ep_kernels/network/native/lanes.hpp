@@ -5,10 +5,10 @@
 // a queue pair or an endpoint of its own, so nothing of an earlier one comes to it.
 //
 // Flow control: an immediate takes a posted receive of the peer, which refuses it if there is none. So a lane has at
-// most `depth` writes out that the peer has not said to have received and to have posted receives for anew. It says so
-// after each half of them.
+// most `depth` writes outstanding. The peer posts a receive again for each that it has consumed, and returns the credit
+// for half of them at a time.
 //
-// Parting: some libraries must not close a connection while the peer may still send on it (`parts_late`). Such a lane
+// Lingering: some libraries must not close a connection while the peer may still send on it (`lingers`). Such a lane
 // stays open, writes nothing and drops what it receives, until the peer ends its TCP connection, at most a second.
 //
 // Memory: what goes to a peer, and its mirror, is registered when it joins; without boxes, what goes to all at once.
@@ -32,18 +32,18 @@ namespace cd {
 
 struct Window {
   uint32_t written = 0, granted = 0;  // writes so far; how many of them the peer has receives for
-  uint32_t consumed = 0, told = 0;    // the other direction
+  uint32_t consumed = 0, returned = 0;  // writes of the peer; for how many its credit has been returned
 
   bool is_full() const { return written == granted; }
   // The peer has received `received` writes in all. Reports may come out of order.
   void grant(uint32_t received, uint32_t depth) {
     if (int32_t(received + depth - granted) > 0) granted = received + depth;
   }
-  bool owes(int depth) const { return consumed - told >= uint32_t(depth / 2); }
+  bool owes(int depth) const { return consumed - returned >= uint32_t(depth / 2); }
 };
 
-constexpr int kPartings = 64;  // at once; what is more is closed at once
-constexpr int64_t kPartingNs = 1'000'000'000, kPartingTickNs = 1'000'000;
+constexpr int kMaxLingering = 64;  // at once; what is more is closed at once
+constexpr int64_t kLingerNs = 1'000'000'000, kLingerTickNs = 1'000'000;
 
 template <typename CardOf>
 struct LaneOf {
@@ -53,10 +53,10 @@ struct LaneOf {
   Window window;
   uint32_t out = 0;    // writes posted, not completed
   bool is_up = false;  // the peer is ready
-  int error = 0;       // it has failed; told in `advance`
-  // While it parts: the TCP connection, whose end is awaited; until when.
-  int parting_fd = -1, parting_peer = 0;
-  int64_t parting_until_ns = 0;
+  int error = 0;       // it has failed; reported in `advance`
+  // While it lingers: the TCP connection, whose end is awaited; until when.
+  int linger_fd = -1, linger_peer = 0;
+  int64_t linger_until_ns = 0;
 };
 
 // `Self` has:
@@ -67,10 +67,10 @@ struct LaneOf {
 //   bool make(int peer, int lane, Lane&, Card*);  // false: errno, `about_`
 //   int to_peer(int peer, int lane, Lane&);     // by the peer's card; 0 or an errno, `why_`
 //   int post(int peer, int lane, Lane&, const Write&);  // 0, EAGAIN: later, or an errno
-//   int credit(int peer, int lane, Lane&);      // tells the peer `window.consumed`; as post
+//   int credit(int peer, int lane, Lane&);      // sends the peer `window.consumed`; as post
 //   void drain(int peer, int lane);             // takes all that has come until now
 //   void shut(Lane&);                           // of what it has out nothing is read any more
-//   bool parts_late() const;                    // see above
+//   bool lingers() const;                       // see above
 //   void discard(Lane&);                        // throws away what has come
 //   Region* reg(const uint8_t* address, uint64_t bytes, bool lands, int number);  // `number`: in memory_.dma_bufs;
 //                                                                                 // null: errno, `about_`
@@ -97,10 +97,10 @@ class Lanes : public Provider {
     if (!self().is_alive()) return false;
     Lane*& l = lanes_[peer][lane];
     drop(peer, l, true);
-    for (int i = parting_count_ - 1; i >= 0; --i) {  // nothing of an earlier one may come behind what a new one brings
-      Lane* earlier = parting_[i];
-      if (earlier->parting_peer != peer) continue;
-      parting_[i] = parting_[--parting_count_];
+    for (int i = linger_count_ - 1; i >= 0; --i) {  // nothing of an earlier one may come behind what a new one brings
+      Lane* earlier = lingering_[i];
+      if (earlier->linger_peer != peer) continue;
+      lingering_[i] = lingering_[--linger_count_];
       finish(earlier);
     }
     void* memory = malloc(sizeof(Lane));
@@ -146,27 +146,27 @@ class Lanes : public Provider {
     return n;
   }
   bool retire() override {
-    if (parting_count_) unreg_all();
-    return parting_count_ != 0;
+    if (linger_count_) unreg_all();
+    return linger_count_ != 0;
   }
   int64_t part(int64_t now) override {
-    for (int i = 0; i < parting_count_;) {
-      Lane* l = parting_[i];
+    for (int i = 0; i < linger_count_;) {
+      Lane* l = lingering_[i];
       self().discard(*l);
       uint8_t byte;
-      const ssize_t got = recv(l->parting_fd, &byte, 1, MSG_DONTWAIT);
-      if (now < l->parting_until_ns && (got > 0 || (got < 0 && errno == EAGAIN))) {
+      const ssize_t got = recv(l->linger_fd, &byte, 1, MSG_DONTWAIT);
+      if (now < l->linger_until_ns && (got > 0 || (got < 0 && errno == EAGAIN))) {
         ++i;
         continue;
       }
-      parting_[i] = parting_[--parting_count_];
+      lingering_[i] = lingering_[--linger_count_];
       finish(l);
     }
-    return parting_count_ ? now + kPartingTickNs : -1;
+    return linger_count_ ? now + kLingerTickNs : -1;
   }
   void close() override {
     for (int peer = 0; peer < kNetRanks; ++peer) disconnect(peer);
-    while (parting_count_) finish(parting_[--parting_count_]);
+    while (linger_count_) finish(lingering_[--linger_count_]);
     self().end();
     free(this);
   }
@@ -178,7 +178,7 @@ class Lanes : public Provider {
         free(l);
       }
     }
-    for (int i = 0; i < parting_count_; ++i) ::close(parting_[i]->parting_fd);
+    for (int i = 0; i < linger_count_; ++i) ::close(lingering_[i]->linger_fd);
     free(this);
   }
   const char* about() const override { return about_.at; }
@@ -224,7 +224,7 @@ class Lanes : public Provider {
     const int error = self().credit(peer, lane, l);
     if (error == EAGAIN) return;
     if (!error) {
-      l.window.told = l.window.consumed;
+      l.window.returned = l.window.consumed;
       return;
     }
     why_.say("%s: a credit cannot be sent: %s", self().name(), self().words(error));
@@ -237,8 +237,8 @@ class Lanes : public Provider {
     failed_ |= 1ull << peer;
   }
 
-  // Drops the lanes that have failed, and tells of them.
-  void tell() {
+  // Drops the lanes that have failed, and reports them.
+  void report_failures() {
     for (; failed_; failed_ &= failed_ - 1) {
       const int peer = __builtin_ctzll(failed_);
       for (Lane*& l : lanes_[peer]) {
@@ -250,21 +250,21 @@ class Lanes : public Provider {
     }
   }
 
-  // What the lane's TCP connection brings.
-  void hear(int peer, int lane) {
+  // Reads the lane's TCP connection.
+  void read_control(int peer, int lane) {
     Lane* l = lanes_[peer][lane];
     if (!l || l->exchange.fd < 0) return;
     int error = 0;
     for (;;) {
-      const Heard heard = l->exchange.hear();
-      if (heard == Heard::nothing) return;
-      if (heard == Heard::ready) l->is_up = true;
-      if (heard == Heard::card) error = meet(peer, lane, *l);
-      if (heard == Heard::end) error = l->exchange.error;
-      if (heard == Heard::end || error) break;
+      const ControlMessage message = l->exchange.receive();
+      if (message == ControlMessage::nothing) return;
+      if (message == ControlMessage::ready) l->is_up = true;
+      if (message == ControlMessage::address) error = meet(peer, lane, *l);
+      if (message == ControlMessage::closed) error = l->exchange.error;
+      if (message == ControlMessage::closed || error) break;
     }
     self().drain(peer, lane);  // what the peer had sent comes before its end
-    if (lanes_[peer][lane] != l || l->error) return;  // told in `advance`
+    if (lanes_[peer][lane] != l || l->error) return;  // reported in `advance`
     drop(peer, lanes_[peer][lane], true);
     sink_.ended(sink_.owner, peer, error, error ? why_.at : nullptr);
   }
@@ -276,12 +276,12 @@ class Lanes : public Provider {
     for (; gone->out > 0; --gone->out) sink_.sent(sink_.owner, peer);
     const int fd = gone->exchange.fd;
     gone->exchange.end(epoll_fd_, false);
-    const bool parts = self().parts_late() && gone->is_up && !gone->error && parting_count_ < kPartings;
-    if (parts && (gone->parting_fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)) >= 0) {
+    const bool stays = self().lingers() && gone->is_up && !gone->error && linger_count_ < kMaxLingering;
+    if (stays && (gone->linger_fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)) >= 0) {
       if (close_fd) shutdown(fd, SHUT_WR);
-      gone->parting_peer = peer;
-      gone->parting_until_ns = now_ns() + kPartingNs;
-      parting_[parting_count_++] = gone;
+      gone->linger_peer = peer;
+      gone->linger_until_ns = now_ns() + kLingerNs;
+      lingering_[linger_count_++] = gone;
     } else {
       finish(gone);
     }
@@ -291,7 +291,7 @@ class Lanes : public Provider {
   void finish(Lane* l) {
     self().discard(*l);
     self().shut(*l);
-    if (l->parting_fd >= 0) ::close(l->parting_fd);
+    if (l->linger_fd >= 0) ::close(l->linger_fd);
     free(l);
   }
 
@@ -302,9 +302,9 @@ class Lanes : public Provider {
   uint64_t tag_ = 0;
   Lane* lanes_[kNetRanks][kMaxLanes] = {};
   Region *sources_[kNetRanks] = {}, *mirrors_[kNetRanks] = {};
-  uint64_t failed_ = 0;  // bit per peer with a lane that is to be told of
-  Lane* parting_[kPartings];
-  int parting_count_ = 0;
+  uint64_t failed_ = 0;  // bit per peer with a lane whose failure is to be reported
+  Lane* lingering_[kMaxLingering];
+  int linger_count_ = 0;
   Text about_, why_;
 
  private:
@@ -314,7 +314,7 @@ class Lanes : public Provider {
     if (const int error = self().to_peer(peer, lane, l)) return error;
     l.window.grant(0, l.peer.depth);
     why_.say("%s: the peer closed while it was being connected", self().name());
-    if (!l.exchange.say_ready()) return ECONNRESET;
+    if (!l.exchange.send_ready()) return ECONNRESET;
     why_ = {};
     return 0;
   }

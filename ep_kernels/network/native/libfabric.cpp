@@ -56,7 +56,7 @@ class Libfabric final : public Lanes<Libfabric, Lane, Region> {
   using Lanes::Lanes;
 
   bool poll(int peer, int lane, uint32_t) override {
-    if (peer != kNoPeer) hear(peer, lane);  // queues are read in `advance`
+    if (peer != kNoPeer) read_control(peer, lane);  // queues are read in `advance`
     return false;
   }
   int64_t advance(int64_t now) override;
@@ -98,7 +98,7 @@ class Libfabric final : public Lanes<Libfabric, Lane, Region> {
   void shut(Lane& l);
   // ofi_rxm reads its queue of completions once more when it has closed the connection, and posts a receive on it for
   // each that has come (libfabric 1.17 to 2.4, its issue 11828): it must be empty and stay so.
-  bool parts_late() const { return strstr(access_.info->fabric->provider, "verbs;") != nullptr; }
+  bool lingers() const { return strstr(access_.info->fabric->provider, "verbs;") != nullptr; }
   void discard(Lane& l);
 
   bool wake_by(Lane& l);
@@ -280,7 +280,7 @@ int64_t Libfabric::advance(int64_t now) {
   int64_t tick = is_stuck_ ? kStuckNs : -1;
   is_stuck_ = false;
   for_each([&](int peer, int lane, Lane& l) { drain(peer, lane, l); });
-  tell();
+  report_failures();
   for_each([&](int, int, const Lane& l) {
     const bool young = !l.is_proven && now - l.begun_ns < kYoungNs;
     int64_t mine = access_.is_manual() ? kTickNs : -1;

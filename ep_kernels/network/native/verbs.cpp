@@ -114,7 +114,7 @@ void Verbs::complete(const Completion& c) {
     }
     return sent(peer, *l);
   }
-  hear_device();  // which may say why
+  read_device_events();  // which may say why
   if (l->error) return;
   const int error = c.status == kRetriesExceeded ? ETIMEDOUT
                     : c.status == kNotReady      ? ENOBUFS
@@ -158,15 +158,15 @@ bool Verbs::poll(int peer, int lane, uint32_t) {
         events_ = 0;
       }
     }
-    hear_device();
+    read_device_events();
     return false;
   }
-  hear(peer, lane);
+  read_control(peer, lane);
   return false;
 }
 
-// A port that goes down ends no lane: it may be back before the retries are used up, which tell otherwise.
-void Verbs::hear_device() {
+// A port that goes down ends no lane: it may be back before the retries are used up; if not, they end it.
+void Verbs::read_device_events() {
   AsyncEvent event{};
   while (port_.context && port_.lib->get_async_event(port_.context, &event) == 0) {
     const int type = event.type;
@@ -188,7 +188,7 @@ void Verbs::hear_device() {
 
 int64_t Verbs::advance(int64_t) {
   if (queue_ && !is_dead_) drain();
-  tell();
+  report_failures();
   return -1;
 }
 

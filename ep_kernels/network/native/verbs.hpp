@@ -61,7 +61,7 @@ class Verbs final : public Lanes<Verbs, Lane, Region> {
   void shut(Lane& l) {
     if (l.pair) port_.lib->destroy_qp(l.pair);
   }
-  bool parts_late() const { return false; }
+  bool lingers() const { return false; }
   void discard(Lane&) {}
 
   Region* reg(const uint8_t* address, uint64_t bytes, bool lands, int number) {
@@ -76,7 +76,7 @@ class Verbs final : public Lanes<Verbs, Lane, Region> {
   int drain();
   void complete(const Completion& c);
   void arrive(int peer, int lane, Lane& l, const Completion& c);
-  void hear_device();
+  void read_device_events();
   uint64_t id(int peer, int lane, const Lane& l, Kind kind) const {
     return uint64_t(l.generation) << 32 | uint64_t(peer) << 16 | uint64_t(lane) << 8 | uint64_t(kind);
   }

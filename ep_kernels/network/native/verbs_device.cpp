@@ -72,7 +72,7 @@ bool read_gid(const Library& lib, Context* context, int port, int index, Choice*
     if (lib.query_gid_ex(context, uint32_t(port), uint32_t(index), &entry, 0, sizeof entry)) return false;
     out->gid = entry.gid;
     out->type = entry.type;
-  } else {  // the type is not told: of two equal addresses, the one of v2 has the higher index
+  } else {  // the type is not given: of two equal addresses, the one of v2 has the higher index
     if (lib.query_gid(context, uint8_t(port), index, &out->gid)) return false;
     out->type = kGidRoceV2;
   }
