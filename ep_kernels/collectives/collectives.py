@@ -183,7 +183,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
         Args:
             x: [n, K], as in `all_gather`.
-            weights: [K, N_i] each, of x's dtype and device; of two GPUs both or none have sum(N_i) < 2048.
+            weights: [K, N_i] each, of x's dtype and device; N_i may differ between ranks.
             out: [R * n, K] for x_all, or None.
 
         Returns ([R * n, N_i] each, x_all [R * n, K]); rows of inactive ranks are those of what out holds there.
@@ -192,7 +192,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if is_compiling():
             return ops.all_gather_matmul(self, x, weights, out, num_sms)
         matmul.check_weights(x, checks.sequence("weights", weights, None))
-        half = matmul.half_bytes(x, weights, self.size)
+        half = matmul.half_bytes(x, self.size), matmul.takes_halves(weights)
         gathered, pending = self._gather([x], None if out is None else [out], num_sms, half=half)
         ys = self._run(matmul.follow, pending, gathered[0], list(weights), self.size, self._active)
         self._run(pending.wait)
@@ -318,7 +318,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         num_sms: int | None,
         *,
         repeats: bool = False,
-        half: int | None = None,  # a matmul follows; bytes of half a shard, 0: whole shards
+        half: tuple[int, bool] | None = None,  # a matmul follows; half_bytes and takes_halves of GatherArgs
     ) -> tuple[list[torch.Tensor], PendingGather]:
         self._ready("all_gather")
         shards = checks.sequence("xs", xs, None)
@@ -337,7 +337,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms, half is not None)
         torched = choice.algorithm is Algorithm.TORCH
         transport = self._by_torch("all_gather", choice.reason) if torched else self._transport
-        args = GatherArgs(parts, choice.algorithm, sms, half_bytes=half or 0)
+        args = GatherArgs(parts, choice.algorithm, sms, 0, *half or (0, False))
         pending = self._run(transport.all_gather, args)
         if repeats and not torched:
             self._remember(args, CollectiveOp.ALL_GATHER, made[0])

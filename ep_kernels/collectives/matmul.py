@@ -65,12 +65,17 @@ def group_sizes(num_shards: int, columns: int) -> list[int]:
     return [1] * singles + [num_shards - singles] * (singles < num_shards)
 
 
-def half_bytes(x: torch.Tensor, weights: Sequence[torch.Tensor], size: int) -> int:
-    """Bytes of the half of a shard x [n, K] that is to be multiplied before the other has arrived; 0: shards are not
-    halved. Of two ranks one product waits for all that comes: where the links are what takes long, half of it need not.
-    """
-    half, columns = x.shape[0] // 2, sum(w.shape[1] for w in weights)
-    return half * x.shape[1] * x.itemsize if size == 2 and columns < COLUMNS and half >= HALF_ROWS else 0
+def half_bytes(x: torch.Tensor, size: int) -> int:
+    """Bytes of the half of a shard x [n, K] that is announced before the other has arrived; 0: shards are not halved.
+    Equal on all ranks: what a rank sends does not depend on the weights of another."""
+    half = x.shape[0] // 2
+    return half * x.shape[1] * x.itemsize if size == 2 and half >= HALF_ROWS else 0
+
+
+def takes_halves(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether this rank multiplies a half that is announced before the other has arrived. Of two ranks one product
+    waits for all that comes: where the links are what takes long, half of it need not."""
+    return sum(w.shape[1] for w in weights) < COLUMNS
 
 
 @torch.no_grad()

@@ -71,7 +71,9 @@ class GatherArgs:
             completes all the same; then `wait` raises HandleError, or `check_results` where `wait` does not read the
             device (which compares the lowest 11 bits). Breaks nothing.
         skips_own: of copy engines that push: this rank's place in `out` is for the caller to fill.
-        half_bytes: of a single part: bytes at the start of each shard that arrive under a flag of their own; 0: none.
+        half_bytes: of a single part: bytes at the start of each shard that arrive under a flag of their own, equal on
+            all ranks; 0: none.
+        takes_halves: whether `shards` gives those bytes one by one; of this rank alone.
     """
 
     parts: tuple[GatherPart, ...]
@@ -79,6 +81,7 @@ class GatherArgs:
     num_sms: int | None
     tag: int = 0
     half_bytes: int = 0
+    takes_halves: bool = False
     skips_own: bool = False
 
 
@@ -116,7 +119,7 @@ class PendingGather(PendingCollective, Protocol):
     """An all-gather that has begun.
 
     Attributes:
-        halves: shards come by halves, as `GatherArgs.half_bytes` wanted.
+        halves: shards come by halves, as `GatherArgs.takes_halves` wanted.
     """
 
     halves: bool

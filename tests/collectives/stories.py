@@ -15,6 +15,7 @@ from ep_kernels import TorchGroup
 from ep_kernels.collectives import CollectiveConfig, Collectives, matmul
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.errors import ArgumentError, ConfigError, HandleError, TransportError
+from ep_kernels.transports.collective_base import GatherArgs
 from tests.collectives.steps import (
     BYTES,
     SUMS,
@@ -196,13 +197,35 @@ def exact_halves(coll: Collectives) -> None:
     """Shards that come by halves, of an odd number of rows, into a registered tensor."""
     shape, out = (2 * matmul.HALF_ROWS + 3, 512), coll.empty((2 * (2 * matmul.HALF_ROWS + 3), 512), torch.bfloat16)
     w = values((512, 24), torch.bfloat16, 0, 1).clamp(-1, 1).round()
-    assert matmul.half_bytes(out[: shape[0]], [w], coll.size)
+    assert matmul.half_bytes(out[: shape[0]], coll.size)
     for seed in range(5):
         xs = [x.clamp(-1, 1).round() for x in everyone(coll, shape, torch.bfloat16, seed)]
         x = on_device(coll, xs[coll.rank])
         ys, whole = coll.all_gather_matmul(x, [on_device(coll, w)], out=out, num_sms=0)
         same_bits(whole, torch.cat(xs), "x_all")
         same_bits(ys[0], torch.cat(xs) @ w, "y")
+
+
+def products_of_other_widths(rank: int, size: int, store: Store, transport: str) -> tuple[int, bool]:
+    """Weights on either side of the columns from which no half is waited for: one rank takes halves, the other does
+    not. (half_bytes, takes_halves) of this one."""
+    told: list[GatherArgs] = []
+    with Seat(rank, size, store, transport).collectives() as coll, pytest.MonkeyPatch.context() as monkeypatch:
+        gather = coll._transport.all_gather
+        monkeypatch.setattr(coll._transport, "all_gather", lambda args: (told.append(args), gather(args))[1])
+        rows = 2 * matmul.HALF_ROWS + 3
+        out = coll.empty((size * rows, 32), torch.float32)
+        for turn in range(4):
+            w = values((32, (1536, 4096)[(rank + turn // 2) % 2]), torch.float32, rank, 1).round()
+            xs = [x.clamp(-1, 1).round() for x in everyone(coll, (rows, 32), torch.float32, turn)]
+            ys, whole = coll.all_gather_matmul(
+                on_device(coll, xs[rank]), [on_device(coll, w)], out=out if turn % 2 else None, num_sms=0
+            )
+            same_bits(whole, torch.cat(xs), "x_all")
+            same_bits(ys[0], torch.cat(xs) @ w, "y")
+        settle(coll)
+        coll.barrier()
+    return told[0].half_bytes, told[0].takes_halves
 
 
 def exact_products(coll: Collectives, rows: int) -> None:

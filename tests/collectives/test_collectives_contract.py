@@ -64,6 +64,13 @@ def test_matmuls_bit_by_bit(world: Worlds, transport: str, size: int) -> None:
     world(size).run(stories.exact_matmuls, transport)
 
 
+def test_products_of_other_widths(world: Worlds, transport: str) -> None:
+    """What ranks send does not depend on how wide the weights of each are."""
+    first, second = world(2).run(stories.products_of_other_widths, transport)
+    assert first[0] == second[0] > 0
+    assert (first[1], second[1]) == (True, False)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_wrong_arguments_are_refused_before_anything_is_sent(world: Worlds, transport: str, size: int) -> None:
     world(size).run(stories.refused, transport)
