@@ -52,5 +52,9 @@ def test_sums_that_need_not_be_exact(world: Worlds, transport: str) -> None:
     world(2).run(stories.handed_over, transport)
 
 
+def test_sums_that_torch_makes_beside_ours(world: Worlds, transport: str) -> None:
+    assert world(2).run(stories.handed_over_beside_others, transport) == [6, 6]
+
+
 def test_not_while_a_rank_is_left_out(world: Worlds, transport: str) -> None:
     world(3).run(stories.not_while_a_rank_is_left_out, transport)
