@@ -78,7 +78,10 @@ def _meet(
 ) -> tuple[Sequence[bytes], str]:
     """Everybody's ticket, and why the transport cannot serve."""
     abi = "" if transport is None else transport.capabilities.abi
-    mine = bringup.Hello(abi, config.group.epoch, config.shared_fields(), None, ticket, unable)
+    fields = config.shared_fields()
+    if config.fallback:  # who hands an operation over must not be alone
+        fields["group"] = "no process group" if process_group_of(config.group) is None else "a process group"
+    mine = bringup.Hello(abi, config.group.epoch, fields, None, ticket, unable)
     hellos = bringup.exchange_hellos(config.group, config.timeout_s, mine)
     return [hello.ticket for hello in hellos], _first([hello.unable for hello in hellos])
 

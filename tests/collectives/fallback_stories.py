@@ -217,6 +217,16 @@ def handed_over_beside_others(rank: int, size: int, store: Store, transport: str
             return len(calls)
 
 
+def outlived(rank: int, size: int, store: Store, transport: str) -> None:
+    """A process group that is destroyed first: what does not need it goes on."""
+    with gloo(rank, size, store):
+        coll = Collectives(Seat(rank, size, store, transport).config(group=TorchGroup()))
+    assert (coll.rank, coll.size) == (rank, size)
+    check_all(coll, 2, 2)
+    coll.barrier()
+    coll.close()
+
+
 def handing_over(can: CollectiveCapabilities, size: int) -> CollectiveCapabilities:
     """Reduce-scatters of any size are torch's."""
     return replace(can, library_min_bytes={CollectiveOp.REDUCE_SCATTER: {size: 1}})

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_kernels import TorchGroup
+from ep_kernels import StoreGroup, TorchGroup
 from ep_kernels.collectives import CollectiveConfig, Collectives, matmul
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.errors import ArgumentError, ConfigError, HandleError, TransportError
@@ -275,6 +275,8 @@ def refused(rank: int, size: int, store: Store, transport: str) -> None:
             ("shape: expected ints", lambda: coll.empty((-1,), torch.int8)),
             ("dtype: expected a torch.dtype", lambda: coll.empty((1,), "int8")),  # type: ignore[arg-type]
             ("shape: expected room in the pool", lambda: coll.empty((1 << 40,), torch.uint8)),
+            ("shape: expected room in the pool", lambda: coll.empty((1 << 32, 1 << 32), torch.uint8)),
+            ("w: expected a dense tensor", lambda: coll.matmul_all_reduce(x, torch.eye(6).to_sparse())),
             ("x: expected what transport", lambda: coll.all_reduce(x.int())),
             ("x: expected what transport", lambda: coll.all_reduce(x, op="max")),
         ]
@@ -284,6 +286,7 @@ def refused(rank: int, size: int, store: Store, transport: str) -> None:
             with pytest.raises(ArgumentError, match=match):
                 call()
             check_reduce(coll, (5,), torch.float32, 1)
+        assert coll.empty((), torch.float32).shape == ()
         coll.check()
 
 
@@ -384,6 +387,22 @@ def config_mismatch(rank: int, size: int, store: Store, transport: str) -> str:
     seat = Seat(rank, size, store, transport)
     with pytest.raises(ConfigError) as error:
         seat.collectives("first", pool_bytes=(1 << 20) + (4096 if rank == 1 else 0))
+    return str(error.value)
+
+
+class Grouped(StoreGroup):
+    """As if it had a process group."""
+
+    process_group = object()
+
+
+def groups_of_two_kinds(rank: int, size: int, store: Store, transport: str) -> str:
+    """Ranks without a process group would wait for those that call it."""
+    group = (StoreGroup, Grouped)[rank](store, rank, size)
+    seat = Seat(rank, size, store, transport)
+    with pytest.raises(ConfigError) as error:
+        seat.collectives(group=group)
+    seat.collectives("without", fallback=False).close()
     return str(error.value)
 
 

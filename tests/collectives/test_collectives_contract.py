@@ -118,6 +118,11 @@ def test_configurations_that_differ(world: Worlds, transport: str) -> None:
     assert said[0].startswith("pool_bytes: expected 1048576 as on rank 0")
 
 
+def test_process_groups_that_only_some_have(world: Worlds, transport: str) -> None:
+    said = world(2).run(stories.groups_of_two_kinds, transport)
+    assert set(said) == {"group: expected no process group as on rank 0, got 'a process group on rank 1'"}
+
+
 @pytest.mark.slow
 def test_ten_thousand_iterations(world: Worlds, transport: str) -> None:
     world(2).run(stories.many_iterations, transport, 10_000)

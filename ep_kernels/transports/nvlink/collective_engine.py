@@ -148,9 +148,7 @@ class CollectiveEngine:
         """Launches of a reduce-scatter of x [R * n] into out [n]."""
         num_bytes, total = out.numel() * out.itemsize, x.numel() * x.itemsize
         rounds = list(plan.reduce_rounds(num_bytes, self.sizes.reduce_row))
-        grids = [
-            self._blocks(length * (self.group.size - 1), plan.REDUCE_BLOCKS, num_sms) for _, length in rounds
-        ]
+        grids = [self._blocks(length * (self.group.size - 1), plan.REDUCE_BLOCKS, num_sms) for _, length in rounds]
         alike = max(grids, default=0)
         word = signature(CollectiveOp.REDUCE_SCATTER, Algorithm.KERNEL_PULL, x.dtype, total, alike, tag)
         calls = []

@@ -6,6 +6,7 @@ A failed wait is raised by the next call, or by `check`.
 
 from __future__ import annotations
 
+import math
 import struct
 import weakref
 from collections.abc import Sequence
@@ -240,7 +241,7 @@ class NvlinkCollectives(NvlinkMember):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See `collective_base.CollectiveTransport`."""
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        num_bytes = math.prod(shape) * dtype.itemsize  # torch.Size.numel wraps around
         number, offset = self._pool.allocate(self.exchange(self._pool.request(num_bytes)))
         block = _Block()
         weakref.finalize(block, self._pool.drop, number).atexit = False
