@@ -276,7 +276,7 @@ def refused(rank: int, size: int, store: Store, transport: str) -> None:
             ("dtype: expected a torch.dtype", lambda: coll.empty((1,), "int8")),  # type: ignore[arg-type]
             ("shape: expected room in the pool", lambda: coll.empty((1 << 40,), torch.uint8)),
             ("shape: expected room in the pool", lambda: coll.empty((1 << 32, 1 << 32), torch.uint8)),
-            ("w: expected a dense tensor", lambda: coll.matmul_all_reduce(x, torch.eye(6).to_sparse())),
+            ("w: expected a dense tensor", lambda: coll.matmul_all_reduce(x, torch.eye(6, dtype=x.dtype).to_sparse())),
             ("x: expected what transport", lambda: coll.all_reduce(x.int())),
             ("x: expected what transport", lambda: coll.all_reduce(x, op="max")),
         ]
