@@ -67,7 +67,7 @@ class TorchGroup:
     @cached_property
     def process_group(self) -> Any:
         """The ProcessGroup."""
-        return dist.distributed_c10d._get_default_group() if self._group is None else self._group
+        return dist.group.WORLD if self._group is None else self._group
 
     @cached_property
     def rank(self) -> int:
