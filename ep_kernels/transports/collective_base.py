@@ -156,7 +156,8 @@ class TermCopies(Protocol):
 
     def send(self, rows: torch.Tensor) -> SentTerms:
         """Begin to bring rows[p] of [R, m, N] to each rank p, behind what the current stream has now. They are the
-        operation's until `share` has ended, or the `add` of what was sent two operations later has begun."""
+        operation's until `share` has ended, or the `add` of what was sent two operations later has begun. Raises
+        ArgumentError where they are on another device."""
 
     def add(self, sent: SentTerms, own: torch.Tensor, out: torch.Tensor, *, shares: bool = False) -> None:
         """The current stream waits for what the others sent, and puts the sum with own [m, N] into out [m, N], which

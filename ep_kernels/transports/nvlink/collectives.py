@@ -142,7 +142,8 @@ class NvlinkCollectives(NvlinkMember):
             places, self._tables.host, self._config.timeout_s, self._copy_stream.cuda_stream, launch.load(), flags,
             CopyTimes(size, driver.TimedEvents()),
         )  # fmt: skip
-        self.terms = NvlinkTerms(self, self._engine, self._copies, self._streams.enter, self._launch)
+        enter = self._streams.enter
+        self.terms = NvlinkTerms(self, self._engine, self._copies, enter, self._launch, self._check_device)
         self._gathers = GatherCopies(
             self, self._engine, self._copies, self._copy_stream, self._domain.region.mapping, self._region_offset
         )
