@@ -15,6 +15,7 @@ from ep_kernels import StoreGroup, TorchGroup
 from ep_kernels.collectives import CollectiveConfig, Collectives, matmul
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.errors import ArgumentError, ConfigError, HandleError, TransportError
+from ep_kernels.transports import collective_base
 from ep_kernels.transports.collective_base import GatherArgs
 from tests.collectives.steps import (
     BYTES,
@@ -387,6 +388,22 @@ def config_mismatch(rank: int, size: int, store: Store, transport: str) -> str:
     seat = Seat(rank, size, store, transport)
     with pytest.raises(ConfigError) as error:
         seat.collectives("first", pool_bytes=(1 << 20) + (4096 if rank == 1 else 0))
+    return str(error.value)
+
+
+def versions_mixed(rank: int, size: int, store: Store, transport: str) -> str:
+    """A limit by which an algorithm is chosen is another one on rank 1."""
+    seat, made = Seat(rank, size, store, transport), collective_base.create
+
+    def create(config: CollectiveConfig) -> collective_base.CollectiveTransport:
+        found = made(config)
+        found.capabilities = replace(found.capabilities, copy_min_bytes=found.capabilities.copy_min_bytes + rank)
+        return found
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(collective_base, "create", create)
+        with pytest.raises(TransportError) as error:
+            seat.collectives()
     return str(error.value)
 
 

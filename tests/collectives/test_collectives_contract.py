@@ -123,6 +123,12 @@ def test_process_groups_that_only_some_have(world: Worlds, transport: str) -> No
     assert set(said) == {"group: expected no process group as on rank 0, got 'a process group on rank 1'"}
 
 
+def test_versions_that_choose_by_other_limits(world: Worlds, transport: str) -> None:
+    for said in world(2).run(stories.versions_mixed, transport):
+        assert "of rank 1 differs from" in said
+        assert said.endswith("install the same version of crossdock everywhere")
+
+
 @pytest.mark.slow
 def test_ten_thousand_iterations(world: Worlds, transport: str) -> None:
     world(2).run(stories.many_iterations, transport, 10_000)
