@@ -243,7 +243,7 @@ class TorchCollectives:
 
     def _begun(self, works: Sequence[Any]) -> TorchPending:
         """Beside a transport of GPUs, the current stream goes on behind them, as behind a kernel: blocks of the next
-        operation, that wait for peers, would take the multiprocessors for which NCCL's wait on this GPU."""
+        operation, that wait for peers, could take the multiprocessors for which NCCL's wait on this GPU."""
         if self.capabilities.device_type == "cuda" and not self.capabilities.reason:
             for work in works:
                 _mapped(work.wait)
