@@ -81,12 +81,13 @@ def dispatch(
     """As `MoECommunicator.dispatch`. The output does not expire."""
     site = comm._site
     body, scales = x if isinstance(x, tuple) else (x, None)
+    body, topk_weights = body.detach(), _detached(topk_weights)
     if previous is None:
         mode, former = mode_of(site, step_tokens), FRESH
         step_tokens = None if mode is Mode.AG else step_tokens  # the routing has the shape of the step, which is M here
     else:
         mode, former, topk_ids = previous.mode, carried(previous), previous.topk_ids
-        topk_weights = previous.topk_weights if topk_weights is None else topk_weights
+        topk_weights = _detached(previous.topk_weights) if topk_weights is None else topk_weights
     stamp, *results = torch.ops.crossdock.dispatch(
         site.order, site.comm, body, scales, topk_ids, topk_weights, step_tokens, *former
     )
@@ -105,10 +106,15 @@ def combine(
     """(z, the row weights that were returned), as `MoECommunicator.combine_async`."""
     site = comm._site
     stamp, z, *weights = torch.ops.crossdock.combine(
-        site.order, site.comm, y, *carried(handle), row_weights, apply_weights
+        site.order, site.comm, y.detach(), *carried(handle), _detached(row_weights), apply_weights
     )
     site.order.copy_(stamp)
     return z, weights[0] if weights else None
+
+
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The operators have no gradients; `autograd.py` has."""
+    return None if tensor is None else tensor.detach()
 
 
 def row_weights(comm: Communicator, handle: DispatchHandle) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from ep_kernels import MoECommunicator, autograd, ops
 from ep_kernels.errors import ArgumentError, CapacityError, ClosedError, HandleError
+from ep_kernels.routing import delivered
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode, ScaleFormat
 from tests.cases import RoutingCase, draw_seed
@@ -127,6 +128,27 @@ def test_layers_that_are_compiled_one_by_one_train(
         gradients.append(leaf.grad)
     for gradient in gradients[1:]:
         torch.testing.assert_close(gradient, gradients[0])
+
+
+@pytest.mark.filterwarnings("error:.*autograd kernel was not registered")
+def test_plain_calls_cut_the_graph(make: Callable[..., MoECommunicator], case: RoutingCase) -> None:
+    """As eager ones do: what they give needs no gradient, and what is computed of it has the same."""
+    comm = make(layout=Layout.EXPERT_MAJOR, dtype=torch.float32)
+    x, ids, weights = arguments(comm, case)
+    given, gate = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    gain = torch.ones(x.shape[1], requires_grad=True)
+
+    def layer(x: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, handle = comm.dispatch(x, ids, gate)
+        y = torch.where(delivered(out)[..., None], out.tokens, 0) * gain
+        return y.square().sum(), comm.combine(y, handle)
+
+    gradients = []
+    for function in (layer, compiled(layer)):
+        loss, z = function(given, gate)
+        assert not z.requires_grad
+        gradients.append(torch.autograd.grad(loss, gain)[0])
+    same_bits(*gradients, "gradient of what is computed of the rows")
 
 
 @pytest.mark.parametrize("layout", COMPACT)
