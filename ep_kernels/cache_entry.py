@@ -6,12 +6,16 @@ import fcntl
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _MAGIC = b"\x7fELF"
 _DIGEST_BYTES = 32
+WAIT_S = 60.0
+"""A kernel compiles in seconds. Who holds its lock for longer is stopped, or on a lost host that shares the folder."""
+_LOOK_S = 0.02
 
 
 def read(path: Path) -> bytes | None:
@@ -42,14 +46,26 @@ def write(path: Path, cubin: bytes) -> None:
 
 
 @contextmanager
-def locked(fd: int) -> Iterator[None]:
-    """An exclusive lock that the kernel drops when its owner dies."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks: two processes may compile the same kernel
-        yield
-        return
+def locked(fd: int, timeout_s: float = WAIT_S) -> Iterator[None]:
+    """An exclusive lock that the kernel drops when its owner dies; without it on a file system that has none, and after
+    `timeout_s`: two processes may then compile the same kernel."""
+    held = _lock(fd, time.monotonic() + timeout_s)
     try:
         yield
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        if held:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def _lock(fd: int, until: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOOK_S)
+        except OSError:
+            return False
+        else:
+            return True

@@ -6,6 +6,8 @@ every one for Hopper and Blackwell.
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_kernels import ConfigError, Layout, Mode, MoEConfig, jit
+from ep_kernels import ConfigError, Layout, Mode, MoEConfig, cache_entry, jit
 from ep_kernels.collectives.collective_types import SUM_DTYPES
 from ep_kernels.errors import TransportError
 from ep_kernels.groups import PaperGroup
@@ -219,6 +221,18 @@ class TestCache:
             results = {job.result() for job in jobs}
         assert len(results) == 1
         assert compiled == ["barrier"]
+
+    def test_a_stopped_process_holds_nobody_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It has begun to compile, and keeps the lock for good."""
+        compiler = jit.Compiler(tmp_path, tmp_path / "none")
+        whole = compiler.get(self.variant, "sm_90a")
+        for entry in tmp_path.glob("*.cubin"):
+            entry.unlink()
+        (lock,) = tmp_path.glob("*.lock")
+        monkeypatch.setattr(cache_entry, "locked", functools.partial(cache_entry.locked, timeout_s=0.1))
+        with lock.open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert compiler.get(self.variant, "sm_90a") == whole
 
     def test_shipped_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jit, "shipped_variants", lambda: iter([self.variant]))
