@@ -36,7 +36,8 @@ class ConfigError(EpError, ValueError):
 
 
 class ArgumentError(EpError, ValueError):
-    """An argument of a call is wrong; nothing was sent and the communicator is still usable.
+    """An argument of a call is wrong; nothing was sent (where ranks differ: delivered) and the communicator is still
+    usable.
 
     Args:
         argument: name of the argument.

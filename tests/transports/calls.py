@@ -72,6 +72,18 @@ def handles_of_different_steps(comm: MoECommunicator, case: RoutingCase) -> None
         check_step(comm, next_case(case, number))
 
 
+def steps_of_different_sizes(comm: MoECommunicator, case: RoutingCase) -> None:
+    """AUTO, where one rank's `step_tokens` says LL and the others' HT: all are told, and the next step is right."""
+    small, large = comm.ll_max_tokens, comm.config.max_tokens_per_rank
+    for turn in range(2):
+        arguments = Inputs.of(next_case(case, turn), comm.config).arguments(comm.rank, _type(comm))
+        says = r"step_tokens: expected one that is equal .* here it chooses (LL|HT), got (HT|LL) on rank \d"
+        with pytest.raises(ArgumentError, match=says):
+            comm.dispatch(*arguments, step_tokens=small if comm.rank == turn else large)
+        for tokens in (small, large):
+            check_step(comm, next_case(case, 10 * turn), step_tokens=tokens)
+
+
 def two_in_flight(comm: MoECommunicator, case: RoutingCase) -> None:
     """Waits in either order; combines of two dispatches in either order."""
     dtype = comm.config.resolved_output_dtype

@@ -76,6 +76,14 @@ def test_too_many_in_flight(world: Worlds, transport: str, max_in_flight: int) -
     world(3).run(run_story, transport, calls.too_many_in_flight, case_of(3), overrides)
 
 
+def test_steps_of_different_sizes(world: Worlds, transport: str, capabilities: Capabilities) -> None:
+    if capabilities.device_type == "cuda":
+        pytest.skip("LL and HT wait for each other on the device: a PeerTimeout")
+    overrides = {"mode": Mode.AUTO, "layout": Layout.GROUPED, "ll_max_tokens": 6}
+    case = case_of(3, max_tokens=8)
+    world(3).run(run_story, transport, calls.steps_of_different_sizes, case, overrides)
+
+
 @pytest.mark.parametrize(("mode", "layout"), [(Mode.LL, Layout.EXPERT_MAJOR), (Mode.HT, Layout.FLAT)])
 def test_dropped_requests(world: Worlds, transport: str, mode: Mode, layout: Layout) -> None:
     world(3).run(run_story, transport, calls.dropped_requests, case_of(3), {"mode": mode, "layout": layout})

@@ -12,7 +12,7 @@ from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 
 import torch
 
-from ep_kernels.errors import ConfigError, HandleError, PeerTimeout, TransportError
+from ep_kernels.errors import ArgumentError, ConfigError, HandleError, PeerTimeout, TransportError
 from ep_kernels.transports.build import Native, native_of
 from ep_kernels.transports.library import Signature
 from ep_kernels.transports.library import load as load_library
@@ -29,6 +29,8 @@ _ROUND_BITS = 24
 """`cd::kRoundBits`: collectives count rounds within an operation."""
 _ARGUMENTS = ("operation", "bytes", "dtype", "sizes of parts", "algorithm")
 """Fields of `cd::Fingerprint`."""
+MODES = ("LL", "HT")
+"""Of a dispatch, by number."""
 MAX_RANKS = 64
 MAX_SLOTS = 64
 
@@ -153,13 +155,16 @@ class NativeFault(ctypes.Structure):
 
     _fields_ = _fields(c_int32, "peer why op phase") + _fields(c_int64, "expected seen waited_ns error")
 
-    def difference(self) -> HandleError | TransportError:
+    def difference(self) -> ArgumentError | HandleError | TransportError:
         """The exception for DIFFERS: what ranks must have in common, they have not."""
         op = OPS[self.op]
         if PHASES[self.phase] == "membership":
             return TransportError(f"{op}: rank {self.peer} has gone on in epoch {self.seen - 1} without this rank")
         if PHASES[self.phase] == "release":
             return TransportError(f"{op}: rank {self.peer} failed in it, and its registered tensor may have changed")
+        if PHASES[self.phase] == "arguments" and op == "dispatch":
+            text = f"one that is equal on all ranks: here it chooses {MODES[self.expected]}"
+            return ArgumentError("step_tokens", text, f"{MODES[self.seen]} on rank {self.peer}")
         if PHASES[self.phase] == "arguments":
             return self._other_arguments()
         mine, other = f"dispatch {self.expected}", f"dispatch {self.seen}"

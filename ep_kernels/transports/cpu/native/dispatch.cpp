@@ -76,6 +76,7 @@ void stage_routes(Comm& c, const DispatchOp& op, int slot) {
   memcpy(c.own.weights(slot), r.weights, n * 4);
   SlotMeta& meta = *c.own.dispatch_meta(slot);
   meta.tokens = r.tokens;
+  meta.mode = r.mode;
   meta.origin = r.origin;
   meta.seq = op.seq;
 }
@@ -375,6 +376,9 @@ Status dispatch_place(Comm& c, DispatchOp& op) {
   const Status same = c.agree({Op::dispatch, Phase::routing, op.routing.origin},
                               [&](int r) { return c.peer[r].dispatch_meta(slot)->origin; });
   if (same != kOk) return give_back(c, op, slot, same);
+  const Status alike = c.agree({Op::dispatch, Phase::arguments, uint64_t(op.routing.mode)},
+                               [&](int r) { return uint64_t(c.peer[r].dispatch_meta(slot)->mode); });
+  if (alike != kOk) return give_back(c, op, slot, alike);
   for (int s = 0; s < c.g.ranks; ++s) {
     op.routing.source_tokens[s] = c.is_active(s) ? c.peer[s].dispatch_meta(slot)->tokens : 0;
   }

@@ -18,7 +18,7 @@
 
 namespace cd {
 
-constexpr uint32_t kAbi = 5;  // raise when the meaning of a byte changes without its offset
+constexpr uint32_t kAbi = 6;  // raise when the meaning of a byte changes without its offset
 constexpr int kMaxSlots = 64;
 constexpr int kChunks = 16;
 
@@ -98,6 +98,7 @@ struct alignas(64) SlotMeta {
   Source source;         // combine: rows lie in this slot, or in the owner's expert outputs (zero copy); other hosts
                          //   find them in this slot always
   int32_t outputs_slot;  // which expert output buffer
+  int32_t mode;          // dispatch: the algorithm, equal on all ranks
   Parts parts[kMaxRanks];  // to each other host, by the lowest rank of the host; the head itself apart
 };
 
