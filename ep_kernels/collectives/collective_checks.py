@@ -49,6 +49,13 @@ def contiguous(name: str, value: object, device_type: str) -> torch.Tensor:
     return value.detach()
 
 
+def made(out: torch.Tensor) -> torch.Tensor:
+    """An out that torch has just made, if it has memory: under a mode like FakeTensorMode none has."""
+    if out.data_ptr() == 0 and out.numel():
+        raise without_memory("out")
+    return out
+
+
 def gathered(index: str, x: object, out: object, own: OwnRank) -> tuple[torch.Tensor, torch.Tensor]:
     """x [n, ...] and its out [R * n, ...], made where the caller gave none (zeros for inactive ranks)."""
     shard = contiguous(f"x{index}", x, own.device_type)
@@ -56,7 +63,7 @@ def gathered(index: str, x: object, out: object, own: OwnRank) -> tuple[torch.Te
     shape = (own.size * lead, *shard.shape[1:])
     if out is None:
         make = torch.zeros if own.inactive else torch.empty
-        return shard, make(shape, dtype=shard.dtype, device=shard.device)
+        return shard, made(make(shape, dtype=shard.dtype, device=shard.device))
     whole = _like(f"out{index}", out, shape, shard, own)
     _apart(f"out{index}", shard, whole, own.rank * num_bytes(shard))
     return shard, whole
@@ -85,7 +92,7 @@ def scattered(x: object, out: object, own: OwnRank) -> tuple[torch.Tensor, torch
         raise ArgumentError("x", f"a first dimension that {own.size} ranks divide", list(whole.shape))
     shape = (whole.shape[0] // own.size, *whole.shape[1:])
     if out is None:
-        return whole, torch.empty(shape, dtype=whole.dtype, device=whole.device)
+        return whole, made(torch.empty(shape, dtype=whole.dtype, device=whole.device))
     shard = _like("out", out, shape, whole, own)
     _apart("out", shard, whole, own.rank * num_bytes(shard))
     return whole, shard
@@ -95,7 +102,7 @@ def reduced(x: object, out: object, own: OwnRank) -> tuple[torch.Tensor, torch.T
     """x [...] and its out [...], which may be x."""
     given = contiguous("x", x, own.device_type)
     if out is None:
-        return given, torch.empty_like(given)
+        return given, made(torch.empty_like(given))
     total = _like("out", out, tuple(given.shape), given, own)
     _apart("out", total, given, 0)
     return given, total

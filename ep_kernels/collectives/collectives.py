@@ -270,7 +270,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             return None
         plan, shape, at, there = found
         if out is None:
-            out = x.new_empty(shape)
+            out = checks.made(x.new_empty(shape))
             there = out.data_ptr()
         try:
             pending = plan.begin(x, out, at, there)

@@ -151,3 +151,24 @@ def test_collectives(setting: str) -> None:
             with SETTINGS[setting]():
                 each(coll)
             each(coll)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("repeats", [0, 3])
+def test_collectives_where_tensors_have_no_memory(repeats: int) -> None:
+    """First calls, and calls like earlier ones."""
+    x, weight = inputs()[0], torch.eye(H)
+    with Collectives(CollectiveConfig(group=LonelyGroup(), fallback=False, pool_bytes=1 << 20)) as coll:
+        calls: list[Callable[[], Any]] = [
+            lambda: coll.all_reduce(x).wait(),
+            lambda: coll.all_gather(x).wait(),
+            lambda: coll.reduce_scatter(x).wait(),
+            lambda: coll.all_gather_matmul(x, [weight]),
+            lambda: coll.matmul_reduce_scatter(x, weight),
+        ]
+        for call in calls:
+            for _ in range(repeats):
+                call()
+            with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ArgumentError, match="with memory"):
+                call()
+            call()
