@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import HealthCheck, settings
 
 # How long an example takes is the machine's affair.
 settings.register_profile("any machine", deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("any machine")
+
+# Modules and tests are many and none is garbage: the collector looks at none of them, then or later.
+gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         help="tests of the network's bytes: of these providers, not of those that every machine has",
     )
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 def _num_gpus() -> int:

@@ -209,7 +209,7 @@ def test_hosts_that_cannot_be_are_refused(stage: Stage, num_hosts: int, words: s
 
 
 def test_more_workers_than_a_group_has_ranks_are_refused() -> None:
-    with pytest.raises(ConfigFileError, match="--workers: expected at most 64, the most ranks of .* cpu, got 100000"):
+    with pytest.raises(ConfigFileError, match=r"--workers: expected at most 64, the most ranks of .* cpu, got 100000"):
         Stage.of("cpu", 100_000, 0)
 
 

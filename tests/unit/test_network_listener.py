@@ -347,7 +347,7 @@ def test_a_name_service_that_does_not_answer_outlasts_no_deadline(monkeypatch: p
             tickets = {rank: NetworkTicket("tcp", "host-a", 1, 5, SECRET.hex()) for rank in (1, 2)}
             monkeypatch.setattr(dialer.socket, "getaddrinfo", lambda *_, **__: answers.wait())
             begun = time.monotonic()
-            with pytest.raises(PeerTimeout, match="host-a:1 is not reached .the name service does not answer"):
+            with pytest.raises(PeerTimeout, match=r"host-a:1 is not reached .the name service does not answer"):
                 end.channel.connect(tickets, SHORT_S)
             assert SHORT_S <= time.monotonic() - begun < WAIT_S / 2
             ends_soon(end, tickets, "abort", 2)

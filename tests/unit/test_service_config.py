@@ -194,7 +194,9 @@ def test_addresses_split_and_join(address: str) -> None:
     assert (family_of(split_address(address)[0]) == socket.AF_INET6) == address.startswith("[")
 
 
-@pytest.mark.parametrize("address", ["", ":", "a", "a:", ":1", "::1:80", "a:65536", "a:-1", "a:x", "a:٣", "a: 1", f"a:{'1' * 5000}"])
+@pytest.mark.parametrize(
+    "address", ["", ":", "a", "a:", ":1", "::1:80", "a:65536", "a:-1", "a:x", "a:٣", "a: 1", f"a:{'1' * 5000}"]
+)
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="host:port"):
         split_address(address)
