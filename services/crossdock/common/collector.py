@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Import torch in this: its objects are many and none is garbage, but a sixth of its import is a search for some.
+    """Import torch in this: its objects are many and none is garbage, but a tenth of its import is a search for some.
     What was made by the end is never searched again."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -33,7 +33,7 @@ def parse_yaml(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """Without it the last of two equal keys wins, and the first, perhaps `security`, is dropped silently."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Raises MarkedYAMLError: a key is given twice."""
         node = super().compose_mapping_node(anchor)
         known: set[str] = set()

@@ -92,8 +92,9 @@ def check_transport(config: HostConfig) -> None:
     if name not in known:
         raise ConfigFileError(f"worker.transport: expected one of {', '.join(transports.names())}, got {name!r}")
     most, control = known[name].max_ranks, config.control_config()
-    for field, ranks in (("num_workers", config.num_workers), ("control.world_size", control and control.num_ranks)):
-        if ranks is not None and ranks > most:
+    asked = {"num_workers": config.num_workers, "control.world_size": control.num_ranks if control else 0}
+    for field, ranks in asked.items():
+        if ranks > most:
             raise ConfigFileError(f"{field}: expected at most {most}, the most ranks of transport {name}, got {ranks}")
 
 
