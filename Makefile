@@ -45,7 +45,7 @@ demo: $(DEMO) ## Install, then serve three small models here and compare them wi
 	$(VENV)/bin/crossdock demo $(ARGS)
 
 test: $(DEV) ## Run every test that this machine can run (ARGS="-k name" to choose)
-	$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+	$(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 OVER_HOSTS := $(addprefix tests/gpu/test_,loopback_network.py domain_over_hosts.py several_gpus.py)
 

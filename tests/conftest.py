@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
+
 import pytest
 from hypothesis import HealthCheck, settings
 
 # How long an example takes is the machine's affair.
 settings.register_profile("any machine", deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("any machine")
+
+# Modules and tests are many and none is garbage: the collector looks at none of them, then or later.
+gc.disable()
+
+_SLOW = {"services": 0, "transports": 1, "collectives": 2}
+"""Folders of slow files, the slowest first."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +39,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _order(items: list[pytest.Item]) -> None:
+    """The order in which files are given out: a long one that begins last would keep one worker busy alone. Those that
+    start processes first; in a folder those of many tests, of which the next file is not given out too early."""
+    sizes = Counter(item.path for item in items)
+    items.sort(key=lambda item: (_SLOW.get(item.path.parent.name, len(_SLOW)), -sizes[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries complain at the end of what nobody has freed."""
+    gc.unfreeze()
+
+
 def _num_gpus() -> int:
     try:
         import torch
@@ -38,8 +65,10 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()  # asks NVML: is_available() would start CUDA, and rank processes are forked
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu(n)` tests where there are fewer than n devices."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip `gpu(n)` tests where there are fewer than n devices; beside other workers, begin with the slow files."""
+    if hasattr(config, "workerinput"):
+        _order(items)
     wanting = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
     if not wanting:
         return

@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 from ep_kernels.errors import PeerTimeout
 from ep_kernels.network import handshake
@@ -130,8 +131,7 @@ class Dialer:
     def _connect(self, dial: _Dial) -> socket.socket:
         """To the first address of the ticket's that answers. Raises what `dial` ends with, OSError, UnicodeError."""
         own, failed = source_of(self._config), OSError("no address")
-        place = (dial.ticket.address, dial.ticket.port)
-        for family, kind, protocol, _, address in socket.getaddrinfo(*place, type=socket.SOCK_STREAM):
+        for family, kind, protocol, _, address in self._resolve(dial):
             connection = socket.socket(family, kind, protocol)
             try:
                 with self._lock:
@@ -150,6 +150,25 @@ class Dialer:
             else:
                 return connection
         raise failed
+
+    def _resolve(self, dial: _Dial) -> list[Any]:
+        """What getaddrinfo knows, asked by a thread of its own, for its answer has no deadline and no end. Raises as
+        `_connect`."""
+        answer: Future[list[Any]] = Future()
+
+        def ask() -> None:
+            try:
+                place = (dial.ticket.address, dial.ticket.port)
+                answer.set_result(socket.getaddrinfo(*place, type=socket.SOCK_STREAM))
+            except Exception as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="crossdock-network-resolve", daemon=True).start()
+        while not wait([answer], min(_RETRY_S, seconds_left(dial.until))).done:
+            self._go_on(dial)
+            if time.monotonic() > dial.until:
+                raise OSError("the name service does not answer")
+        return answer.result()
 
     def _go_on(self, dial: _Dial) -> None:
         """Raises what has ended it."""

@@ -58,6 +58,7 @@ def test_the_default_values_keep_to_the_schema() -> None:
         ("worker", {"resourceClaims": [{"resourceClaimTemplateName": "a"}]}),
         ("worker", {"extraVolumes": {"name": "a"}}),
         ("control", {"podLabels": {"a": 1}}),
+        ("worker", {"nodeSelector": {"gpu": True}}),
         ("serviceAccount", {"crate": True}),
         ("networkPolicy", {"clients": {"podSelector": {}}}),
         ("networkPolicy", {"clients": [{}]}),
@@ -86,8 +87,8 @@ def test_the_chart_carries_the_version_of_the_package() -> None:
     assert chart["appVersion"] == crossdock.__version__
 
 
-def render(*flags: str) -> dict[str, Any]:
-    command = [str(HELM), "template", "moe", str(CHART), "--kube-version", "1.31.0", *flags]
+def render(*flags: str, name: str = "moe") -> dict[str, Any]:
+    command = [str(HELM), "template", name, str(CHART), "--kube-version", "1.31.0", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     found = [one for one in yaml.safe_load_all(done.stdout) if one]
@@ -331,13 +332,33 @@ def test_only_a_control_plane_that_reads_nodes_is_given_rights() -> None:
         ("worker.numWorkers=0", "numWorkers"),
         ("worker.nmuWorkers=3", "nmuWorkers"),
         ("control.config.lease_s=none", "lease_s"),
+        ("worker.config=null", "missing property 'config'"),
+        ("tls=null", "missing property 'tls'"),
     ],
 )
 def test_contradictions_are_told_in_words(flags: str, words: str) -> None:
-    command = [str(HELM), "template", "moe", str(CHART), "--kube-version", "1.31.0", "--set", flags]
+    assert words in refused("moe", "--set", flags)
+
+
+def refused(name: str, *flags: str) -> str:
+    command = [str(HELM), "template", name, str(CHART), "--kube-version", "1.31.0", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode != 0
-    assert words in done.stderr
+    return done.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize("name", ["123", "my.release"])
+def test_a_release_after_which_no_service_can_be_named_is_refused(name: str) -> None:
+    assert "release name: expected a letter, then letters, digits and -, " in refused(name)
+
+
+@needs_helm
+def test_what_is_given_as_null_or_looks_like_no_text_is_rendered() -> None:
+    emptied = ("worker.resources=null", "worker.affinity=null", "networkPolicy.clients=null", "worker.hosts=2")
+    made = render(*(part for flag in emptied for part in ("--set", flag)), name="true")
+    assert made["Deployment/true-control"]["metadata"]["labels"]["app.kubernetes.io/instance"] == "true"
+    assert made["StatefulSet/true-worker"]["spec"]["template"]["spec"]["containers"][0]["resources"] == {}
 
 
 @needs_helm

@@ -44,16 +44,19 @@ def values_schema() -> str:
         "title": "Values of the chart crossdock",
         "type": "object",
         "additionalProperties": False,
-        "required": ["image", "control", "worker"],
+        "required": ["image", "control", "serviceAccount", "worker", "tls", "networkPolicy", "monitoring"],
         "properties": {
             "global": {"type": "object"},
             "image": _record(
                 control=_TEXT, worker=_TEXT, tag=_TEXT, pullPolicy=_enum("Always", "IfNotPresent", "Never")
             ),
             "imagePullSecrets": {"type": "array", "items": _record(name=_TEXT)},
-            "control": _record(config=references[0], **_CONTROL, **_POD),
+            "control": {**_record(config=references[0], **_CONTROL, **_POD), "required": ["config"]},
             "serviceAccount": _record(create=_SWITCH, name=_TEXT, annotations=_TEXTS),
-            "worker": _record(config=references[1], **_WORKER, **_POD),
+            "worker": {
+                **_record(config=references[1], **_WORKER, **_POD),
+                "required": ["config", "model", "rdma"],
+            },
             "tls": _record(
                 enabled=_SWITCH,
                 issuer=_ISSUER,
@@ -89,7 +92,7 @@ def _enum(*words: str) -> dict[str, Any]:
 
 _POD = {
     "resources": _OBJECT,
-    "nodeSelector": _OBJECT,
+    "nodeSelector": _TEXTS,
     "tolerations": _OBJECTS,
     "affinity": _OBJECT,
     "priorityClassName": _TEXT,

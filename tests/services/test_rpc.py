@@ -13,7 +13,9 @@ import grpc
 import pytest
 
 from crossdock.common import rpc
-from tests.services.control_world import TIMEOUT_S, lasting_port, occupied_port
+from crossdock.protocol.v1.control_pb2 import TopologyRequest
+from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
+from tests.services.control_world import TIMEOUT_S, lasting_port, occupied_port, unused_address
 
 ECHO = "/crossdock.test.Echo/Echo"
 Observed = list[tuple[str, str]]
@@ -114,6 +116,12 @@ def test_a_line_that_broke_is_unavailable_and_a_leader_is_named() -> None:
     error = rpc.error_of(_Broken())
     assert isinstance(error, rpc.Unavailable)
     assert error.leader == "a:1"
+
+
+def test_an_address_where_nobody_listens_is_named_in_few_words() -> None:
+    with unused_address() as address, rpc.channel(address) as channel, pytest.raises(rpc.Unavailable) as raised:
+        rpc.call_sync(ControlPlaneStub(channel).Topology, TopologyRequest(), timeout_s=TIMEOUT_S)
+    assert str(raised.value) == f"no connection to {address}: Connection refused"
 
 
 async def test_a_silent_server_ends_in_the_callers_deadline() -> None:

@@ -208,6 +208,11 @@ def test_hosts_that_cannot_be_are_refused(stage: Stage, num_hosts: int, words: s
         stage.on_hosts(num_hosts)
 
 
+def test_more_workers_than_a_group_has_ranks_are_refused() -> None:
+    with pytest.raises(ConfigFileError, match=r"--workers: expected at most 64, the most ranks of .* cpu, got 100000"):
+        Stage.of("cpu", 100_000, 0)
+
+
 def test_why_there_are_no_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(command: Sequence[str], text: str = "") -> None:
         raise ConfigFileError(f"{command[0]}: Operation not permitted{' for users' * ('--user' in command)}")

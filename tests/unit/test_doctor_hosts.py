@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from crossdock.cli import app as cli
 from crossdock.common.addresses import split_address
 from crossdock.common.settings import WorkerNetworkConfig
-from crossdock.doctor import data_port, trial
+from crossdock.doctor import data_port, rank, trial
 from crossdock.doctor.findings import Finding, Level
 
 TRIAL_S = 240.0
@@ -114,13 +114,14 @@ def test_a_configured_network_is_looked_at() -> None:
 
 def test_nobody_comes() -> None:
     port = free_ports(1)
-    for rank in (0, 1):
-        (answer,) = trial.run_between_hosts("cpu", rank, f"127.0.0.1:{port}", WorkerNetworkConfig(), wait_s=1.0)
-        assert answer["rank"] == rank
-        assert f"127.0.0.1:{port} within 1 s" in answer["failed"]
-    with socket.create_server(("127.0.0.1", port)):
-        (answer,) = trial.run_between_hosts("cpu", 0, f"127.0.0.1:{port}", WorkerNetworkConfig(), wait_s=1.0)
-    assert "Address already in use" in answer["failed"]
+    meeting = f"127.0.0.1:{port}"
+    (answer,) = trial.run_between_hosts("cpu", 1, meeting, WorkerNetworkConfig(), wait_s=1.0)
+    assert answer["rank"] == 1
+    assert f"{meeting} within 1 s" in answer["failed"]
+    with pytest.raises(RuntimeError, match=f"no doctor of another host at {meeting} within 0.2 s"):
+        rank.main_between_hosts("cpu", 0, 2, meeting, "{}", 0.2)
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match="Address already in use"):
+        rank.main_between_hosts("cpu", 0, 2, meeting, "{}", 0.2)
 
 
 def test_two_doctors_dispatch_and_combine_over_the_network() -> None:

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,31 @@ def test_compiled_kernels_go_where_they_are_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(knobs.cache, "dir", knobs.cache.dir)
     compile_into(str(tmp_path))
     assert knobs.cache.dir == str(tmp_path / "triton")
+    knobs.cache.dir = str(tmp_path / "home" / ".triton")
+    compile_into("")
+    assert knobs.cache.dir == str(tmp_path / "home" / ".triton")
+
+
+@needs_triton
+def test_where_nothing_can_be_written_kernels_are_compiled_into_a_temporary_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in the chart's pods: a read-only root, and no home. What others may write is not run."""
+    from triton import knobs
+    from triton.runtime.cache import FileCacheManager
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(knobs.cache, "dir", "/proc/nobody/.triton/cache")
+    with pytest.raises(OSError, match="/proc/nobody"):
+        FileCacheManager("key")
+    for folder in ("", "/proc/nobody", ""):
+        knobs.cache.dir = "/proc/nobody/.triton/cache"
+        compile_into(folder)
+        assert knobs.cache.dir == str(tmp_path / f"crossdock-triton-{os.geteuid()}")
+        FileCacheManager("key").put("", "file")
+    Path(knobs.cache.dir).chmod(0o777)
+    compile_into("/proc/nobody")
+    assert knobs.cache.dir.startswith(str(tmp_path / f"crossdock-triton-{os.geteuid()}-"))
 
 
 def test_on_a_cpu_the_loop_serves() -> None:

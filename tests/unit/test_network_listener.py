@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ep_kernels.errors import AbortedError, ClosedError, PeerTimeout, TransportError
-from ep_kernels.network import NetworkConfig, handshake, listener
+from ep_kernels.network import NetworkConfig, dialer, handshake, listener
 from ep_kernels.network.greeting import NetworkTicket, greet
 from ep_kernels.network.handshake import Greeting
 from ep_kernels.network.listener import Listener, Registration
@@ -338,6 +338,21 @@ def test_dialling_a_host_that_does_not_answer_is_ended(backlog: int, how: str) -
                 filling.connect_ex(port.getsockname())
         tickets = {1 + n: NetworkTicket("tcp", *port.getsockname(), 5, SECRET.hex()) for n, port in enumerate(ports)}
         ends_soon(end, tickets, how, 2)
+
+
+def test_a_name_service_that_does_not_answer_outlasts_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    try:
+        with End(0, 3) as end:
+            tickets = {rank: NetworkTicket("tcp", "host-a", 1, 5, SECRET.hex()) for rank in (1, 2)}
+            monkeypatch.setattr(dialer.socket, "getaddrinfo", lambda *_, **__: answers.wait())
+            begun = time.monotonic()
+            with pytest.raises(PeerTimeout, match=r"host-a:1 is not reached .the name service does not answer"):
+                end.channel.connect(tickets, SHORT_S)
+            assert SHORT_S <= time.monotonic() - begun < WAIT_S / 2
+            ends_soon(end, tickets, "abort", 2)
+    finally:
+        answers.set()
 
 
 def test_a_port_that_answers_slowly_takes_no_longer_than_the_deadline() -> None:

@@ -28,7 +28,7 @@ from crossdock.common.config import (
     load,
 )
 from crossdock.common.settings import PROVIDER_PATTERN, AccessConfig, SecurityConfig, WorkerNetworkConfig
-from crossdock.host.run import _log_dir_of, check_network
+from crossdock.host.run import _log_dir_of, check_network, check_transport
 from crossdock.worker import data_network
 from crossdock.worker.data_network import announced, network_of
 from crossdock.worker.process import _Process
@@ -113,8 +113,14 @@ def test_a_dumped_config_loads_as_an_equal_one(
         ("lease_s: -1", ["$.lease_s"]),
         ("listen: nowhere", ["listen", "host:port", "nowhere"]),
         ("http_listen: a:70000", ["http_listen", "65535"]),
+        ("listen: ''", ["listen", "host:port"]),
         ("- a", ["mapping", "list"]),
         ("a: [", ["c.yaml"]),
+        ("log: {}\nlease_s: 1\nlog: {level: debug}", ["'log' is given twice", "line 3"]),
+        ("log: {level: info, level: debug}", ["'level' is given twice"]),
+        ("listen: 2026-13-01", ["expected YAML", "month"]),
+        (f"world_size: {'9' * 5000}", ["expected YAML", "digits"]),
+        ("[" * 3000, ["nested too deeply"]),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_path(text: str, words: list[str], tmp_path: Path) -> None:
@@ -129,6 +135,8 @@ def test_a_wrong_file_is_refused_with_its_path(text: str, words: list[str], tmp_
 def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigFileError, match=r"gone\.yaml"):
         load(ControlConfig, tmp_path / "gone.yaml")
+    with pytest.raises(ConfigFileError, match="/dev/zero: expected at most 1048576 bytes, got more"):
+        load(ControlConfig, "/dev/zero")
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigFileError, match=r"b\.yaml"):
         load(ControlConfig, tmp_path / "b.yaml")
@@ -186,7 +194,9 @@ def test_addresses_split_and_join(address: str) -> None:
     assert (family_of(split_address(address)[0]) == socket.AF_INET6) == address.startswith("[")
 
 
-@pytest.mark.parametrize("address", ["", ":", "a", "a:", ":1", "::1:80", "a:65536", "a:-1", "a:x", "a:٣", "a: 1"])
+@pytest.mark.parametrize(
+    "address", ["", ":", "a", "a:", ":1", "::1:80", "a:65536", "a:-1", "a:x", "a:٣", "a: 1", f"a:{'1' * 5000}"]
+)
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="host:port"):
         split_address(address)
@@ -365,6 +375,26 @@ def test_a_group_of_several_hosts_listens_where_they_reach_it(given: list[str], 
         return
     with pytest.raises(ConfigFileError, match=f"worker.network: expected addresses .* got {closed}; set"):
         check_network(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("num_workers=65", "num_workers: expected at most 64, the most ranks of transport cpu, got 65"),
+        ("control.world_size=65", "control.world_size: expected at most 64, .*, got 65"),
+        ("worker.transport=pigeons", "worker.transport: expected one of cpu, nvlink, got 'pigeons'"),
+    ],
+)
+def test_a_group_that_the_transport_cannot_have_is_refused(given: str, words: str) -> None:
+    config = load(HostConfig, None, ["worker.model=m", "num_workers=64", "worker.network={}"])
+    check_transport(config)
+    with pytest.raises(ConfigFileError, match=words):
+        check_transport(load(HostConfig, None, ["worker.model=m", "worker.network={}", given]))
+
+
+def test_ports_of_all_workers_are_checked_before_one_starts() -> None:
+    with pytest.raises(ConfigFileError, match=r"listen: expected host:port .*, got '0.0.0.0:65536'"):
+        load(HostConfig, None, ["worker.model=m", "num_workers=2", "worker.listen=0.0.0.0:65535"])
 
 
 @pytest.mark.parametrize("folder", ["/dev/null/logs", "/proc"])

@@ -14,8 +14,10 @@ from crossdock.common import transports
 from crossdock.control.means import means_of_transport
 from ep_kernels import Capabilities, MoEConfig
 from ep_kernels.groups import PaperGroup
+from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports import base
+from ep_kernels.transports.cpu import native
 
 
 @pytest.fixture
@@ -49,6 +51,11 @@ def test_they_say_what_they_can(name: str) -> None:
     assert can.device_type == said.device_type
     assert said.needs_gpu == (can.device_type != "cpu")
     assert not can.cross_host, "no network was given"
+
+
+def test_the_most_ranks_are_those_of_the_data_plane() -> None:
+    most = {name: facts.max_ranks for name, facts in transports.installed().items()}
+    assert most == {"nvlink": abi.MAX_RANKS, "cpu": native.MAX_RANKS}
 
 
 @pytest.mark.parametrize("name", transports.cross_host_names())
@@ -89,7 +96,8 @@ def test_the_regions_that_are_known_without_a_gpu() -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_a_folder_is_all_that_a_new_one_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cable = 'device_type = "cuda"\nover = "network"\ncross_host = true\npreference = 3\nlargest_step = 64\n[expected]\n'
+    cable = 'device_type = "cuda"\nover = "network"\ncross_host = true\nmax_ranks = 9\n'
+    cable += "preference = 3\nlargest_step = 64\n[expected]\n"
     planted(monkeypatch, tmp_path, cable=cable + "pair_us = 9.0\n")
     assert transports.names() == ["cable"]
     assert transports.of_device("cuda").needs_gpu

@@ -5,7 +5,7 @@
 
 {{- define "crossdock.selector" -}}
 app.kubernetes.io/name: crossdock
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "crossdock.labels" -}}
@@ -187,7 +187,7 @@ http: {{ .Values.tls.http }}
 {{/* The container's resources: as given, and its GPUs, RDMA devices and claims. */}}
 {{- define "crossdock.workerResources" -}}
 {{- $worker := .Values.worker -}}
-{{- $resources := deepCopy $worker.resources -}}
+{{- $resources := deepCopy ($worker.resources | default dict) -}}
 {{- if $worker.gpus -}}
 {{- $resources = merge $resources (dict "limits" (dict $worker.gpuResource (int $worker.gpus))) -}}
 {{- end -}}
@@ -206,6 +206,9 @@ http: {{ .Values.tls.http }}
 
 {{/* Values that contradict each other, in words. */}}
 {{- define "crossdock.check" -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name) -}}
+{{- fail (printf "release name: expected a letter, then letters, digits and -, since Services are named after it, got %s" .Release.Name) -}}
+{{- end -}}
 {{- $worker := .Values.worker -}}
 {{- $drain := get $worker.config "drain_timeout_s" | default 30.0 -}}
 {{- if ge (float64 $drain) (float64 $worker.stopTimeoutSeconds) -}}

@@ -126,7 +126,7 @@ spec:
 {{/* The pod's affinity: as given; where that does not speak of other pods itself, away from the group's other pods and together
 with them as values say. */}}
 {{- define "crossdock.workerAffinity" -}}
-{{- $affinity := deepCopy .Values.worker.affinity -}}
+{{- $affinity := deepCopy (.Values.worker.affinity | default dict) -}}
 {{- if and (gt (int .Values.worker.hosts) 1) .Values.worker.together (not (hasKey $affinity "podAffinity")) -}}
 {{- $labels := merge (dict "app.kubernetes.io/component" "worker") (include "crossdock.selector" . | fromYaml) -}}
 {{- $term := dict "topologyKey" .Values.worker.together "labelSelector" (dict "matchLabels" $labels) -}}

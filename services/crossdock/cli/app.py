@@ -113,11 +113,13 @@ def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: 
 @app.command()
 def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0) -> None:
     """Run one expert worker: one process, one device, one rank."""
+    from crossdock.common import collector
     from crossdock.common.config import WorkerConfig, load
 
     loaded = load(WorkerConfig, config, overrides or [])
     _die_with(parent_pid)
-    from crossdock.worker.process import end_process, run_worker
+    with collector.paused():
+        from crossdock.worker.process import end_process, run_worker
 
     try:
         code = run_worker(loaded)
@@ -345,10 +347,8 @@ def version(as_json: Json = False) -> None:
             found[name] = version_of(name)
         except PackageNotFoundError:
             found[name] = None
-    if as_json:
-        show_json(found)
-    else:
-        print(*(f"{name} {number or 'not installed'}" for name, number in found.items()), sep="\n")
+    lines = (f"{name} {number or 'not installed'}" for name, number in found.items())
+    show_json(found) if as_json else print(*lines, sep="\n")
 
 
 def _refuse_beside_join(join: str, options: dict[str, object]) -> None:

@@ -22,7 +22,7 @@ def split_address(address: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         host = ""
-    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > MAX_PORT:
+    if not separator or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > MAX_PORT:
         raise AddressError(f"expected host:port with a port in 0..{MAX_PORT}, got {address!r}")
     return host, int(port)
 

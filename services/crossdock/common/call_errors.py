@@ -6,11 +6,11 @@ A handler raises them, `rpc.call` and `rpc.call_sync` raise them again at the ot
     ├── InvalidArgument       INVALID_ARGUMENT       the message is invalid
     ├── NotFound              NOT_FOUND              this worker is unknown here: register
     ├── AlreadyExists         ALREADY_EXISTS         a newer process holds this identity: stop
-    ├── FailedPrecondition    FAILED_PRECONDITION    valid message at the wrong time or in the wrong group (an old
-    epoch) ├── ResourceExhausted     RESOURCE_EXHAUSTED     a limit was reached; retry later or elsewhere
+    ├── FailedPrecondition    FAILED_PRECONDITION    valid, but at the wrong time or in the wrong group (an old epoch)
+    ├── ResourceExhausted     RESOURCE_EXHAUSTED     a limit was reached; retry later or elsewhere
     ├── Aborted               ABORTED                lost a race; re-read before a retry
-    ├── Unavailable           UNAVAILABLE            no answer, or temporarily unavailable; only this one is retried by
-    `call` ├── DeadlineExceeded      DEADLINE_EXCEEDED      also a TimeoutError
+    ├── Unavailable           UNAVAILABLE            no answer, or none now; the only one that `call` retries
+    ├── DeadlineExceeded      DEADLINE_EXCEEDED      also a TimeoutError
     ├── Cancelled             CANCELLED              the caller has cancelled
     ├── Unimplemented         UNIMPLEMENTED          the server is older
     ├── Internal              INTERNAL               a bug, or invalid bytes
@@ -21,13 +21,19 @@ A handler raises them, `rpc.call` and `rpc.call_sync` raise them again at the ot
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import ClassVar, cast
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError
 
 _CONNECTION_RESET = "Internal error from Core"
 """Message of grpc.aio for some streams whose connection was reset during a read; not from the server."""
+_UNREACHED = re.compile(
+    r"failed to connect to all addresses; last error: \w+: ipv[46]:(.*): Failed to connect .*: (.*)"
+)
+"""gRPC's message of a connection that could not be made: the last address that was tried, and why."""
 LEADER_KEY = "crossdock-leader"
 """Trailing metadata of UNAVAILABLE: host:port of the leading control plane."""
 
@@ -114,7 +120,11 @@ def error_of(error: grpc.RpcError) -> CallError:
     code = call.code() or grpc.StatusCode.UNKNOWN
     if code is grpc.StatusCode.INTERNAL and call.details() == _CONNECTION_RESET:
         code = grpc.StatusCode.UNAVAILABLE
-    made = error_for(code, call.details() or code.name)
+    details = call.details() or ""
+    unreached = _UNREACHED.fullmatch(details)
+    if unreached is not None:
+        details = f"no connection to {unquote(unreached[1])}: {unreached[2]}"
+    made = error_for(code, details or code.name)
     if isinstance(made, Unavailable):
         made.leader = next((str(value) for key, value in call.trailing_metadata() or () if key == LEADER_KEY), "")
     return made

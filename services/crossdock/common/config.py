@@ -23,11 +23,13 @@ from crossdock.common.settings import (
     TracingConfig,
     WorkerNetworkConfig,
 )
+from crossdock.common.small_files import parse_yaml, read_small
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 DEFAULT_WORLD = 4
 """Ranks of a group whose size is not configured."""
+_ADDRESSES = frozenset({"listen", "http_listen", "control", "advertise"})
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,9 +37,9 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     since the writer of a config may not know the address family."""
 
     def __post_init__(self) -> None:
-        for name in ("listen", "http_listen", "control", "advertise"):
-            address = getattr(self, name, "")
-            if not address or not isinstance(address, str):
+        for field in msgspec.structs.fields(self):
+            name, address = field.name, getattr(self, field.name)
+            if name not in _ADDRESSES or not isinstance(address, str) or address == field.default == "":
                 continue
             try:
                 if name == "control":
@@ -240,6 +242,7 @@ class HostConfig(_Config, frozen=True, kw_only=True):
         if world_size is not None and world_size > self.num_workers and self.worker.network is None:
             wanted = f"num_workers, {self.num_workers}, or worker.network for the ranks of other hosts"
             raise ValueError(f"control.world_size: expected {wanted}, got {world_size} without a network")
+        self._worker(self.num_workers - 1)  # its ports are the highest
 
     def control_config(self) -> ControlConfig | None:
         """The control plane to start here, its `world_size` resolved."""
@@ -356,17 +359,13 @@ def dump(config: msgspec.Struct | Mapping[str, object]) -> str:
 
 
 def _read(path: str | Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        data = None if path is None else parse_yaml(read_small(path).decode())
+    except (OSError, ValueError) as error:
         raise ConfigFileError(f"{path}: {error}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigFileError(f"{path}: expected a mapping at the top, got {type(data).__name__}")
-    return data
+    if isinstance(data, dict | None):
+        return data or {}
+    raise ConfigFileError(f"{path}: expected a mapping at the top, got {type(data).__name__}")
 
 
 def _apply(data: dict[str, Any], override: str, kind: type[msgspec.Struct]) -> None:
@@ -395,6 +394,6 @@ def _is_text(kind: type[msgspec.Struct], key: str) -> bool:
 
 def _parse(override: str, text: str) -> object:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return parse_yaml(text)
+    except ValueError as error:
         raise ConfigFileError(f"--set {override!r}: expected a YAML value, got {text!r}") from error

@@ -27,6 +27,7 @@ from crossdock.common import log as logs
 from crossdock.common.addresses import is_loopback
 from crossdock.common.config import load
 from crossdock.common.settings import SecurityConfig
+from crossdock.common.small_files import read_small
 
 log = logs.get(__name__)
 
@@ -260,9 +261,11 @@ def _signature(paths: Sequence[str]) -> tuple[object, ...]:
 
 def _bytes_of(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return read_small(path)
     except OSError as error:
         raise SecurityError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise SecurityError(f"{path}: {error}") from None
 
 
 def _read(config: SecurityConfig) -> _Pems:

@@ -48,6 +48,7 @@ class TransportFacts:
         device_type: torch device type of payload tensors, as in `Capabilities`.
         over: the way by which it moves rows, one of WAYS.
         cross_host: ranks may live on several hosts, given a network. `Capabilities` says whether one is given.
+        max_ranks: of a group, over all hosts.
         preference: of those that a host can run, "auto" takes the one with the smallest number.
         largest_step: tokens per rank up to which `crossdock tune` measures.
         expected: reference of `crossdock doctor`.
@@ -59,6 +60,7 @@ class TransportFacts:
     device_type: str
     over: str
     cross_host: bool
+    max_ranks: int
     preference: int
     largest_step: int
     expected: Expected

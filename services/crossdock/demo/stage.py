@@ -10,7 +10,7 @@ import torch
 
 from crossdock.common.config import ConfigFileError, WorkerConfig
 from crossdock.common.settings import SecurityConfig, WorkerNetworkConfig
-from crossdock.common.transports import CPU_RANKS, cross_host_names, needs_gpu
+from crossdock.common.transports import CPU_RANKS, cross_host_names, installed, needs_gpu
 from crossdock.demo.hosts import NUM_HOSTS, HostPlace
 
 MAX_GPU_WORKERS = 8
@@ -47,8 +47,12 @@ class Stage:
             num_gpus: CUDA devices that this process sees.
 
         Raises:
-            ConfigFileError: no GPU, or more workers than GPUs.
+            ConfigFileError: no GPU, or more workers than GPUs or than the transport has ranks.
         """
+        most = installed()[transport].max_ranks
+        if num_workers is not None and num_workers > most:
+            wanted = f"at most {most}, the most ranks of transport {transport}"
+            raise ConfigFileError(f"--workers: expected {wanted}, got {num_workers}")
         if not needs_gpu(transport):
             return Stage(transport, num_workers or CPU_RANKS, torch.device("cpu"))
         if num_gpus == 0:

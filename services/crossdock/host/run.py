@@ -48,7 +48,7 @@ def run_host(config: HostConfig, console: Console) -> int:
     """
     if not Path(config.worker.model).is_dir():
         raise ConfigFileError(f"worker.model: expected a checkpoint's directory, got {config.worker.model!r}")
-    _check_transport(config.worker.transport)
+    check_transport(config)
     check_network(config)
     log.setup(LogConfig(level="warning"))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -83,11 +83,19 @@ def _log_dir_of(config: HostConfig) -> Path:
     return folder
 
 
-def _check_transport(name: str) -> None:
-    """Raises ConfigFileError for one that is not installed here; where none is, containers bring theirs."""
-    known = transports.names()
-    if known and name not in known:
-        raise ConfigFileError(f"worker.transport: expected one of {', '.join(known)}, got {name!r}")
+def check_transport(config: HostConfig) -> None:
+    """Raises ConfigFileError for a transport that is not installed here (where none is, containers bring theirs), and
+    for more ranks than it has: their group would fail once all of them have started."""
+    name, known = config.worker.transport, transports.installed()
+    if not known:
+        return
+    if name not in known:
+        raise ConfigFileError(f"worker.transport: expected one of {', '.join(transports.names())}, got {name!r}")
+    most, control = known[name].max_ranks, config.control_config()
+    asked = {"num_workers": config.num_workers, "control.world_size": control.num_ranks if control else 0}
+    for field, ranks in asked.items():
+        if ranks > most:
+            raise ConfigFileError(f"{field}: expected at most {most}, the most ranks of transport {name}, got {ranks}")
 
 
 def check_network(config: HostConfig) -> None:

@@ -58,7 +58,7 @@ class Model:
         index = config.local_rank if config.device is None else config.device
         self.device = devices.choose(self.capabilities.device_type, index, devices.num_gpus())
         devices.enter(self.device)
-        if self.device.type == "cuda" and config.kernel_cache_dir:
+        if self.device.type == "cuda" and self.spec.format.kind != "float":  # what Triton multiplies
             compile_into(config.kernel_cache_dir)
         self._held_dtype, self._widen = self._expert_dtype(), bool(config.expert_dtype)
         self._network, self.nic = with_device(self._network, devices.uuid_of(self.device), config.local_rank)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+import stat
+import tempfile
 from pathlib import Path
 
 import torch
@@ -14,11 +18,33 @@ _BLOCK = 128
 
 
 def compile_into(folder: str) -> None:
-    """Keep compiled kernels in this folder of `kernel_cache_dir`, not in the user's home. Nothing without Triton."""
+    """Keep compiled kernels in this folder of `kernel_cache_dir`; "": in the user's home. Where that cannot be written,
+    as in a container with a read-only root, in one of this user's for temporary files: Triton compiles nothing without.
+    Nothing where Triton is not installed."""
     if importlib.util.find_spec("triton") is not None:
         from triton import knobs
 
-        knobs.cache.dir = str(Path(folder) / "triton")
+        wanted = Path(folder, "triton") if folder else Path(knobs.cache.dir)
+        knobs.cache.dir = str(wanted if _can_write(wanted) else _temporary())
+
+
+def _can_write(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
+def _temporary() -> Path:
+    """The same after a restart. What is compiled there is run, so no other user may have made it."""
+    folder = Path(tempfile.gettempdir(), f"crossdock-triton-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    return folder if is_ours else Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
 
 
 def reason_against(first: Stack, down: Stack, gating: Gating, dtype: torch.dtype) -> str:
