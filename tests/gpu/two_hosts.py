@@ -79,15 +79,19 @@ class Group:
 
     Attributes:
         ranks: their numbers.
-        engines: of each.
+        case, mode: of their steps.
+        configs, engines, memory: of each; the memory that kernels of its host reach.
+
+    Args:
+        blocks: of a launch for one rank, at most.
     """
 
-    def __init__(self, case: RoutingCase, store: Store, mode: Mode, layout: Layout) -> None:
+    def __init__(self, case: RoutingCase, store: Store, mode: Mode, layout: Layout, blocks: int) -> None:
         each = case.num_ranks // store.size
         self.ranks = range(store.rank * each, (store.rank + 1) * each)
         self.case, self.mode, self._store = case, mode, store
         device = torch.device("cuda", torch.cuda.current_device())
-        blocks = torch.cuda.get_device_properties(device).multi_processor_count // each
+        blocks = min(blocks, torch.cuda.get_device_properties(device).multi_processor_count // each)
         fields: dict[str, Any] = {"mode": mode, "layout": layout, "timeout_s": 30.0}
         self.configs = [case.config(LoopGroup(r, case.num_ranks), network=network_of(r), **fields) for r in self.ranks]
         self.engines = [LaunchEngine(config, device, blocks) for config in self.configs]
@@ -288,7 +292,7 @@ def measure(options: argparse.Namespace, store: Store, loops: Loops, texts: Mapp
     """Of T tokens."""
     mode, layout = Mode.LL if tokens <= 512 else Mode.HT, Layout(options.layout)
     case = RoutingCase(EXPERTS, TOPK, HIDDEN, (tokens,) * options.ranks, "uniform", 20 + tokens)
-    group = Group(case, store, mode, layout)
+    group = Group(case, store, mode, layout, options.blocks)
     steps, times = Steps(group, texts), {name: Times() for name in texts}
     sends = [loops.sends(case, mode, layout, op) for op in ("dispatch", "combine")]
     streams = []
@@ -321,6 +325,7 @@ def main() -> int:
     parser.add_argument("--tokens", default="128,512,1024", help="per rank, comma-separated")
     parser.add_argument("--ranks", type=int, default=4, help="R, of both hosts")
     parser.add_argument("--rounds", type=int, default=30, help="of T up to 512; fewer of more")
+    parser.add_argument("--blocks", type=int, default=1 << 10, help="of a rank, at most")
     parser.add_argument("--layout", default=Layout.RANK_MAJOR.value)
     parser.add_argument("--other", action="append", default=[], help="NAME:FILE=PATH; a name may have several files")
     options = parser.parse_args()
