@@ -92,8 +92,6 @@ Network = _record(
     ("words", "u64*", "pinned, [FLAGS, R] of remote ranks: their flags, as the network brings them"),
     ("ring", "u8*", "pinned: descriptors (ep_kernels/network/native/ring.hpp)"),
     ("popped", "u64*", "pinned: descriptors that the network has taken"),
-    ("popped_seen", "u64", "the same, as a kernel last read it"),
-    ("tail", "u64", "descriptors that kernels have pushed"),
     ("rows", f"u64[{MAX_RANKS}]", "rows that the dispatch that runs has for a rank"),
     ("map", "RegionMap", "byte map of a box: a region's part that belongs to one source"),
     ("looking", f"u64[{MAX_RANKS}]", "1 = a thread reads a word of that rank"),
@@ -103,6 +101,8 @@ Network = _record(
     ("slices_seen", f"u64[{2 * MAX_RANKS}]", "[2, MAX_RANKS] slice_words as a kernel last read them"),
     ("staged", f"u64[{2 * MAX_RANKS * 32}]", "[2, MAX_RANKS, 32] packets of a slice that are in the outbox"),
     ("heads_done", "u64", "blocks that have written their part of a dispatch's head"),
+    ("popped_seen", "u64", "`popped`, as a kernel last read it"),
+    ("tail", "u64", "descriptors that kernels have pushed"),
 )
 State = _record(
     "State",

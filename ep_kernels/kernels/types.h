@@ -92,8 +92,6 @@ struct Network {
   u64* words;  // pinned, [FLAGS, R] of remote ranks: their flags, as the network brings them
   u8* ring;  // pinned: descriptors (ep_kernels/network/native/ring.hpp)
   u64* popped;  // pinned: descriptors that the network has taken
-  u64 popped_seen;  // the same, as a kernel last read it
-  u64 tail;  // descriptors that kernels have pushed
   u64 rows[64];  // rows that the dispatch that runs has for a rank
   RegionMap map;  // byte map of a box: a region's part that belongs to one source
   u64 looking[64];  // 1 = a thread reads a word of that rank
@@ -103,6 +101,8 @@ struct Network {
   u64 slices_seen[128];  // [2, MAX_RANKS] slice_words as a kernel last read them
   u64 staged[4096];  // [2, MAX_RANKS, 32] packets of a slice that are in the outbox
   u64 heads_done;  // blocks that have written their part of a dispatch's head
+  u64 popped_seen;  // `popped`, as a kernel last read it
+  u64 tail;  // descriptors that kernels have pushed
 };
 static_assert(sizeof(Network) == 39808, "Network: host and GPU differ");
 struct State {

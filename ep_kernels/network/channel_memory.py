@@ -16,12 +16,14 @@ class DeviceRing:
         ring, popped: addresses of the descriptors, and of the number of those that the proxy has taken.
         num_bytes: of the memory that holds both, from `ring` on.
         size: descriptors of the ring.
+        stripe: bytes; no descriptor may cross a multiple of it.
     """
 
     ring: int
     popped: int
     num_bytes: int
     size: int
+    stripe: int
 
 
 @dataclass(frozen=True, slots=True)

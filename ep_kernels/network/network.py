@@ -151,10 +151,16 @@ class Channel:
         return int(self._lib.cn_outbox(self.pointer))
 
     def for_device(self, stripe: int) -> DeviceRing:
-        """Let kernels push, before any peer is there. No descriptor may cross a multiple of `stripe`."""
-        found = (ctypes.c_uint64 * 4)()
+        """Let kernels push, before any peer is there. No descriptor may cross a multiple of `stripe`, a power of two,
+        or of a smaller one where the provider writes less at once."""
+        found = (ctypes.c_uint64 * 5)()
         self._lib.cn_device(self.pointer, stripe, found)
         return DeviceRing(*found)
+
+    def restart_ring(self) -> None:
+        """No kernel runs, and kernels count descriptors from 0 again: what they have pushed is taken, the ring empty.
+        Those that gave up may have left places in it empty, which the proxy would wait for."""
+        self._call(None, self._lib.cn_device_restart)
 
     def ticket(self) -> NetworkTicket:
         """For the ranks of other hosts."""

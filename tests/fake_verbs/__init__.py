@@ -24,7 +24,7 @@ class Faults(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in (
             "absent", "port_down", "cut", "not_ready", "denied", "refused", "granted", "no_dma_buf", "no_peermem",
-            "max_completions", "patience_ms",
+            "max_completions", "max_message", "patience_ms",
         )
     )  # fmt: skip
 

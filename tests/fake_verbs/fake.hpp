@@ -45,6 +45,7 @@ struct Faults {
   int64_t no_dma_buf = 0;    // errno of registrations of a dma-buf
   int64_t no_peermem = 0;    // errno of registrations of device memory by address
   int64_t max_completions = 1 << 16;
+  int64_t max_message = 1 << 30;
   int64_t patience_ms = 5000; // until a message without answer has failed
 };
 

@@ -46,6 +46,17 @@ def test_steps(provider: str, way: Way, steps: Steps, fake: Fake) -> None:
     assert left.device_regions == (FAR_BOXES if way is Way.PEERMEM else 0)
 
 
+def test_writes_are_as_short_as_the_device_wants(steps: Steps, fake: Fake) -> None:
+    """Rows of 2 KB leave by descriptors of 4; of 2 KB a box would take more than an operation may have."""
+    for device in (0, 1):
+        fake.set(device, max_message=4096)
+    assert steps(Direct(fake), VERBS).remotes[0].record().stripe == 4096
+    for device in (0, 1):
+        fake.set(device, max_message=4095)
+    with pytest.raises(TransportError, match=r"writes 2048 bytes at once: 2097152 bytes for each rank .* 1048576"):
+        steps(Direct(fake), VERBS)
+
+
 def test_what_nics_wrote_is_flushed_before_kernels_are_told(steps: Steps) -> None:
     calls = Calls()
     steps(Direct(fake_verbs.load(), calls.flush()), VERBS)

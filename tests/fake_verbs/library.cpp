@@ -75,6 +75,7 @@ int post_send(Pair* pair, SendRequest* request, SendRequest** bad) {
     w.from = reinterpret_cast<const uint8_t*>(piece.address);
     w.bytes = piece.bytes;
     w.lkey = piece.lkey;
+    if (w.bytes > faults_of(q.context).max_message) return EINVAL;
     if (request->flags & kInline) {
       must(!device_of(piece.address, piece.bytes), "the processor reads memory of a device");
       if (w.bytes > q.capacity.inline_bytes) return EINVAL;
@@ -194,7 +195,7 @@ IBV int ibv_query_port(Context* context, uint8_t, PortAttr* out) {
   out->state = faults_of(context).port_down ? 1 : kPortActive;
   out->max_mtu = out->active_mtu = 5;
   out->num_gids = 2;
-  out->max_message_bytes = 1 << 30;
+  out->max_message_bytes = uint32_t(faults_of(context).max_message);
   out->link_layer = kEthernet;
   return 0;
 }

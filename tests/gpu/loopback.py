@@ -178,10 +178,8 @@ class Loopback:
 
     def pack(self, calls: Sequence[Call], phases: int = BOTH) -> tuple[int, torch.Tensor, int]:
         """(blocks of the launch, its records, blocks of a rank)."""
-        records = [c.of_phases(phases) if hasattr(c.args, "work") else c.args for c in calls]
-        packed = self.put(torch.frombuffer(bytearray(b"".join(bytes(r) for r in records)), dtype=torch.uint8))
-        blocks = max(call.launch.num_blocks for call in calls)
-        return blocks * len(calls), packed, blocks
+        num_blocks, records, blocks = packed(calls, phases)
+        return num_blocks, self.put(records), blocks
 
     def check(self) -> None:
         """Raise what any rank's kernels met."""
@@ -273,3 +271,10 @@ class Loopback:
             engine.restart_flags(value, value)
         for far in self.remotes:
             far.restart(value, value, value)
+
+
+def packed(calls: Sequence[Call], phases: int = BOTH) -> tuple[int, torch.Tensor, int]:
+    """(blocks of one launch of these calls, their records on the CPU, blocks of a rank)."""
+    records = [c.of_phases(phases) if hasattr(c.args, "work") else c.args for c in calls]
+    blocks = max(call.launch.num_blocks for call in calls)
+    return blocks * len(calls), torch.frombuffer(bytearray(b"".join(map(bytes, records))), dtype=torch.uint8), blocks

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ep_kernels.errors import PeerTimeout, TransportError
+from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink.engine import SEND
 from ep_kernels.types import Layout, Mode
@@ -95,6 +96,22 @@ def silence_is_named(op: str, join: Join) -> None:
     check(loop, replace(case, seed=draw_seed()), mode)
 
 
+def a_full_ring_is_survived(join: Join) -> None:
+    """Kernels that find no room in the ring until their deadline leave places of it empty, which the proxy would wait
+    for; the group goes on with an empty ring."""
+    loop, case = four(Layout.RANK_MAJOR, Mode.LL, join, timeout_s=0.3)
+    handles = check(loop, case, Mode.LL)
+    state, tail = loop.engines[0].tables.state, abi.State.network.offset + abi.Network.tail.offset
+    state[tail // state.itemsize] += 2 * abi.RING_SIZE  # of others that gave up
+    loop.launch(combine_of(loop, handles))
+    found = loop.engines[0].tables.host.fault()
+    assert isinstance(found, PeerTimeout)
+    assert found.phase == "credit"
+    loop.preset(50)
+    for _ in range(2):
+        check(loop, replace(case, seed=draw_seed()), Mode.LL)
+
+
 def ends_of_a_connection(join: Join) -> None:
     """A rank whose connections end counts as dead; one that leaves this rank out says in which epoch it goes on."""
     for way in ("gone", "left out"):
@@ -156,4 +173,5 @@ def bytes_are_those_of_theory(layout: Layout, join: Join) -> None:
             row = shape.row_packets * 1024 + shape.metadata_lines * 128
             assert sent == 16 + counts + out * row + 16 + home * shape.combine_packets * 1024
             messages = traffic[peer].sent_messages - before[rank][peer].sent_messages
-            assert messages == 1 + 1 + (counts > 0) + 2 * (out > 0) + 1 + 1 + (home > 0), "so few rows: no slices"
+            least = 1 + 1 + (counts > 0) + 2 * (out > 0) + 1 + 1 + (home > 0)
+            assert messages == least or (messages > least and any(loop.remotes[rank].record().slice_rows))

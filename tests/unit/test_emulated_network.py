@@ -131,6 +131,10 @@ def test_silence_is_named(op: str, join: Joined) -> None:
     network.silence_is_named(op, join)
 
 
+def test_a_full_ring_is_survived(join: Joined) -> None:
+    network.a_full_ring_is_survived(join)
+
+
 def test_ends_of_a_connection(join: Joined) -> None:
     network.ends_of_a_connection(join)
 

@@ -127,19 +127,25 @@ __device__ __forceinline__ bool reduce_packet(const CombineArgs& args, Partials 
     i32 missing = world.rank;
     auto poll = [&] {
       bool ready = true;
+#if NETWORK  // before any is read: what is here of one rank of another host would be read again with each look
+#pragma unroll
+      for (i32 j = 0; j < kPollUnroll; ++j) {
+        if (j >= count || !is_remote(world, expert_rank[j])) continue;
+        const i32 position = number[j] / world.combine_packets - line_position(world, expert_rank[j], 0);
+        const u32 wanted = net::slice_of(world, net::kCombine, position);
+        if (net::warp_has_arrived(world, net::kCombine, expert_rank[j], seq, wanted)) continue;
+        missing = expert_rank[j];
+        return false;
+      }
+#endif
 #pragma unroll
       for (i32 j = 0; j < kPollUnroll; ++j) {
         const u8* at = recv_buffer + static_cast<i64>(number[j]) * kPacketBytes;
-        bool here = true;
 #if NETWORK
-        if (j < count && is_remote(world, expert_rank[j])) {
+        if (j < count && is_remote(world, expert_rank[j]))
           at = combine_recv_at(args, world.rank, expert_rank[j]) + static_cast<i64>(number[j]) * kPacketBytes;
-          const i32 position = number[j] / world.combine_packets - line_position(world, expert_rank[j], 0);
-          const u32 wanted = net::slice_of(world, net::kCombine, position);
-          here = net::warp_has_arrived(world, net::kCombine, expert_rank[j], seq, wanted);
-        }
 #endif
-        if (here && poll_packet(at, seq, &packets[j], j < count)) continue;
+        if (poll_packet(at, seq, &packets[j], j < count)) continue;
         ready = false;
         missing = expert_rank[j];
       }

@@ -94,9 +94,11 @@ CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, const cd::NetMemory* memory,
   return nullptr;
 }
 CN_API cd::Outbox* cn_outbox(cd::NetChannel* c) { return c->outbox; }
-// Before any peer joins: kernels push. `stripe`: see Outbox. out [4]: addresses of the ring and of the number of popped
-// descriptors, bytes of the memory that begins with the ring, descriptors of a ring.
+// Before any peer joins: kernels push. `stripe`: see Outbox; smaller where the provider's writes are. out [5]:
+// addresses of the ring and of the number of popped descriptors, bytes of the memory that begins with the ring,
+// descriptors of a ring, stripe.
 CN_API void cn_device(cd::NetChannel* c, uint64_t stripe, uint64_t* out) {
+  while (stripe > c->provider->most_bytes()) stripe /= 2;
   c->outbox->stripe = stripe;
   c->outbox->device.store(true);
   const uint64_t one = 1;
@@ -105,7 +107,10 @@ CN_API void cn_device(cd::NetChannel* c, uint64_t stripe, uint64_t* out) {
   out[1] = reinterpret_cast<uint64_t>(&c->outbox->popped);
   out[2] = kBoxBytes;
   out[3] = cd::Outbox::kSize;
+  out[4] = stripe;
 }
+// No kernel runs, and kernels count from 0 again: those that gave up have left places of the ring empty.
+CN_API void cn_device_restart(cd::NetChannel* c) { c->proxy->restart_ring(c); }
 // What a rank's native half does by itself; for tests and benchmarks. 0: the ring is full.
 CN_API int cn_push(cd::NetChannel* c, int rank, uint64_t offset, uint32_t bytes, uint32_t imm) {
   const bool pushed = c->outbox->push(rank, offset, bytes, imm);

@@ -209,6 +209,12 @@ void Proxy::traffic(NetChannel* c, Traffic* out) {
   for (int rank = 0; rank < c->memory.ranks; ++rank) out[rank] = c->peers[rank].traffic;
 }
 
+void Proxy::restart_ring(NetChannel* c) {
+  Hold hold(*this);
+  while (!c->outbox->empty()) flush(*c);
+  c->outbox->restart();
+}
+
 void Proxy::control(NetChannel& c, int rank) {
   const int error = read_control(c, rank);
   if (error < 0) return;

@@ -89,6 +89,7 @@ struct Proxy {
   uint64_t up(NetChannel* channel, bool established);  // bit per rank: this end has joined, or (`established`) both
   void why(NetChannel* channel, int rank, Text* out);    // why its connection ended, "" if nothing is known
   void traffic(NetChannel* channel, Traffic* out);
+  void restart_ring(NetChannel* channel);  // of kernels, none of which runs: takes what they have pushed, empties it
   void close_in_child();  // in a forked child: closes its copies of descriptors
 
  private:

@@ -103,6 +103,13 @@ struct Outbox {
     return (ring[at % kSize].where.load(std::memory_order_seq_cst) & Descriptor::kParity) != parity;
   }
 
+  // Empty, as at first. Nobody pushes or pops.
+  void restart() {
+    for (Descriptor& d : ring) d.where.store(0, std::memory_order_relaxed);
+    tail = room_until = 0;
+    popped.store(0, std::memory_order_release);
+  }
+
   // Nothing of this rank's region is still to be read on behalf of `rank`.
   bool is_quiet(int rank) const {
     if (device.load(std::memory_order_relaxed) && !empty()) return false;

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ep_kernels.config import MoEConfig
-from ep_kernels.errors import ConfigError
+from ep_kernels.errors import ConfigError, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.channel_memory import ChannelMemory
@@ -89,10 +89,19 @@ class RemoteRanks:
         places = self._outboxes, total, self._inboxes, box, handler, self._native
         memory = ChannelMemory(*places, box=box, dma_bufs=dma_bufs, device=boxes.device)
         self.channel = Channel(Network.of(network), rank, size, memory)
-        self._stripe = stripe_of(self.box_bytes, network.lanes)
-        self._slice_rows = slices_of(shape, self._stripe)
-        self._ring, self._is_pinned = self.channel.for_device(self._stripe), False
+        self._ring, self._is_pinned = self.channel.for_device(stripe_of(self.box_bytes, network.lanes)), False
         assert self._ring.size == abi.RING_SIZE
+        self._check_stripe()
+        self._slice_rows = slices_of(shape, self._ring.stripe)
+
+    def _check_stripe(self) -> None:
+        most = self._ring.stripe * _STRIPES
+        if self.box_bytes > most:
+            self.close()
+            raise TransportError(
+                f"nvlink: the provider writes {self._ring.stripe} bytes at once: {self.box_bytes} bytes for each rank "
+                f"of another host are more than {most}; make max_tokens_per_rank smaller"
+            )
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -117,7 +126,7 @@ class RemoteRanks:
         """For the kernels: `abi.Network`."""
         return abi.Network(
             remote=sum(1 << rank for rank in self.ranks), outboxes=self._outboxes, inboxes=self._inboxes,
-            stride=self.box_bytes, stripe=self._stripe, words=self.words.data_ptr(), ring=self._ring.ring,
+            stride=self.box_bytes, stripe=self._ring.stripe, words=self.words.data_ptr(), ring=self._ring.ring,
             popped=self._ring.popped, map=self._map, slice_words=self._slices.data_ptr(),
             slice_rows=(ctypes.c_uint64 * 2)(*self._slice_rows),
         )  # fmt: skip
@@ -139,7 +148,8 @@ class RemoteRanks:
         self.channel.connect({rank: self._tickets[rank] for rank in self.ranks if mask[rank]}, timeout_s)
 
     def restart(self, dispatch: int, combine: int, barrier: int) -> None:
-        """All ranks go on from these numbers."""
+        """All ranks go on from these numbers. No kernel runs, and its counters have restarted (`Tables.restart`)."""
+        self.channel.restart_ring()
         self._lib.cd_boxes_restart(self._native, dispatch, combine, barrier)
 
     def peers(self) -> list[PeerTraffic]:
