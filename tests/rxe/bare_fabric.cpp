@@ -68,10 +68,11 @@ struct Side {
   }
   void write(size_t bytes, size_t at = 0) {
     for (;;) {
-      const ssize_t e = sent - done == kWindow ? -EAGAIN
-                                               : endpoint->rma->writedata(endpoint, source + at, bytes, from->descriptor,
-                                                                          1, peer, told.base + at, told.key,
-                                                                          contexts[sent % kWindow]);
+      ssize_t e = -EAGAIN;
+      if (sent - done < kWindow) {
+        e = endpoint->rma->writedata(endpoint, source + at, bytes, from->descriptor, 1, peer, told.base + at, told.key,
+                                     contexts[sent % kWindow]);
+      }
       if (e == 0) break;
       need(e == -EAGAIN, "write", long(e));
       poll();
