@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import time
 from typing import Annotated
 
@@ -15,6 +16,13 @@ from ep_kernels.network.handshake import Greeting
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2, 3
 _UNACKED_MS = 10_000
 """A host that vanished is noticed by these, if no deadline came first."""
+NEAR_US, NEAR_BYTES = 20, 256 << 10
+"""A peer is near if the round trip to it takes at most so long, as on the same machine; size of the send buffer of a
+data connection to such a peer (the kernel doubles it). With more on the way, bytes leave the caches before they are
+received. 512 KiB in 20 us are 26 GB/s, more than a proxy copies; for longer lines, which need more, the kernel chooses.
+"""
+_TCP_INFO, _MIN_RTT_AT = 232, 148
+"""Size of Linux's `struct tcp_info`, and where its `tcpi_min_rtt` is, microseconds."""
 
 
 class NetworkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,10 +72,20 @@ def _exactly(connection: socket.socket, num_bytes: int, until: float) -> bytes:
 def prepare(connection: socket.socket, *, control: bool) -> None:
     """Options of a connection whose handshake is done."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a kernel without one of them
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKED_MS)
+        if not control and _is_near(connection):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR_BYTES)
     if control:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+
+
+def _is_near(connection: socket.socket) -> bool:
+    raw = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO)
+    if len(raw) < _MIN_RTT_AT + 4:  # a kernel before 4.6
+        return False
+    (min_rtt_us,) = struct.unpack_from("=I", raw, _MIN_RTT_AT)
+    return bool(min_rtt_us <= NEAR_US)

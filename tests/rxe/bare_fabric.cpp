@@ -1,5 +1,6 @@
 // The yardstick of `libfabric`: a loop of fi_writedata between two processes, and nothing else. Ping-pong of `ping`
-// bytes, then a stream of `bulk` bytes with 64 writes under way. Prints "<p50 us of one way> <MB/s>".
+// bytes, then a stream of `count` times `bulk` bytes, each to a place of its own, with 64 writes under way. Prints
+// "<p50 us of one way> <MB/s>".
 //
 // "waits": by a completion queue that has a descriptor, so that a thread could sleep, which it does not.
 //
@@ -65,12 +66,13 @@ struct Side {
     const ssize_t e = endpoint->messages->recv(endpoint, &inbox[i], 8, nullptr, kUnspecified, recvs[i]);
     need(e == 0, "recv", long(e));
   }
-  void write(size_t bytes) {
+  void write(size_t bytes, size_t at = 0) {
     for (;;) {
-      const ssize_t e = sent - done == kWindow ? -EAGAIN
-                                               : endpoint->rma->writedata(endpoint, source, bytes, from->descriptor, 1,
-                                                                          peer, told.base, told.key,
-                                                                          contexts[sent % kWindow]);
+      ssize_t e = -EAGAIN;
+      if (sent - done < kWindow) {
+        e = endpoint->rma->writedata(endpoint, source + at, bytes, from->descriptor, 1, peer, told.base + at, told.key,
+                                     contexts[sent % kWindow]);
+      }
       if (e == 0) break;
       need(e == -EAGAIN, "write", long(e));
       poll();
@@ -125,10 +127,11 @@ int main(int argc, char** argv) {
   check(id->ops->bind(id, &peers->id, 0), "bind av");
   check(id->ops->bind(id, &s.queue->id, kTransmit | kRecv), "bind cq");
   check(id->ops->control(id, kEnable, nullptr), "enable");
-  const size_t bytes = std::max(ping, bulk);
+  const size_t bytes = std::max(ping, bulk * size_t(count));
   s.buffer = static_cast<uint8_t*>(aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
   s.source = static_cast<uint8_t*>(aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
   memset(s.source, 1, bytes);
+  memset(s.buffer, 1, bytes);
   auto reg = domain->registering->reg;
   check(reg(&domain->id, s.buffer, bytes, kRemoteWrite, 0, 1, 0, &s.to, nullptr), "reg");
   check(reg(&domain->id, s.source, bytes, kWrite, 0, 2, 0, &s.from, nullptr), "reg");
@@ -144,7 +147,7 @@ int main(int argc, char** argv) {
 
   const double one_way_us = bare::ping_pong_us(s, first, rounds, ping);
   const double begun = bare::now_us();
-  for (long i = 0; i < count && first; ++i) s.write(bulk);
+  for (long i = 0; i < count && first; ++i) s.write(bulk, size_t(i) * bulk);
   const long until = rounds + (first ? 1 : count);
   while (s.arrived < until) s.poll();
   if (!first) s.write(0);

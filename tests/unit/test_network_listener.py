@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ep_kernels.errors import AbortedError, ClosedError, PeerTimeout, TransportError
-from ep_kernels.network import NetworkConfig, dialer, handshake, listener
+from ep_kernels.network import NetworkConfig, dialer, greeting, handshake, listener
 from ep_kernels.network.greeting import NetworkTicket, greet
 from ep_kernels.network.handshake import Greeting
 from ep_kernels.network.listener import Listener, Registration
@@ -495,3 +495,21 @@ def test_providers_must_be_equal() -> None:
         pytest.raises(TransportError, match=r"provider 'shuffle\(tcp\)' of rank 1, 'tcp' of this rank"),
     ):
         one.channel.connect({1: two.ticket()}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("near_us", "control", "is_bounded"), [(1 << 30, False, True), (1 << 30, True, False), (0, False, False)]
+)
+def test_the_send_buffer_to_a_near_peer_is_bounded(
+    near_us: int, control: bool, is_bounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel grows the others as they need it."""
+    monkeypatch.setattr(greeting, "NEAR_US", near_us)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        before = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        small = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        assert small < before
+        greeting.prepare(connection, control=control)
+        after = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        assert (after > small) == is_bounded, (small, after)
