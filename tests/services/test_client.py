@@ -175,7 +175,9 @@ def test_a_row_that_no_message_holds_ends_no_other_request(
     monkeypatch.setattr(client, "MAX_MESSAGE_BYTES", 4096)
     with Client(workers[0].address) as service:
         service.forward(1, *_batch(5))
-        with pytest.raises(public.InvalidRequest, match=r"x: expected a row of at most 4096 bytes, got 8\d\d\d"):
+        with pytest.raises(
+            public.InvalidRequest, match=r"x: expected a request of at most 4096 bytes for .*, got 8\d\d\d"
+        ):
             service.forward(1, *_batch(1, 2000))
         service.forward(1, *_batch(5))
     assert workers[0].num_streams == 1
@@ -608,14 +610,14 @@ def test_close_ends_what_is_under_way(workers: list[FakeWorker]) -> None:
 
 def test_a_call_that_races_with_close_does_not_hang(workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch) -> None:
     service = Client(workers[0].address)
-    join, late = service._thread.join, ThreadPoolExecutor(1)
+    give_back, late = service._loop.give_back, ThreadPoolExecutor(1)
 
-    def join_then_call() -> None:
-        join()
-        future = late.submit(service.describe)
-        assert isinstance(future.exception(TIMEOUT_S), public.ClientError)
+    def give_back_then_call() -> None:
+        give_back()
+        for call in (service.describe, lambda: service.forward(0, *_batch(1))):
+            assert isinstance(late.submit(call).exception(TIMEOUT_S), public.ClientError)
 
-    monkeypatch.setattr(service._thread, "join", join_then_call)
+    monkeypatch.setattr(service._loop, "give_back", give_back_then_call)
     service.close()
 
 

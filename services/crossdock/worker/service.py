@@ -279,11 +279,11 @@ class _Stream:
         if request.cancel:
             self._withdraw(request.id, Failure(grpc.StatusCode.CANCELLED, "cancelled by the client"))
             return
-        self._backend.engine.expect()
         received_ns = time.monotonic_ns()
         trace = request_trace.begin(self._backend.tracer, request, self._parent, received_ns)
         try:
             self._backend.check_rate(self.client)
+            self._backend.engine.expect()  # not before: it wakes all ranks
             if request.id in self._pending:
                 raise _refused(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
             tokens = self._backend.validator.validate(request, received.data)
