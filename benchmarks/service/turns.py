@@ -92,7 +92,8 @@ class Tree:
         self._process = subprocess.Popen(
             command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._asks: IO[str] = self._process.stdin
         self._answers: IO[str] = self._process.stdout
         self._read("ready")

@@ -183,6 +183,67 @@ def test_a_row_that_no_message_holds_ends_no_other_request(
     assert workers[0].num_streams == 1
 
 
+def test_a_request_above_the_workers_limit_fails_at_once_and_alone() -> None:
+    """It ends the stream; the others on it are sent again, and no later one as large is sent at all."""
+    arrived = threading.Event()
+
+    def behave(request: expert_pb2.ForwardRequest) -> Answer | None:
+        is_first, x = request.layer == 9 and not arrived.is_set(), echo(request)
+        arrived.set()
+        return None if is_first else x
+
+    worker, (x, ids, weights) = FakeWorker(DESCRIPTION, behave, max_message_bytes=4096), _batch(5)
+    try:
+        with Client(worker.address) as service, ThreadPoolExecutor(1) as pool:
+            small = pool.submit(service.forward, 9, x, ids, weights, timeout_s=TIMEOUT_S)
+            assert arrived.wait(TIMEOUT_S)
+            for _ in range(3):
+                with pytest.raises(public.InvalidRequest, match=r"x: expected a request of at most 4096 bytes .*, got"):
+                    service.forward(1, *_batch(200), timeout_s=10 * TIMEOUT_S)
+            assert torch.equal(small.result(TIMEOUT_S), x + 9)
+        assert worker.num_streams == 2
+    finally:
+        worker.kill()
+
+
+def test_all_clients_of_threads_share_one_loop(workers: list[FakeWorker]) -> None:
+    def loops() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "crossdock-client"]
+
+    x, ids, weights = _batch(5)
+    with Client(workers[0].address) as first:
+        with Client(workers[1].address) as second:
+            assert torch.equal(second.forward(1, x, ids, weights), x + 1)
+            assert len(loops()) == 1
+        assert torch.equal(first.forward(2, x, ids, weights), x + 2)
+    assert not loops()
+
+
+def test_calls_by_an_open_stream_stay_in_their_thread_and_what_fails_is_sent_again(
+    control: FakeControl, workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that were refused alone, at the next worker."""
+    x, ids, weights = _batch(300)
+    with Client(control.address) as service:
+        for _ in range(4):
+            assert torch.equal(service.forward(1, x, ids, weights), x + 1)
+        by_coroutine: list[object] = []
+        real = AsyncClient.by_stream
+        monkeypatch.setattr(AsyncClient, "by_stream", lambda *args: by_coroutine.append(args) or real(*args))
+        seen = [len(worker.seen) for worker in workers]
+        workers[1].behave = refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        assert torch.equal(service.forward(1, x, ids, weights), x + 1)
+        assert [len(worker.seen) - before for worker, before in zip(workers, seen, strict=True)] == [1, 1, 2, 1]
+        workers[1].behave = refuse(grpc.StatusCode.INVALID_ARGUMENT, "bad")
+        with pytest.raises(public.InvalidRequest, match="bad"):
+            service.forward(1, x, ids, weights)
+        workers[1].behave = lambda _: None
+        with pytest.raises(public.DeadlineExceeded, match=r"no answer within 0\.\d+ s"):
+            service.forward(1, x, ids, weights, timeout_s=0.3)
+        workers[1].cancelled.get(timeout=TIMEOUT_S)
+        assert not by_coroutine
+
+
 @pytest.mark.parametrize(
     ("code", "kind"),
     [

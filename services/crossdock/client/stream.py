@@ -243,8 +243,9 @@ class WorkerStream:
                 if asked is not None and not asked.answer.done():
                     asked.answer.set_result(response)
         except grpc.RpcError as error:
-            fits = not self._fail_too_large(error)
-            failure = self._broken(rpc.error_of(error)) if fits else None
+            why = rpc.error_of(error)
+            fits = not self._fail_too_large(why)
+            failure = self._broken(why) if fits else None
         finally:
             watching.cancel()
             outbox.put_nowait(None)
@@ -296,10 +297,10 @@ class WorkerStream:
             if not asked.answer.done():
                 asked.answer.set_exception(failure)
 
-    def _fail_too_large(self, error: grpc.RpcError) -> bool:
+    def _fail_too_large(self, error: rpc.CallError) -> bool:
         """Whether a stream has ended for a message above the worker's limit, which is known from now on. Requests that
         were too large fail; the others may be sent again."""
-        found = _TOO_LARGE.match(str(error.details())) if isinstance(error, grpc.Call) else None
+        found = _TOO_LARGE.search(str(error))
         if found is None:
             return False
         self._request_bytes = int(found[1])

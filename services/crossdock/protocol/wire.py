@@ -59,8 +59,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, without a copy where it is contiguous and on the host."""
-    flat = tensor.detach().to("cpu").contiguous().resolve_neg().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    if tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+        tensor = tensor.detach().cpu().contiguous().resolve_neg()
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def decode(

@@ -342,8 +342,9 @@ class _Stream:
             traced = {} if trace is None else {"trace": trace.trace_id}
             where = {"layer": pending.work.layer, "client": self.client, **traced}
             write("request failed", request=request_id, code=code.name, why=why, **where)
-        self._backend.telemetry.answered(code, pending.work.num_tokens, seconds, queue_s, trace, why)
         self._events.put_nowait(_Answer(request_id, answer, pending.num_bytes))
+        count = self._backend.telemetry.answered  # once the answer was written
+        self._loop.call_soon(count, code, pending.work.num_tokens, seconds, queue_s, trace, why)
 
     def _has_room(self, request: Request) -> bool:
         return self._events.qsize() < _MAX_UNREAD and self._quota.has_room(2 * request.num_bytes + REQUEST_BYTES)
