@@ -337,7 +337,7 @@ class AsyncClient:
         since = time.monotonic() - AVOID_S
         streams = tuple(self._streams.items())
         broken = {address for address, stream in streams if stream.unresponsive or stream.broken_at > since}
-        left = tuple(worker for worker in service.workers if worker[1] not in broken)
+        left = tuple(worker for worker in service.workers if worker[1] not in broken) if broken else ()
         return replace(service, workers=left) if left else service
 
     def _open_buffer(self, service: ServingWorkers, worker: int, num_bytes: int) -> None:

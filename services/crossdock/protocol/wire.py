@@ -119,6 +119,6 @@ def check(
     if num_dims != ndim:
         raise WireError(name, f"{ndim} dimensions", f"{num_dims}")
     shape = tuple(message.shape)
-    if not all(0 <= size <= MAX_DIM for size in shape):
+    if min(shape, default=0) < 0 or max(shape, default=0) > MAX_DIM:
         raise WireError(name, f"dimensions in 0..{MAX_DIM}", list(shape))
     return dtype, shape
