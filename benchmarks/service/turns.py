@@ -87,7 +87,8 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self.name = folder.name
-        environment = os.environ | {"PYTHONPATH": f"{folder}:{folder / 'services'}"}
+        paths = (str(folder), str(folder / "services"), os.environ.get("PYTHONPATH", ""))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), SERVE]
         self._process = subprocess.Popen(
             command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

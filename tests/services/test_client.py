@@ -219,6 +219,18 @@ def test_all_clients_of_threads_share_one_loop(workers: list[FakeWorker]) -> Non
     assert not loops()
 
 
+def test_a_group_without_a_ready_worker_is_unavailable_however_often_it_is_asked(
+    control: FakeControl, workers: list[FakeWorker]
+) -> None:
+    with Client(control.address) as service:
+        service.forward(1, *_batch(5))
+        control.say(view_of([], epoch=2))
+        until(lambda: service._client._directory.now == directory.ServingWorkers(2, ()))  # type: ignore[union-attr]
+        for _ in range(2):
+            with pytest.raises(public.ClientError, match="no ready worker"):
+                service.forward(1, *_batch(5), timeout_s=0.3)
+
+
 def test_calls_by_an_open_stream_stay_in_their_thread_and_what_fails_is_sent_again(
     control: FakeControl, workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,13 +202,14 @@ class AsyncClient:
         """Send a batch by the streams that are open. None: one is not, or workers have changed. Any thread. Raises
         ClientError."""
         service = self._directory.now if self._directory is not None else None
-        if service is None or service is not self._kept or self._closed:
+        if service is None or service is not self._kept or not service.workers or self._closed:
             return None
         service, x, streams = self._without_broken(service), batch.parts[0], list[tuple[Share, WorkerStream]]()
         for share in split(x.shape[0], len(service.workers), batch.turn, most_tokens(batch.parts), self._min_tokens):
             stream = self._streams.get(service.workers[share.worker][1])
             if stream is None:
                 return None
+            stream.epoch = service.epoch
             streams.append((share, stream))
         call = StreamCall(batch, self._budget.answered)
         for share, stream in streams:
