@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class StoreGroup:
 
 
 class TorchGroup:
-    """A group over an initialised torch.distributed process group (any backend that has CPU or CUDA all_gather).
+    """A group over an initialised torch.distributed process group (any backend that has CPU or CUDA all_gather). Looked
+    up once: it is the same group when torch's default one is another, and has its ranks when that is destroyed.
 
     Args:
         group: a ProcessGroup, or None for the default one.
@@ -62,18 +64,18 @@ class TorchGroup:
     def __init__(self, group: Any = None) -> None:
         self._group = group
 
-    @property
+    @cached_property
     def process_group(self) -> Any:
         """The ProcessGroup."""
         return dist.group.WORLD if self._group is None else self._group
 
-    @property
+    @cached_property
     def rank(self) -> int:
-        return dist.get_rank(self._group)
+        return dist.get_rank(self.process_group)
 
-    @property
+    @cached_property
     def size(self) -> int:
-        return dist.get_world_size(self._group)
+        return dist.get_world_size(self.process_group)
 
     @property
     def epoch(self) -> int:
@@ -81,15 +83,16 @@ class TorchGroup:
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
         """See `config.Group`. The deadline is the process group's own."""
-        device = torch.device("cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
+        group = self.process_group
+        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         length = torch.tensor([len(payload)], device=device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length, group=self._group)
+        dist.all_gather(lengths, length, group=group)
         longest = max(int(n) for n in lengths)
         mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
         rows = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(self.size)]
-        dist.all_gather(rows, mine.to(device), group=self._group)
+        dist.all_gather(rows, mine.to(device), group=group)
         return [row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
 

@@ -140,6 +140,11 @@ def num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as uint8 [n]."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def _like(name: str, out: object, shape: tuple[int, ...], x: torch.Tensor, own: OwnRank) -> torch.Tensor:
     given = contiguous(name, out, own.device_type)
     if tuple(given.shape) != shape:

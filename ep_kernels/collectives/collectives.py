@@ -12,6 +12,7 @@ overlap with a collective in `matmul.py`. docs/collectives.md says what moves wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
@@ -25,7 +26,7 @@ from ep_kernels.collectives.collective_types import SUM_DTYPES, Algorithm, Colle
 from ep_kernels.collectives.establish import establish, process_group_of, warn_once
 from ep_kernels.collectives.fallback import TorchCollectives
 from ep_kernels.collectives.repeats import Repeats
-from ep_kernels.collectives.work import Work
+from ep_kernels.collectives.work import Work, in_step
 from ep_kernels.errors import ArgumentError, TransportError
 from ep_kernels.membership import GroupMember
 from ep_kernels.transports.collective_base import (
@@ -183,7 +184,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
         Args:
             x: [n, K], as in `all_gather`.
-            weights: [K, N_i] each, of x's dtype and device; of two GPUs both or none have sum(N_i) < 2048.
+            weights: [K, N_i] each, of x's dtype and device; N_i may differ between ranks.
             out: [R * n, K] for x_all, or None.
 
         Returns ([R * n, N_i] each, x_all [R * n, K]); rows of inactive ranks are those of what out holds there.
@@ -192,7 +193,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if is_compiling():
             return ops.all_gather_matmul(self, x, weights, out, num_sms)
         matmul.check_weights(x, checks.sequence("weights", weights, None))
-        half = matmul.half_bytes(x, weights, self.size)
+        half = matmul.half_bytes(x, self.size), matmul.takes_halves(weights)
         gathered, pending = self._gather([x], None if out is None else [out], num_sms, half=half)
         ys = self._run(matmul.follow, pending, gathered[0], list(weights), self.size, self._active)
         self._run(pending.wait)
@@ -217,15 +218,15 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             raise ArgumentError("x", f"a first dimension that {self.size} ranks divide", list(given.shape))
         self._ready("matmul_reduce_scatter")
         pieces, terms = matmul.check_chunks(chunks), self._terms(given, w, num_sms)
-        if terms is not None:
-            return self._run(copied_sums.scattered, terms, given, w, self.rank, self.size, pieces)
-
-        sms = self._sms_beside(num_sms)
+        sms, begun = matmul.sms_beside(num_sms, self._config.num_sms), list[Any]()
 
         def scatter(rows: torch.Tensor, out: torch.Tensor) -> Work[torch.Tensor]:
             return self.reduce_scatter(rows, out=out, num_sms=sms)
 
-        return matmul.scattered(scatter, given, w, self.size, pieces)
+        with in_step(begun, self._broken):
+            if terms is not None:
+                return self._run(copied_sums.scattered, terms, given, w, self.rank, self.size, pieces, begun)
+            return matmul.scattered(scatter, given, w, self.size, pieces, begun)
 
     def matmul_all_reduce(
         self, x: torch.Tensor, w: torch.Tensor, *, chunks: int = 4, num_sms: int | None = None
@@ -244,14 +245,16 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         given = checks.contiguous("x", x, self.capabilities.device_type)
         self._ready("matmul_all_reduce")
         pieces, terms = matmul.check_chunks(chunks), self._terms(given, w, num_sms)
-        sms = self._sms_beside(num_sms) if terms is None else None
+        sms = matmul.sms_beside(num_sms, self._config.num_sms) if terms is None else None
+        begun = list[Any]()
 
         def reduce(rows: torch.Tensor) -> Work[torch.Tensor]:
             return self.all_reduce(rows, out=rows, num_sms=sms)
 
-        if terms is not None:
-            return self._run(copied_sums.reduced, terms, reduce, given, w, self.rank, self.size, pieces)
-        return matmul.reduced(reduce, given, w, pieces)
+        with in_step(begun, self._broken):
+            if terms is not None:
+                return self._run(copied_sums.reduced, terms, reduce, given, w, self.rank, self.size, pieces, begun)
+            return matmul.reduced(reduce, given, w, pieces, begun)
 
     # Inside.
 
@@ -294,10 +297,6 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if plan is not None:
             self._repeats.keep(plan, out)
 
-    def _sms_beside(self, asked: int | None) -> int | None:
-        """Multiprocessors of a sum beside a product: as the caller or the config says, else few."""
-        return matmul.BESIDE_SMS if asked is None and self._config.num_sms is None else asked
-
     def _terms(self, x: torch.Tensor, w: torch.Tensor, num_sms: int | None) -> TermCopies | None:
         """Copy engines for the terms of x @ w; None where multiprocessors move them."""
         num_bytes, sms = x.shape[0] * w.shape[1] * w.itemsize, self._config.num_sms if num_sms is None else num_sms
@@ -318,7 +317,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         num_sms: int | None,
         *,
         repeats: bool = False,
-        half: int | None = None,  # a matmul follows; bytes of half a shard, 0: whole shards
+        half: tuple[int, bool] | None = None,  # a matmul follows; half_bytes and takes_halves of GatherArgs
     ) -> tuple[list[torch.Tensor], PendingGather]:
         self._ready("all_gather")
         shards = checks.sequence("xs", xs, None)
@@ -332,12 +331,12 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if not alone and outs is not None:
             checks.disjoint(pairs)
         given, made = [x for x, _ in pairs], [out for _, out in pairs]
-        parts = tuple(GatherPart(_bytes(x), _bytes(out), x.dtype) for x, out in pairs)
+        parts = tuple(GatherPart(checks.flat_bytes(x), checks.flat_bytes(out), x.dtype) for x, out in pairs)
         sms = checks.num_sms(num_sms, self._config.num_sms, 0)
         choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms, half is not None)
         torched = choice.algorithm is Algorithm.TORCH
         transport = self._by_torch("all_gather", choice.reason) if torched else self._transport
-        args = GatherArgs(parts, choice.algorithm, sms, half_bytes=half or 0)
+        args = GatherArgs(parts, choice.algorithm, sms, 0, *half or (0, False))
         pending = self._run(transport.all_gather, args)
         if repeats and not torched:
             self._remember(args, CollectiveOp.ALL_GATHER, made[0])
@@ -394,7 +393,3 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
     def _finish(self, pending: PendingCollective) -> None:
         self._ready("wait")
         self._run(pending.wait)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

@@ -43,8 +43,10 @@ def piece_rows(rows: int, pieces: int, most: int) -> list[int]:
 
 
 @torch.no_grad()
-def scattered(terms: TermCopies, x: torch.Tensor, w: torch.Tensor, rank: int, size: int, pieces: int) -> torch.Tensor:
-    """reduce_scatter(x @ w): [n, N] of x [R * n, K] and w [K, N]."""
+def scattered(
+    terms: TermCopies, x: torch.Tensor, w: torch.Tensor, rank: int, size: int, pieces: int, begun: list[object]
+) -> torch.Tensor:
+    """reduce_scatter(x @ w): [n, N] of x [R * n, K] and w [K, N]. `begun`: gets the operations."""
     rows, columns = x.shape[0] // size, w.shape[1]
     pieces = scattered_pieces(pieces, (size - 1) * rows * columns * x.itemsize)
     by_rank, out = x.view(size, rows, x.shape[1]), x.new_empty(rows, columns)
@@ -60,6 +62,7 @@ def scattered(terms: TermCopies, x: torch.Tensor, w: torch.Tensor, rank: int, si
         for peer in _others(rank, size):
             torch.mm(by_rank[peer, first : first + length], w, out=product[peer])
         waiting.append((product, first, terms.send(product)))
+        begun.append(waiting[-1][2])
         if len(waiting) > 1:
             finish(*waiting.pop(0))
     for each in waiting:
@@ -76,11 +79,13 @@ def reduced(
     rank: int,
     size: int,
     pieces: int,
+    begun: list[object],
 ) -> torch.Tensor:
     """all_reduce(x @ w): [T, N] of x [T, K] and w [K, N].
 
     Args:
         reduce: begins an all_reduce of rows [m, N] in place.
+        begun: gets the operations.
     """
     out, works = x.new_empty(x.shape[0], w.shape[1]), list[PendingCollective]()
     lengths = reduced_pieces(x.shape[0], size, pieces, most_rows(terms, w.shape[1], x.dtype))
@@ -92,6 +97,7 @@ def reduced(
             for first, last in ((rank + 1, size), (0, rank)):
                 _multiply(x[at:], w, rows, first * length, last * length)
             sent.append((rows.view(size, length, -1), at, terms.send(rows.view(size, length, -1))))
+            begun.append(sent[-1][2])
             at += size * length
         for rows, first, each in sent:
             length = rows.shape[1]

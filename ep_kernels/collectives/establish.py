@@ -6,6 +6,7 @@ Each step that may fail on one rank alone is followed by an exchange of who fail
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from ep_kernels import bringup
 from ep_kernels.collectives.collective_config import CollectiveConfig
+from ep_kernels.collectives.collective_types import CollectiveCapabilities
 from ep_kernels.collectives.fallback import TorchCollectives
 from ep_kernels.errors import TransportError
 from ep_kernels.transports import collective_base
@@ -77,10 +79,18 @@ def _meet(
     config: CollectiveConfig, transport: CollectiveTransport | None, ticket: bytes, unable: str
 ) -> tuple[Sequence[bytes], str]:
     """Everybody's ticket, and why the transport cannot serve."""
-    abi = "" if transport is None else transport.capabilities.abi
-    mine = bringup.Hello(abi, config.group.epoch, config.shared_fields(), None, ticket, unable)
+    abi = "" if transport is None else _abi(transport.capabilities)
+    fields = config.shared_fields()
+    if config.fallback:  # who hands an operation over must not be alone
+        fields["group"] = "no process group" if process_group_of(config.group) is None else "a process group"
+    mine = bringup.Hello(abi, config.group.epoch, fields, None, ticket, unable)
     hellos = bringup.exchange_hellos(config.group, config.timeout_s, mine)
     return [hello.ticket for hello in hellos], _first([hello.unable for hello in hellos])
+
+
+def _abi(can: CollectiveCapabilities) -> str:
+    """Of the region and of what algorithms are chosen by, which another version may have other limits for."""
+    return f"{can.abi}-{zlib.crc32(repr(can).encode()):08x}"
 
 
 def _agree(config: CollectiveConfig, why: str) -> str:

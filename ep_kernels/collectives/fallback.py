@@ -198,7 +198,7 @@ class TorchCollectives:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See `CollectiveTransport.empty`: ordinary memory."""
-        return torch.empty(*shape, dtype=dtype, device=self.capabilities.device_type)
+        return torch.empty(tuple(shape), dtype=dtype, device=self.capabilities.device_type)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """See `CollectiveTransport.offset_of`: nothing is registered."""
@@ -216,7 +216,7 @@ class TorchCollectives:
             for part in args.parts
             if part.x.numel()
         ]
-        return TorchPending(works, self._size, self._rank)
+        return self._begun(works)
 
     def reduce_scatter(self, args: ReduceArgs, reduction: str = "sum") -> TorchPending:
         """See `CollectiveTransport.reduce_scatter`."""
@@ -225,8 +225,9 @@ class TorchCollectives:
         op = _REDUCTIONS[reduction]
         if not args.x.numel():
             return TorchPending([], self._size, self._rank)
-        work = _mapped(dist.reduce_scatter_tensor, args.out, args.x, op=op, group=self._group, async_op=True)
-        return TorchPending([work], self._size, self._rank)
+        return self._begun(
+            [_mapped(dist.reduce_scatter_tensor, args.out, args.x, op=op, group=self._group, async_op=True)]
+        )
 
     def all_reduce(self, args: ReduceArgs, reduction: str = "sum") -> TorchPending:
         """See `CollectiveTransport.all_reduce`."""
@@ -236,8 +237,17 @@ class TorchCollectives:
             return TorchPending([], self._size, self._rank)
         if args.out.data_ptr() != args.x.data_ptr():
             args.out.copy_(args.x)
-        work = _mapped(dist.all_reduce, args.out, op=_REDUCTIONS[reduction], group=self._group, async_op=True)
-        return TorchPending([work], self._size, self._rank)
+        return self._begun(
+            [_mapped(dist.all_reduce, args.out, op=_REDUCTIONS[reduction], group=self._group, async_op=True)]
+        )
+
+    def _begun(self, works: Sequence[Any]) -> TorchPending:
+        """Beside a transport of GPUs, the current stream goes on behind them, as behind a kernel: blocks of the next
+        operation, that wait for peers, could take the multiprocessors for which NCCL's wait on this GPU."""
+        if self.capabilities.device_type == "cuda" and not self.capabilities.reason:
+            for work in works:
+                _mapped(work.wait)
+        return TorchPending(works, self._size, self._rank)
 
     def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> None:
         """See `CollectiveTransport.plan_for`: there is none."""
@@ -264,5 +274,5 @@ def _mapped(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Errors of torch.distributed as ours."""
     try:
         return call(*args, **kwargs)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: of a group that was destroyed
         raise TransportError(f"torch.distributed: {error}") from error

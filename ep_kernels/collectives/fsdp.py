@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ep_kernels.collectives.establish import process_group_of
 from ep_kernels.collectives.work import Work
 from ep_kernels.errors import ArgumentError
 
@@ -86,6 +87,7 @@ class AllGather(_CustomAllGather):  # type: ignore[misc]
         self._coll = coll
         self._buffers: list[_Buffer] = []
         self._full: set[int] = set()  # bytes for which the pool has no more room
+        self._checked: dist.ProcessGroup | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of that size: registered, or ordinary where the pool is full. Collective."""
@@ -124,14 +126,24 @@ class AllGather(_CustomAllGather):  # type: ignore[misc]
     ) -> dist.Work | None:
         """Gather. Not async: the current stream, which is FSDP's own for it, waits. Raises as `Collectives.all_gather`,
         and ArgumentError where `group` is not made of the ranks of the collectives."""
-        if (group.rank(), group.size()) != (self._coll.rank, self._coll.size):
-            expected = f"rank {self._coll.rank} of {self._coll.size}, as the collectives"
-            raise ArgumentError("group", expected, f"rank {group.rank()} of {group.size()}")
+        if group is not self._checked:
+            self._check(group)
         work = self._coll.all_gather(input_tensor, out=output_tensor)
         if async_op:
             return _Waitable(work)
         work.wait()
         return None
+
+    def _check(self, group: dist.ProcessGroup) -> None:
+        """Of the same ranks as the collectives, where those know them; else of as many, and this one's place."""
+        if (group.rank(), group.size()) != (self._coll.rank, self._coll.size):
+            expected = f"rank {self._coll.rank} of {self._coll.size}, as the collectives"
+            raise ArgumentError("group", expected, f"rank {group.rank()} of {group.size()}")
+        own = process_group_of(getattr(getattr(self._coll, "config", None), "group", None))
+        if own is not None and (ranks := dist.get_process_group_ranks(own)) != dist.get_process_group_ranks(group):
+            expected = f"ranks {ranks}, as the collectives"
+            raise ArgumentError("group", expected, dist.get_process_group_ranks(group))
+        self._checked = group
 
 
 class _Waitable(dist.Work):

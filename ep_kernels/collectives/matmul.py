@@ -40,6 +40,8 @@ def check_weights(x: object, weights: Sequence[object]) -> None:
         if not isinstance(w, torch.Tensor) or w.ndim != 2 or w.shape[0] != x.shape[1]:
             got = list(w.shape) if isinstance(w, torch.Tensor) else type(w).__name__
             raise ArgumentError("w", f"a tensor [{x.shape[1]}, N]", got)
+        if w.layout is not torch.strided:
+            raise ArgumentError("w", "a dense tensor", w.layout)
         if w.dtype != x.dtype or w.device != x.device:
             raise ArgumentError("w", f"{x.dtype} on {x.device} as x", f"{w.dtype} on {w.device}")
 
@@ -65,12 +67,22 @@ def group_sizes(num_shards: int, columns: int) -> list[int]:
     return [1] * singles + [num_shards - singles] * (singles < num_shards)
 
 
-def half_bytes(x: torch.Tensor, weights: Sequence[torch.Tensor], size: int) -> int:
-    """Bytes of the half of a shard x [n, K] that is to be multiplied before the other has arrived; 0: shards are not
-    halved. Of two ranks one product waits for all that comes: where the links are what takes long, half of it need not.
-    """
-    half, columns = x.shape[0] // 2, sum(w.shape[1] for w in weights)
-    return half * x.shape[1] * x.itemsize if size == 2 and columns < COLUMNS and half >= HALF_ROWS else 0
+def sms_beside(asked: int | None, default: int | None) -> int | None:
+    """Multiprocessors of a sum beside a product: as the caller or the config says, else few."""
+    return BESIDE_SMS if asked is None and default is None else asked
+
+
+def half_bytes(x: torch.Tensor, size: int) -> int:
+    """Bytes of the half of a shard x [n, K] that is announced before the other has arrived; 0: shards are not halved.
+    Equal on all ranks: what a rank sends does not depend on the weights of another."""
+    half = x.shape[0] // 2
+    return half * x.shape[1] * x.itemsize if size == 2 and half >= HALF_ROWS else 0
+
+
+def takes_halves(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether this rank multiplies a half that is announced before the other has arrived. Of two ranks one product
+    waits for all that comes: where the links are what takes long, half of it need not."""
+    return sum(w.shape[1] for w in weights) < COLUMNS
 
 
 @torch.no_grad()
@@ -145,16 +157,17 @@ def scattered(
     w: torch.Tensor,
     size: int,
     chunks: int,
+    works: list[Work[torch.Tensor]],
 ) -> torch.Tensor:
     """reduce_scatter(x @ w). A chunk has some rows of every rank's n, so that its sum is some rows of out.
 
     Args:
         scatter: begins a reduce_scatter of (rows [R * m, N], out [m, N]).
+        works: empty; gets what was begun.
     """
     rows = x.shape[0] // size
     by_rank = x.view(size, rows, x.shape[1])
-    out = x.new_empty(rows, w.shape[1])
-    overlap, works = _Overlap(x), []
+    out, overlap = x.new_empty(rows, w.shape[1]), _Overlap(x)
     for first, last in _cuts(rows, chunks):
         product = x.new_empty(size, last - first, w.shape[1])
         for rank in range(size):
@@ -167,15 +180,19 @@ def scattered(
 
 @torch.no_grad()
 def reduced(
-    reduce: Callable[[torch.Tensor], Work[torch.Tensor]], x: torch.Tensor, w: torch.Tensor, chunks: int
+    reduce: Callable[[torch.Tensor], Work[torch.Tensor]],
+    x: torch.Tensor,
+    w: torch.Tensor,
+    chunks: int,
+    works: list[Work[torch.Tensor]],
 ) -> torch.Tensor:
     """all_reduce(x @ w), in place, chunk by chunk of the rows.
 
     Args:
         reduce: begins an all_reduce of rows [m, N] in place.
+        works: empty; gets what was begun.
     """
-    out = x.new_empty(x.shape[0], w.shape[1])
-    overlap, works = _Overlap(x), []
+    out, overlap = x.new_empty(x.shape[0], w.shape[1]), _Overlap(x)
     for first, last in _cuts(x.shape[0], chunks):
         torch.mm(x[first:last], w, out=out[first:last])
         with overlap.behind(out):

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from ep_kernels.errors import TransportError
+
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def in_step(begun: Sequence[object], broken: Callable[[TransportError], None]) -> Iterator[None]:
+    """A call of several operations. What ends it behind the first of `begun` ends it on this rank alone: peers wait for
+    the others, and would take the next operation for one of them, so `broken` is told."""
+    try:
+        yield
+    except TransportError:
+        raise
+    except BaseException as error:
+        if begun:
+            broken(TransportError(f"a call ended between its operations: {type(error).__name__}: {error}"))
+        raise
 
 
 class Pending(Protocol):

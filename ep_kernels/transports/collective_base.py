@@ -71,7 +71,9 @@ class GatherArgs:
             completes all the same; then `wait` raises HandleError, or `check_results` where `wait` does not read the
             device (which compares the lowest 11 bits). Breaks nothing.
         skips_own: of copy engines that push: this rank's place in `out` is for the caller to fill.
-        half_bytes: of a single part: bytes at the start of each shard that arrive under a flag of their own; 0: none.
+        half_bytes: of a single part: bytes at the start of each shard that arrive under a flag of their own, equal on
+            all ranks; 0: none.
+        takes_halves: whether `shards` gives those bytes one by one; of this rank alone.
     """
 
     parts: tuple[GatherPart, ...]
@@ -79,6 +81,7 @@ class GatherArgs:
     num_sms: int | None
     tag: int = 0
     half_bytes: int = 0
+    takes_halves: bool = False
     skips_own: bool = False
 
 
@@ -116,7 +119,7 @@ class PendingGather(PendingCollective, Protocol):
     """An all-gather that has begun.
 
     Attributes:
-        halves: shards come by halves, as `GatherArgs.half_bytes` wanted.
+        halves: shards come by halves, as `GatherArgs.takes_halves` wanted.
     """
 
     halves: bool
@@ -153,7 +156,8 @@ class TermCopies(Protocol):
 
     def send(self, rows: torch.Tensor) -> SentTerms:
         """Begin to bring rows[p] of [R, m, N] to each rank p, behind what the current stream has now. They are the
-        operation's until `share` has ended, or the `add` of what was sent two operations later has begun."""
+        operation's until `share` has ended, or the `add` of what was sent two operations later has begun. Raises
+        ArgumentError where they are on another device."""
 
     def add(self, sent: SentTerms, own: torch.Tensor, out: torch.Tensor, *, shares: bool = False) -> None:
         """The current stream waits for what the others sent, and puts the sum with own [m, N] into out [m, N], which

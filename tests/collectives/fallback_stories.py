@@ -15,11 +15,23 @@ import torch.distributed as dist
 from ep_kernels import TorchGroup
 from ep_kernels.collectives import Collectives
 from ep_kernels.collectives import collective_reference as reference
-from ep_kernels.collectives.collective_types import CollectiveOp
+from ep_kernels.collectives.collective_types import CollectiveCapabilities, CollectiveOp
+from ep_kernels.collectives.fallback import TorchCollectives
 from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
 from ep_kernels.transports import collective_base
 from ep_kernels.transports.cpu import region
-from tests.collectives.steps import BYTES, SUMS, Seat, Store, check_all, everyone, on_device, same_bits, values
+from tests.collectives.steps import (
+    BYTES,
+    SUMS,
+    Seat,
+    Store,
+    check_all,
+    check_scatter,
+    everyone,
+    on_device,
+    same_bits,
+    values,
+)
 
 
 @contextmanager
@@ -174,10 +186,57 @@ def handed_over(rank: int, size: int, store: Store, transport: str) -> None:
                 check_all(coll, 3, 3)
 
 
+def handed_over_beside_others(rank: int, size: int, store: Store, transport: str) -> int:
+    """What torch sums is right within rounding, again and again, and ours beside it have the reference's bits; how
+    many calls torch had. Where multiprocessors are named it has none."""
+    with gloo(rank, size, store), pytest.MonkeyPatch.context() as monkeypatch:
+        config = Seat(rank, size, store, transport).config(group=TorchGroup(), exact_sums=False)
+        with Collectives(config) as coll:
+            monkeypatch.setattr(coll._transport, "capabilities", handing_over(coll._transport.capabilities, size))
+            scatter, calls = TorchCollectives.reduce_scatter, list[int]()
+            counted = lambda self, *rest: (calls.append(1), scatter(self, *rest))[1]  # noqa: E731
+            monkeypatch.setattr(TorchCollectives, "reduce_scatter", counted)
+            for turn in range(6):
+                dtype = SUMS[turn % 3]
+                wide = everyone(coll, (size * 30_001, 3), dtype, turn)
+                xs = everyone(coll, (5001 + turn,), dtype, turn)
+                x, own = on_device(coll, wide[rank]), on_device(coll, xs[rank])
+                exact, want = reference.reduce_scatter(wide)[rank], reference.all_reduce(xs)[rank]
+                handed, ours = coll.reduce_scatter(x), coll.all_reduce(own)
+                kept = coll.reduce_scatter(x, num_sms=4)
+                assert exact is not None
+                for work in (ours, handed, kept) if turn % 2 else (kept, handed, ours):
+                    work.wait()
+                torch.testing.assert_close(handed.wait().cpu(), exact, rtol=2e-2, atol=2e-2)
+                same_bits(ours.wait(), want, "all_reduce beside it")
+                same_bits(kept.wait(), exact, "reduce_scatter by named multiprocessors")
+            monkeypatch.setattr(coll, "_hands_over", False)
+            check_scatter(coll, (30_001, 3), torch.bfloat16, 9)
+            check_all(coll, 3, 3)
+            coll.barrier()
+            return len(calls)
+
+
+def outlived(rank: int, size: int, store: Store, transport: str) -> None:
+    """A process group that is destroyed first: what does not need it goes on."""
+    with gloo(rank, size, store):
+        coll = Collectives(Seat(rank, size, store, transport).config(group=TorchGroup()))
+    assert (coll.rank, coll.size) == (rank, size)
+    check_all(coll, 2, 2)
+    coll.barrier()
+    coll.close()
+
+
+def handing_over(can: CollectiveCapabilities, size: int) -> CollectiveCapabilities:
+    """Reduce-scatters of any size are torch's."""
+    return replace(can, library_min_bytes={CollectiveOp.REDUCE_SCATTER: {size: 1}})
+
+
 def not_while_a_rank_is_left_out(rank: int, size: int, store: Store, transport: str) -> None:
     """The process group has all ranks in it."""
     with gloo(rank, size, store):
-        coll = Collectives(Seat(rank, size, store, transport).config(group=TorchGroup()))
+        coll = Collectives(Seat(rank, size, store, transport).config(group=TorchGroup(), exact_sums=False))
+        coll._transport.capabilities = handing_over(coll._transport.capabilities, 2)
         if rank < 2:
             coll.set_active([r < 2 for r in range(size)], 1)
             with pytest.raises(ArgumentError, match="while a rank is left out"):

@@ -122,6 +122,43 @@ def one_is_silent(rank: int, size: int, store: Store, transport: str, op: str) -
     return seen
 
 
+def left_between(rank: int, size: int, store: Store, transport: str) -> str:
+    """The last rank runs out of memory between the operations of one call, and tries again: it is told that peers are
+    elsewhere, which else would take its first chunk for their second. What it, or a peer, is told."""
+    with Seat(rank, size, store, transport).collectives(timeout_s=PATIENCE_S) as coll:
+        x, w = on_device(coll, values((size * 64, 8), torch.float32, rank, 1)), on_device(coll, torch.eye(8))
+        told = []
+        for call in (coll.matmul_reduce_scatter, coll.matmul_all_reduce):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                if rank == size - 1:
+                    monkeypatch.setattr(torch, "mm", failing(torch.mm, size + 1))
+                    with pytest.raises(MemoryError):
+                        call(x, w, chunks=2 * size)
+            with pytest.raises(TransportError) as error:
+                (call(x, w, chunks=2 * size), settle(coll))
+            told.append(str(error.value))
+            store.set(f"told-{len(told)}-{rank}", b"1")
+            store.wait([f"told-{len(told)}-{r}" for r in range(size)], timedelta(seconds=60))
+            coll.set_active([True] * size, len(told))
+            check_all(coll, 2, 5)
+        coll.barrier()
+    assert told[0] == told[1] or rank < size - 1
+    return told[0]
+
+
+def failing(call: Callable[..., Any], times: int) -> Callable[..., Any]:
+    """It works so many times."""
+    left = [times]
+
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError("no more")
+        return call(*args, **kwargs)
+
+    return limited
+
+
 def one_dies(rank: int, size: int, store: Store, transport: str, op: str) -> Loss:
     """The last rank is killed in the middle of an operation: seen long before the deadline, and the rest go on."""
     victim = size - 1

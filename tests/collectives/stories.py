@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_kernels import TorchGroup
+from ep_kernels import StoreGroup, TorchGroup
 from ep_kernels.collectives import CollectiveConfig, Collectives, matmul
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.errors import ArgumentError, ConfigError, HandleError, TransportError
+from ep_kernels.transports import collective_base
+from ep_kernels.transports.collective_base import GatherArgs
 from tests.collectives.steps import (
     BYTES,
     SUMS,
@@ -196,13 +198,35 @@ def exact_halves(coll: Collectives) -> None:
     """Shards that come by halves, of an odd number of rows, into a registered tensor."""
     shape, out = (2 * matmul.HALF_ROWS + 3, 512), coll.empty((2 * (2 * matmul.HALF_ROWS + 3), 512), torch.bfloat16)
     w = values((512, 24), torch.bfloat16, 0, 1).clamp(-1, 1).round()
-    assert matmul.half_bytes(out[: shape[0]], [w], coll.size)
+    assert matmul.half_bytes(out[: shape[0]], coll.size)
     for seed in range(5):
         xs = [x.clamp(-1, 1).round() for x in everyone(coll, shape, torch.bfloat16, seed)]
         x = on_device(coll, xs[coll.rank])
         ys, whole = coll.all_gather_matmul(x, [on_device(coll, w)], out=out, num_sms=0)
         same_bits(whole, torch.cat(xs), "x_all")
         same_bits(ys[0], torch.cat(xs) @ w, "y")
+
+
+def products_of_other_widths(rank: int, size: int, store: Store, transport: str) -> tuple[int, bool]:
+    """Weights on either side of the columns from which no half is waited for: one rank takes halves, the other does
+    not. (half_bytes, takes_halves) of this one."""
+    told: list[GatherArgs] = []
+    with Seat(rank, size, store, transport).collectives() as coll, pytest.MonkeyPatch.context() as monkeypatch:
+        gather = coll._transport.all_gather
+        monkeypatch.setattr(coll._transport, "all_gather", lambda args: (told.append(args), gather(args))[1])
+        rows = 2 * matmul.HALF_ROWS + 3
+        out = coll.empty((size * rows, 32), torch.float32)
+        for turn in range(4):
+            w = values((32, (1536, 4096)[(rank + turn // 2) % 2]), torch.float32, rank, 1).round()
+            xs = [x.clamp(-1, 1).round() for x in everyone(coll, (rows, 32), torch.float32, turn)]
+            ys, whole = coll.all_gather_matmul(
+                on_device(coll, xs[rank]), [on_device(coll, w)], out=out if turn % 2 else None, num_sms=0
+            )
+            same_bits(whole, torch.cat(xs), "x_all")
+            same_bits(ys[0], torch.cat(xs) @ w, "y")
+        settle(coll)
+        coll.barrier()
+    return told[0].half_bytes, told[0].takes_halves
 
 
 def exact_products(coll: Collectives, rows: int) -> None:
@@ -252,6 +276,8 @@ def refused(rank: int, size: int, store: Store, transport: str) -> None:
             ("shape: expected ints", lambda: coll.empty((-1,), torch.int8)),
             ("dtype: expected a torch.dtype", lambda: coll.empty((1,), "int8")),  # type: ignore[arg-type]
             ("shape: expected room in the pool", lambda: coll.empty((1 << 40,), torch.uint8)),
+            ("shape: expected room in the pool", lambda: coll.empty((1 << 32, 1 << 32), torch.uint8)),
+            ("w: expected a dense tensor", lambda: coll.matmul_all_reduce(x, torch.eye(6, dtype=x.dtype).to_sparse())),
             ("x: expected what transport", lambda: coll.all_reduce(x.int())),
             ("x: expected what transport", lambda: coll.all_reduce(x, op="max")),
         ]
@@ -261,6 +287,7 @@ def refused(rank: int, size: int, store: Store, transport: str) -> None:
             with pytest.raises(ArgumentError, match=match):
                 call()
             check_reduce(coll, (5,), torch.float32, 1)
+        assert coll.empty((), torch.float32).shape == ()
         coll.check()
 
 
@@ -361,6 +388,38 @@ def config_mismatch(rank: int, size: int, store: Store, transport: str) -> str:
     seat = Seat(rank, size, store, transport)
     with pytest.raises(ConfigError) as error:
         seat.collectives("first", pool_bytes=(1 << 20) + (4096 if rank == 1 else 0))
+    return str(error.value)
+
+
+def versions_mixed(rank: int, size: int, store: Store, transport: str) -> str:
+    """A limit by which an algorithm is chosen is another one on rank 1."""
+    seat, made = Seat(rank, size, store, transport), collective_base.create
+
+    def create(config: CollectiveConfig) -> collective_base.CollectiveTransport:
+        found = made(config)
+        found.capabilities = replace(found.capabilities, copy_min_bytes=found.capabilities.copy_min_bytes + rank)
+        return found
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(collective_base, "create", create)
+        with pytest.raises(TransportError) as error:
+            seat.collectives()
+    return str(error.value)
+
+
+class Grouped(StoreGroup):
+    """As if it had a process group."""
+
+    process_group = object()
+
+
+def groups_of_two_kinds(rank: int, size: int, store: Store, transport: str) -> str:
+    """Ranks without a process group would wait for those that call it."""
+    group = (StoreGroup, Grouped)[rank](store, rank, size)
+    seat = Seat(rank, size, store, transport)
+    with pytest.raises(ConfigError) as error:
+        seat.collectives(group=group)
+    seat.collectives("without", fallback=False).close()
     return str(error.value)
 
 

@@ -45,6 +45,12 @@ def test_rank_that_is_given_up(world: Worlds, transport: str) -> None:
         assert loss.waited_s < SLACK_S
 
 
+def test_a_call_that_is_left_between_its_operations(world: Worlds, transport: str) -> None:
+    *others, last = world(2).run(faults.left_between, transport)
+    assert last == "a call ended between its operations: MemoryError: no more"
+    assert all("rank 1" in told for told in others)
+
+
 @pytest.mark.parametrize("how", ["abort", "close"])
 def test_waits_end_from_outside(world: Worlds, transport: str, how: str) -> None:
     assert 0.2 < world(2).run(faults.ended_from_outside, transport, how)[0] < SLACK_S

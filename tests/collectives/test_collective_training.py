@@ -51,6 +51,10 @@ def test_ranks_of_another_group(world: Worlds, transport: str) -> None:
     world(2).run(training.wrong_group, transport)
 
 
+def test_other_ranks_at_the_same_places(world: Worlds) -> None:
+    world(4).run(training.other_ranks)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(world: Worlds, transport: str, dynamic: bool) -> None:
     world(2).run(training.compiled, transport, "aot_eager", dynamic)

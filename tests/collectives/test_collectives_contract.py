@@ -64,6 +64,13 @@ def test_matmuls_bit_by_bit(world: Worlds, transport: str, size: int) -> None:
     world(size).run(stories.exact_matmuls, transport)
 
 
+def test_products_of_other_widths(world: Worlds, transport: str) -> None:
+    """What ranks send does not depend on how wide the weights of each are."""
+    first, second = world(2).run(stories.products_of_other_widths, transport)
+    assert first[0] == second[0] > 0
+    assert (first[1], second[1]) == (True, False)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_wrong_arguments_are_refused_before_anything_is_sent(world: Worlds, transport: str, size: int) -> None:
     world(size).run(stories.refused, transport)
@@ -109,6 +116,17 @@ def test_configurations_that_differ(world: Worlds, transport: str) -> None:
     said = world(2).run(stories.config_mismatch, transport)
     assert said[0] == said[1]
     assert said[0].startswith("pool_bytes: expected 1048576 as on rank 0")
+
+
+def test_process_groups_that_only_some_have(world: Worlds, transport: str) -> None:
+    said = world(2).run(stories.groups_of_two_kinds, transport)
+    assert set(said) == {"group: expected no process group as on rank 0, got 'a process group on rank 1'"}
+
+
+def test_versions_that_choose_by_other_limits(world: Worlds, transport: str) -> None:
+    for said in world(2).run(stories.versions_mixed, transport):
+        assert "of rank 1 differs from" in said
+        assert said.endswith("install the same version of crossdock everywhere")
 
 
 @pytest.mark.slow

@@ -121,6 +121,22 @@ def wrong_group(rank: int, size: int, store: Store, transport: str) -> None:
                 AllGather(coll)(torch.zeros(4), x, alone)
 
 
+def other_ranks(rank: int, size: int, store: Store) -> None:
+    """As many, and this one at the same place among them: strided pairs, and pairs from both ends."""
+    with gloo(rank, size, store):
+        strided, mirrored = (
+            [dist.new_group(list(pair)) for pair in pairs][index]
+            for pairs, index in ((((0, 2), (1, 3)), rank % 2), (((0, 3), (1, 2)), int(rank in (1, 2))))
+        )
+        assert dist.get_rank(strided) == dist.get_rank(mirrored)
+        with Collectives(CollectiveConfig(group=TorchGroup(strided), pool_bytes=1 << 16)) as coll:
+            gather, out, x = AllGather(coll), torch.zeros(2), torch.full((1,), float(rank))
+            gather(out, x, strided)
+            assert out.tolist() == [rank % 2, rank % 2 + 2]
+            with pytest.raises(ArgumentError, match="group: expected ranks"):
+                gather(out, x, mirrored)
+
+
 def compiled(rank: int, size: int, store: Store, transport: str, backend: str, dynamic: bool) -> None:
     """All operations in one function, traced whole; every call is right, beside eager operations."""
     torch._dynamo.reset()

@@ -229,22 +229,22 @@ def step(loop: LoopbackCollectives, kind: int, generator: torch.Generator) -> No
         loop.all_reduce(rows(loop.size, n, torch.bfloat16, generator), BOTH[kind - 2], PLACES[n % 4])
 
 
-def begun(loop: LoopbackCollectives, kind: int, n: int = 600) -> list[list[Call]]:
+def begun(loop: LoopbackCollectives, kind: int, n: int = 600, sms: int | None = None) -> list[list[Call]]:
     """The calls of one operation on all ranks; 1.0 everywhere."""
     calls = []
     for rank, engine in enumerate(loop.engines):
         x = loop.put(torch.ones(loop.size * n, dtype=torch.float32))
         if kind == 0:
             out = torch.empty(loop.size * x.nbytes, dtype=torch.uint8, device=x.device)
-            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, None, x.dtype, x.nbytes)], False, None))
+            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, None, x.dtype, x.nbytes)], False, sms))
         elif kind == 1:
             offset = int(engine.map.pool)
             out = loop.pool(rank, 0, (loop.size * x.nbytes,), torch.uint8)
-            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, offset, x.dtype, x.nbytes)], True, None))
+            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, offset, x.dtype, x.nbytes)], True, sms))
         elif kind == 2:
-            calls.append(engine.reduce_scatter(x, torch.empty(n, device=x.device), None))
+            calls.append(engine.reduce_scatter(x, torch.empty(n, device=x.device), sms))
         else:
-            calls.append(engine.all_reduce(x, torch.empty_like(x), None, BOTH[kind - 3], None))
+            calls.append(engine.all_reduce(x, torch.empty_like(x), None, BOTH[kind - 3], sms))
     return calls
 
 

@@ -16,10 +16,11 @@ from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives import copied_sums
 from ep_kernels.collectives.choose import copies_terms
 from ep_kernels.collectives.collective_types import CollectiveCapabilities
-from ep_kernels.collectives.work import Work
-from ep_kernels.errors import PeerTimeout
+from ep_kernels.collectives.work import Work, in_step
+from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
 from ep_kernels.transports.nvlink.term_copies import NvlinkTerms
 from tests.cases import draw_seed
+from tests.collectives.faults import failing
 from tests.emulator.machine import without_driver
 from tests.unit.test_nvlink_copies import SLOT_BYTES, SLOTS, Ranks
 
@@ -34,7 +35,7 @@ class Rank:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks, self.copies, self.group = ranks, ranks.engines[rank], SimpleNamespace(rank=rank)
         self.map = SimpleNamespace(reduce_row=SLOT_BYTES // ranks.size // 256 * 256)
-        self.terms = NvlinkTerms(self, self, self.copies, lambda: 0, lambda call: call())  # type: ignore
+        self.terms = NvlinkTerms(self, self, self.copies, lambda: 0, lambda call: call(), self.check)  # type: ignore
 
     def copy_slot(self, seq: int) -> int:
         return SLOTS + seq % 2 * SLOT_BYTES
@@ -54,6 +55,11 @@ class Rank:
                 row(places[self.group.rank]).copy_(out)
 
         return add
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """That the tensor is here."""
+        if tensor.dtype is torch.float64:
+            raise ArgumentError(name, "a tensor that is here", "another")
 
     def await_end(self, seq: int) -> None:
         deadline = time.monotonic() + 20.0
@@ -106,7 +112,7 @@ def test_reduce_scatter(made: Callable[..., Ranks], size: int, dtype: torch.dtyp
 
         def call(one: Rank, xs: Any = xs, ws: Any = ws, pieces: int = pieces) -> torch.Tensor:
             rank = one.group.rank
-            return copied_sums.scattered(one.terms, xs[rank], ws[rank], rank, size, pieces)
+            return copied_sums.scattered(one.terms, xs[rank], ws[rank], rank, size, pieces, [])
 
         got, told = by_all(call, ranks), reference.reduce_scatter([x @ w for x, w in zip(xs, ws, strict=True)])
         for out, want in zip(got, told, strict=True):
@@ -132,7 +138,7 @@ def test_all_reduce(made: Callable[..., Ranks], size: int) -> None:
                 tail.copy_(want[len(want) - len(tail) :])
                 return Work(tail, SimpleNamespace(is_completed=lambda: True), lambda _: None)
 
-            return copied_sums.reduced(one.terms, reduce, xs[rank], ws[rank], rank, size, pieces)
+            return copied_sums.reduced(one.terms, reduce, xs[rank], ws[rank], rank, size, pieces, [])
 
         assert all(torch.equal(out, want) for out in by_all(call, ranks)), (rows, pieces)  # type: ignore[arg-type]
         most = copied_sums.most_rows(Rank(ranks, 0).terms, COLUMNS, torch.float32)
@@ -144,10 +150,25 @@ def test_all_reduce(made: Callable[..., Ranks], size: int) -> None:
 def test_a_rank_that_sends_nothing_is_named(made: Callable[..., Ranks]) -> None:
     ranks = made(2, 0.05)
     alone, (xs, ws) = Rank(ranks, 0), factors(2, 8, torch.float32)
-    copied_sums.scattered(alone.terms, xs[0], ws[0], 0, 2, 1)
+    copied_sums.scattered(alone.terms, xs[0], ws[0], 0, 2, 1, [])
     with pytest.raises(PeerTimeout, match="rank 1") as found:
         alone.raise_fault()
     assert (found.value.op, found.value.phase) == ("reduce_scatter", "credit")
+
+
+def test_what_was_begun_is_told(made: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, where the terms lie on another device; one of two pieces, where memory is used up in between."""
+    ranks, begun = made(2), list[object]()
+    alone, (xs, ws) = Rank(ranks, 0), factors(2, 16, torch.float64)
+    with pytest.raises(ArgumentError, match="x: expected a tensor that is here"):
+        copied_sums.scattered(alone.terms, xs[0], ws[0], 0, 2, 2, begun)
+    assert (begun, alone.copies.seq) == ([], 0)
+    monkeypatch.setattr(torch, "mm", failing(torch.mm, 1))
+    broken = list[TransportError]()
+    with pytest.raises(MemoryError), in_step(begun, broken.append):
+        copied_sums.scattered(alone.terms, xs[0].float(), ws[0].float(), 0, 2, 2, begun)
+    assert (len(begun), alone.copies.seq) == (1, 1)
+    assert [str(each) for each in broken] == ["a call ended between its operations: MemoryError: no more"]
 
 
 @pytest.mark.parametrize(

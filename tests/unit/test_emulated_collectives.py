@@ -183,6 +183,20 @@ def test_ranks_in_different_operations_are_told(first: int) -> None:
             assert engine.tables.host.mismatch() is None, "told once"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_with_other_multiprocessors_are_told(kind: int) -> None:
+    """A block waits for the same block of a peer alone: the rank with fewer would give out what has not come."""
+    loop = LoopbackCollectives(2, Emulated(8), timeout_s=0.05)
+    mine, theirs = begun(loop, kind, sms=1)[0], begun(loop, kind, sms=2)[1]
+    assert [calls[0].launch.num_blocks for calls in (mine, theirs)] == [1, 2]
+    with ThreadPoolExecutor() as pool:
+        there = pool.submit(loop.run, [theirs[:1]])
+        loop.run([mine[:1]])
+        there.result(60)
+    found = [engine.tables.host.mismatch() for engine in loop.engines]
+    assert [each and difference(each.mine, each.theirs).startswith("sizes of parts") for each in found] == [True] * 2
+
+
 def test_a_record_of_more_ranks_touches_nothing() -> None:
     """As a graph has it that was captured before a rank was lost: among fewer ranks the chunks outgrow their rows."""
     loop = LoopbackCollectives(4, Emulated(4))

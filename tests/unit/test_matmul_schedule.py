@@ -95,11 +95,12 @@ def test_every_half_is_multiplied_once(rows: int, active: tuple[bool, bool]) -> 
 def test_shards_are_halved_where_one_product_would_wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "HALF_ROWS", 4)
     monkeypatch.setattr(matmul, "COLUMNS", 10)
-    x, nine = torch.empty(9, 3), [torch.empty(3, 5), torch.empty(3, 4)]
-    assert matmul.half_bytes(x, nine, 2) == 4 * 3 * 4
-    assert matmul.half_bytes(x, nine, 3) == 0, "two products follow each other"
-    assert matmul.half_bytes(x, [torch.empty(3, 10)], 2) == 0, "the links wait for the product"
-    assert matmul.half_bytes(x[:7], nine, 2) == 0, "too few rows"
+    x = torch.empty(9, 3)
+    assert matmul.half_bytes(x, 2) == 4 * 3 * 4
+    assert matmul.half_bytes(x, 3) == 0, "two products follow each other"
+    assert matmul.half_bytes(x[:7], 2) == 0, "too few rows"
+    assert matmul.takes_halves([torch.empty(3, 5), torch.empty(3, 4)])
+    assert not matmul.takes_halves([torch.empty(3, 5), torch.empty(3, 5)]), "the links wait for the product"
 
 
 class Stream:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_kernels.errors import AbortedError, PeerTimeout
+from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.kernels import collective_abi
 from ep_kernels.transports.flat_copy import copy_by_kernel
 from ep_kernels.transports.nvlink import copies, copy_schedule
@@ -359,6 +359,24 @@ def test_a_silent_rank_is_named_and_the_stream_goes_on(ranks: Callable[..., Rank
     begin_all(loop, [0, 1], pushes)
     await_(lambda: all(engine.has_ended(agreed + 1) for engine in loop.engines[:2]))
     assert all(loop.hosts[rank].fault() is None for rank in (0, 1))
+
+
+def test_flags_that_cannot_be_read_are_read_again(ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that ends waits goes on."""
+    loop, tried = ranks(2, timeout_s=0.1), list[int]()
+    read = loop.flags[0].read
+
+    def refused_at_first() -> tuple[list[int], list[int]] | None:
+        tried.append(1)
+        if len(tried) == 1:
+            raise TransportError("not now")
+        return read()
+
+    monkeypatch.setattr(loop.flags[0], "read", refused_at_first)
+    begin_all(loop, [0], True)
+    await_(lambda: loop.engines[0].has_ended(1))
+    assert isinstance(loop.hosts[0].fault(), PeerTimeout)
+    assert len(tried) > 1
 
 
 def test_a_late_rank_is_no_failure(ranks: Callable[..., Ranks]) -> None:

@@ -25,7 +25,7 @@ BASE: dict[str, Any] = {
         ("dtype", torch.float8_e4m3fn, "dtype torch.float8_e4m3fn, this rank torch.float32"),
         ("op", CollectiveOp.ALL_REDUCE, "operation all_reduce, this rank all_gather"),
         ("algorithm", Algorithm.TORCH, "algorithm torch, this rank kernel_push"),
-        ("more", [512], "sizes of parts or places of registered tensors "),
+        ("more", [512], "sizes of parts, places of registered tensors or multiprocessors "),
     ],
 )
 def test_the_first_difference_is_told(field: str, theirs: Any, said: str) -> None:

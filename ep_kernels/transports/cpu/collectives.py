@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import threading
 import weakref
@@ -180,19 +181,17 @@ class CpuCollectives(CpuMember[NativeCollectives]):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See `CollectiveTransport.empty`."""
-        num_bytes = dtype.itemsize
-        for size in shape:
-            num_bytes *= size
+        num_bytes = math.prod(shape) * dtype.itemsize
         comm = self.native()
         assert comm.region is not None
         block, offset = self._pool.allocate(self.exchange(self._pool.request(num_bytes)))
         if not num_bytes:
             self._pool.drop(block)
-            return torch.empty(*shape, dtype=dtype, device="cpu")
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         memory = (ctypes.c_uint8 * num_bytes).from_address(self._pool_address + offset)
         memory.region = comm.region.bytes  # type: ignore[attr-defined]  # the mapping lives as long as the last view
         weakref.finalize(memory, self._pool.drop, block).atexit = False
-        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(*shape)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """See `CollectiveTransport.offset_of`."""

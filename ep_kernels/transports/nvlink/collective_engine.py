@@ -126,11 +126,13 @@ class CollectiveEngine:
         algorithm = Algorithm.KERNEL_PUSH if push else Algorithm.KERNEL_PULL
         more = [(shard.dtype, length) for shard, length in zip(shards[1:], lengths[1:], strict=True)]
         places = [push and shard.offset for shard in shards]
-        word = signature(CollectiveOp.ALL_GATHER, algorithm, shards[0].dtype, sum(lengths), (more, places), tag)
+        rounds = list(plan.gather_rounds(lengths, None if push else int(self.map.slot_stride)))
+        bytes_of = [sum(each.num_bytes for each in ranges) for ranges in rounds]
+        grids = [self._blocks(moved * (self.group.size - 1), plan.GATHER_BLOCKS, num_sms) for moved in bytes_of]
+        alike = more, places, max(grids, default=0)
+        word = signature(CollectiveOp.ALL_GATHER, algorithm, shards[0].dtype, sum(lengths), alike, tag)
         calls = []
-        for ranges in plan.gather_rounds(lengths, None if push else int(self.map.slot_stride)):
-            moved = sum(each.num_bytes for each in ranges)
-            blocks = self._blocks(moved * (self.group.size - 1), plan.GATHER_BLOCKS, num_sms)
+        for ranges, moved, blocks in zip(rounds, bytes_of, grids, strict=True):
             args = self._record(word, moved)
             args.push, args.num_parts = int(push), len(ranges)
             for i, part in enumerate(ranges):
@@ -145,13 +147,15 @@ class CollectiveEngine:
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, num_sms: int | None, tag: int = 0) -> list[Call]:
         """Launches of a reduce-scatter of x [R * n] into out [n]."""
         num_bytes, total = out.numel() * out.itemsize, x.numel() * x.itemsize
-        word = signature(CollectiveOp.REDUCE_SCATTER, Algorithm.KERNEL_PULL, x.dtype, total, None, tag)
+        rounds = list(plan.reduce_rounds(num_bytes, self.sizes.reduce_row))
+        grids = [self._blocks(length * (self.group.size - 1), plan.REDUCE_BLOCKS, num_sms) for _, length in rounds]
+        alike = max(grids, default=0)
+        word = signature(CollectiveOp.REDUCE_SCATTER, Algorithm.KERNEL_PULL, x.dtype, total, alike, tag)
         calls = []
-        for begin, length in plan.reduce_rounds(num_bytes, self.sizes.reduce_row):
+        for (begin, length), blocks in zip(rounds, grids, strict=True):
             args = self._record(word, length * self.group.size)
             args.x, args.out = x.data_ptr() + begin, out.data_ptr() + begin
             args.stride, args.num_bytes = num_bytes, length
-            blocks = self._blocks(length * (self.group.size - 1), plan.REDUCE_BLOCKS, num_sms)
             launch = plan.reduce_launch(blocks, self.group.size)
             calls.append(Call(plan.reduce_variant("reduce_scatter", x.dtype), launch, args, [x, out]))
         return calls
@@ -164,14 +168,21 @@ class CollectiveEngine:
         num_bytes, size = x.numel() * x.itemsize, self.group.size
         direct = offset is not None and offset % 16 == 0 and not one_shot
         reads = direct and x.data_ptr() == out.data_ptr() and num_bytes <= plan.READ_MAX_BYTES
-        word = signature(CollectiveOp.ALL_REDUCE, algorithm, x.dtype, num_bytes, (reads, direct and offset))
         shares = not one_shot and not direct
         row = self.sizes.shared_row if shares else self.sizes.reduce_row
         most = self.sizes.line_packets * abi.PACKET_DATA if one_shot else row * sum(self.active)
         most = num_bytes if reads else most
         variant = plan.reduce_variant("all_reduce", x.dtype, plan.ONE_SHOT if one_shot else plan.TWO_SHOT)
+        worth = plan.ONE_SHOT_BLOCK_BYTES if one_shot else None
+        rounds = list(plan.reduce_rounds(num_bytes, most))
+        grids = [
+            self._blocks(length * (size - 1) if one_shot else 2 * length, plan.REDUCE_BLOCKS, num_sms, worth)
+            for _, length in rounds
+        ]
+        alike = reads, direct and offset, max(grids, default=0)
+        word = signature(CollectiveOp.ALL_REDUCE, algorithm, x.dtype, num_bytes, alike)
         calls = []
-        for begin, length in plan.reduce_rounds(num_bytes, most):
+        for (begin, length), blocks in zip(rounds, grids, strict=True):
             args = self._record(word, length)
             args.x, args.out, args.num_bytes = x.data_ptr() + begin, out.data_ptr() + begin, length
             args.reads = int(reads)
@@ -179,9 +190,7 @@ class CollectiveEngine:
                 args.out_offset = offset + begin
             if shares:
                 args.map = self._shared_map
-            moved = length * (size - 1) if one_shot else 2 * length
-            worth = plan.ONE_SHOT_BLOCK_BYTES if one_shot else None
-            launch = plan.reduce_launch(self._blocks(moved, plan.REDUCE_BLOCKS, num_sms, worth), size)
+            launch = plan.reduce_launch(blocks, size)
             calls.append(Call(variant, launch, args, [x, out]))
         return calls
 

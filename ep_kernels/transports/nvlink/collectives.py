@@ -6,6 +6,7 @@ A failed wait is raised by the next call, or by `check`.
 
 from __future__ import annotations
 
+import math
 import struct
 import weakref
 from collections.abc import Sequence
@@ -141,7 +142,8 @@ class NvlinkCollectives(NvlinkMember):
             places, self._tables.host, self._config.timeout_s, self._copy_stream.cuda_stream, launch.load(), flags,
             CopyTimes(size, driver.TimedEvents()),
         )  # fmt: skip
-        self.terms = NvlinkTerms(self, self._engine, self._copies, self._streams.enter, self._launch)
+        enter = self._streams.enter
+        self.terms = NvlinkTerms(self, self._engine, self._copies, enter, self._launch, self._check_device)
         self._gathers = GatherCopies(
             self, self._engine, self._copies, self._copy_stream, self._domain.region.mapping, self._region_offset
         )
@@ -240,7 +242,7 @@ class NvlinkCollectives(NvlinkMember):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See `collective_base.CollectiveTransport`."""
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        num_bytes = math.prod(shape) * dtype.itemsize  # torch.Size.numel wraps around
         number, offset = self._pool.allocate(self.exchange(self._pool.request(num_bytes)))
         block = _Block()
         weakref.finalize(block, self._pool.drop, number).atexit = False

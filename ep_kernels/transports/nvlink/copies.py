@@ -10,6 +10,7 @@ that lives, was left out and may still push.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -292,7 +293,8 @@ class CopyEngines:
 
     def _error_of(self, open_: _Open, waited: float, lost: Sequence[int]) -> PeerTimeout | None:
         """Who is missing; None where nobody is, after all, or the one who is may still come."""
-        with self._storing:
+        rows = None
+        with self._storing, contextlib.suppress(TransportError):  # a device that is lost, or another time
             rows = self._flags.read()
         if rows is None or self.has_ended(open_.seq):
             return None

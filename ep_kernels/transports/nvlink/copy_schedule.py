@@ -19,7 +19,8 @@ between them stand side by side, which makes them one call:
     begun, wait READY[p] of all p; launch for all p: out of p, shard r <- x; SHARD[r] of p <- word
     wait SHARD[p] of all p; ...
 
-Where a product follows a shard by halves, HALF[r] of p <- word stands behind the first half.
+Where a product may follow a shard by halves, HALF[r] of p <- word stands behind the first half, whether p waits for it
+or not.
 
 With a stride of x each peer gets another shard: terms of a sum, into its slot.
 

@@ -61,7 +61,8 @@ class GatherCopies:
         behind = torch.cuda.current_stream().cuda_stream
         seq = self._engines.begin(listed, word, True, _storages(parts), behind)
         splits = not copy_schedule.is_small(listed)
-        return self._work(() if args.skips_own else parts, seq, splits, args.half_bytes > 0)
+        halves = args.half_bytes > 0 and args.takes_halves
+        return self._work(() if args.skips_own else parts, seq, splits, halves)
 
     def pull(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
         """Into any outs."""

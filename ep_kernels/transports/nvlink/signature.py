@@ -21,7 +21,8 @@ def signature(
 
     Args:
         num_bytes: of one rank's x.
-        more: what else must be equal: sizes of parts, offsets of registered tensors.
+        more: what else must be equal: sizes of parts, offsets of registered tensors, blocks of kernels (a block waits
+            for the same block of every peer alone).
         tag: see `collective_base.GatherArgs`; where there is one, it takes the place of `more`.
     """
     last = tag or zlib.crc32(repr(more).encode())
@@ -49,7 +50,7 @@ def difference(mine: int, theirs: int) -> str:
 
 
 _NAMES = {"op": "operation", "algorithm": "algorithm", "dtype": "dtype", "bytes": "bytes"}
-_NAMES["more"] = "sizes of parts or places of registered tensors"
+_NAMES["more"] = "sizes of parts, places of registered tensors or multiprocessors"
 
 
 def _fields(word: int) -> list[int]:

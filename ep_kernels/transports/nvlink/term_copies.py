@@ -34,6 +34,7 @@ class NvlinkTerms:
         engine, engines: of this rank.
         enter: the CUstream that is current, made to wait for what was launched before on another.
         launch: of a kernel, there.
+        check: raises ArgumentError for a tensor, by name, that is not on this rank's device.
     """
 
     def __init__(
@@ -43,12 +44,15 @@ class NvlinkTerms:
         engines: CopyEngines,
         enter: Callable[[], int],
         launch: Callable[[Call], None],
+        check: Callable[[str, torch.Tensor], None],
     ) -> None:
         self._owner, self._engine, self._engines, self._enter, self._launch = owner, engine, engines, enter, launch
+        self._check = check
         self.row_bytes = int(engine.map.reduce_row)
 
     def send(self, rows: torch.Tensor) -> SentTerms:
         """See `collective_base.TermCopies`."""
+        self._check("x", rows)
         slot, num_bytes = self._engine.copy_slot(self._engines.seq + 1), rows[0].nbytes
         part = CopyPart(rows.data_ptr(), slot, 0, num_bytes, self.row_bytes, x_stride=num_bytes)
         return SentTerms(self._begin(part, Algorithm.COPY_PUSH, rows), slot)
