@@ -87,12 +87,12 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self.name = folder.name
-        paths = (str(folder), str(folder / "services"), os.environ.get("PYTHONPATH", ""))
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), SERVE]
+        paths = os.pathsep.join([str(folder), str(folder / "services"), *filter(None, sys.path)])
+        python = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), SERVE]
         self._process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            ["env", f"PYTHONPATH={paths}", *python],
+            cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._asks: IO[str] = self._process.stdin
