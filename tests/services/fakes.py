@@ -51,8 +51,9 @@ def dense(experts: ExpertMLPs, layer: int, x: torch.Tensor, ids: torch.Tensor, w
 class _Served:
     """A gRPC server of one servicer on a free port of 127.0.0.1."""
 
-    def __init__(self) -> None:
-        self._server = grpc.server(ThreadPoolExecutor(16), options=[("grpc.max_receive_message_length", 64 << 20)])
+    def __init__(self, max_message_bytes: int = 64 << 20) -> None:
+        options = [("grpc.max_receive_message_length", max_message_bytes)]
+        self._server = grpc.server(ThreadPoolExecutor(16), options=options)
         self._add(self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
@@ -68,12 +69,14 @@ class _Served:
 class FakeWorker(_Served, expert_pb2_grpc.ExpertServiceServicer):
     """Serves `description`. `behave` may be replaced at any time; `seen` and `cancelled` record what came."""
 
-    def __init__(self, description: expert_pb2.DescribeResponse, behave: Behaviour) -> None:
+    def __init__(
+        self, description: expert_pb2.DescribeResponse, behave: Behaviour, max_message_bytes: int = 64 << 20
+    ) -> None:
         self.description, self.behave = description, behave
         self.seen: list[expert_pb2.ForwardRequest] = []
         self.cancelled: queue.Queue[int] = queue.Queue()
         self.num_streams = 0
-        super().__init__()
+        super().__init__(max_message_bytes)
 
     def _add(self, server: grpc.Server) -> None:
         expert_pb2_grpc.add_ExpertServiceServicer_to_server(self, server)

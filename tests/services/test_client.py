@@ -175,10 +175,85 @@ def test_a_row_that_no_message_holds_ends_no_other_request(
     monkeypatch.setattr(client, "MAX_MESSAGE_BYTES", 4096)
     with Client(workers[0].address) as service:
         service.forward(1, *_batch(5))
-        with pytest.raises(public.InvalidRequest, match=r"x: expected a row of at most 4096 bytes, got 8\d\d\d"):
+        with pytest.raises(
+            public.InvalidRequest, match=r"x: expected a request of at most 4096 bytes for .*, got 8\d\d\d"
+        ):
             service.forward(1, *_batch(1, 2000))
         service.forward(1, *_batch(5))
     assert workers[0].num_streams == 1
+
+
+def test_a_request_above_the_workers_limit_fails_at_once_and_alone() -> None:
+    """It ends the stream; the others on it are sent again, and no later one as large is sent at all."""
+    arrived = threading.Event()
+
+    def behave(request: expert_pb2.ForwardRequest) -> Answer | None:
+        is_first, x = request.layer == 9 and not arrived.is_set(), echo(request)
+        arrived.set()
+        return None if is_first else x
+
+    worker, (x, ids, weights) = FakeWorker(DESCRIPTION, behave, max_message_bytes=4096), _batch(5)
+    try:
+        with Client(worker.address) as service, ThreadPoolExecutor(1) as pool:
+            small = pool.submit(service.forward, 9, x, ids, weights, timeout_s=TIMEOUT_S)
+            assert arrived.wait(TIMEOUT_S)
+            for _ in range(3):
+                with pytest.raises(public.InvalidRequest, match=r"x: expected a request of at most 4096 bytes .*, got"):
+                    service.forward(1, *_batch(200), timeout_s=10 * TIMEOUT_S)
+            assert torch.equal(small.result(TIMEOUT_S), x + 9)
+        assert worker.num_streams == 2
+    finally:
+        worker.kill()
+
+
+def test_all_clients_of_threads_share_one_loop(workers: list[FakeWorker]) -> None:
+    def loops() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "crossdock-client"]
+
+    x, ids, weights = _batch(5)
+    with Client(workers[0].address) as first:
+        with Client(workers[1].address) as second:
+            assert torch.equal(second.forward(1, x, ids, weights), x + 1)
+            assert len(loops()) == 1
+        assert torch.equal(first.forward(2, x, ids, weights), x + 2)
+    assert not loops()
+
+
+def test_a_group_without_a_ready_worker_is_unavailable_however_often_it_is_asked(
+    control: FakeControl, workers: list[FakeWorker]
+) -> None:
+    with Client(control.address) as service:
+        service.forward(1, *_batch(5))
+        control.say(view_of([], epoch=2))
+        until(lambda: service._client._directory.now == directory.ServingWorkers(2, ()))  # type: ignore[union-attr]
+        for _ in range(2):
+            with pytest.raises(public.ClientError, match="no ready worker"):
+                service.forward(1, *_batch(5), timeout_s=0.3)
+
+
+def test_calls_by_an_open_stream_stay_in_their_thread_and_what_fails_is_sent_again(
+    control: FakeControl, workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that were refused alone, at the next worker."""
+    x, ids, weights = _batch(300)
+    with Client(control.address) as service:
+        for _ in range(4):
+            assert torch.equal(service.forward(1, x, ids, weights), x + 1)
+        by_coroutine: list[object] = []
+        real = AsyncClient.by_stream
+        monkeypatch.setattr(AsyncClient, "by_stream", lambda *args: by_coroutine.append(args) or real(*args))
+        seen = [len(worker.seen) for worker in workers]
+        workers[1].behave = refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        assert torch.equal(service.forward(1, x, ids, weights), x + 1)
+        assert [len(worker.seen) - before for worker, before in zip(workers, seen, strict=True)] == [1, 1, 2, 1]
+        workers[1].behave = refuse(grpc.StatusCode.INVALID_ARGUMENT, "bad")
+        with pytest.raises(public.InvalidRequest, match="bad"):
+            service.forward(1, x, ids, weights)
+        workers[1].behave = lambda _: None
+        with pytest.raises(public.DeadlineExceeded, match=r"no answer within 0\.\d+ s"):
+            service.forward(1, x, ids, weights, timeout_s=0.3)
+        workers[1].cancelled.get(timeout=TIMEOUT_S)
+        assert not by_coroutine
 
 
 @pytest.mark.parametrize(
@@ -608,14 +683,14 @@ def test_close_ends_what_is_under_way(workers: list[FakeWorker]) -> None:
 
 def test_a_call_that_races_with_close_does_not_hang(workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch) -> None:
     service = Client(workers[0].address)
-    join, late = service._thread.join, ThreadPoolExecutor(1)
+    give_back, late = service._loop.give_back, ThreadPoolExecutor(1)
 
-    def join_then_call() -> None:
-        join()
-        future = late.submit(service.describe)
-        assert isinstance(future.exception(TIMEOUT_S), public.ClientError)
+    def give_back_then_call() -> None:
+        give_back()
+        for call in (service.describe, lambda: service.forward(0, *_batch(1))):
+            assert isinstance(late.submit(call).exception(TIMEOUT_S), public.ClientError)
 
-    monkeypatch.setattr(service._thread, "join", join_then_call)
+    monkeypatch.setattr(service._loop, "give_back", give_back_then_call)
     service.close()
 
 

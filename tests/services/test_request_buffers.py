@@ -665,21 +665,33 @@ async def test_a_request_that_ends_before_it_is_queued(tmp_path: Path, monkeypat
         assert None not in made.engine.seen
 
 
-async def test_a_request_above_the_rate_wakes_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["buffer", "stream"])
+async def test_a_request_above_the_rate_wakes_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     expected: list[None] = []
-    async with world(tmp_path) as made, Guest(made) as guest:
+    async with world(tmp_path) as made, Guest(made) as guest, rpc.aio_channel(made.address) as channel:
         await guest.redeem()
-        guest.write(Batch.random(5))
+        batch, stream = Batch.random(5), expert_pb2_grpc.ExpertServiceStub(channel).Forward(timeout=TIMEOUT_S)
+        guest.write(batch)
+
+        async def ask(number: int) -> expert_pb2.ForwardResponse:
+            if way == "buffer":
+                return await guest.ask(number, 5)
+            await stream.write(batch.message(number))
+            answer: expert_pb2.ForwardResponse = await stream.read()
+            return answer
+
         monkeypatch.setattr(made.engine, "expect", lambda: expected.append(None))
         monkeypatch.setattr(Backend, "check_rate", lambda *_: None)
-        assert not (await guest.ask(1, 5)).HasField("error")
+        assert not (await ask(1)).HasField("error")
         assert len(expected) == 1
 
         def refuse(*_: object) -> None:
             raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many"))
 
         monkeypatch.setattr(Backend, "check_rate", refuse)
-        assert (await guest.ask(2, 5)).error.code == EXHAUSTED
+        assert (await ask(2)).error.code == EXHAUSTED
         assert len(expected) == 1
 
 

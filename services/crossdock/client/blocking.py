@@ -1,13 +1,15 @@
-"""The client for threads: AsyncClient in an event loop of its own.
+"""The client for threads: AsyncClient in the event loop that all of them share.
 
-A call that goes through request buffers stays in its caller's thread.
+A call that goes through request buffers stays in its caller's thread; of one by gRPC only the writing and the matching
+of answers are done in the loop.
 """
 
 from __future__ import annotations
 
-import asyncio
+import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +17,8 @@ import torch
 from crossdock.client.client import MIN_TOKENS_PER_WORKER, AsyncClient
 from crossdock.client.direct import QUIET_S, DirectCall
 from crossdock.client.errors import ClientError, Overloaded, Unavailable
-from crossdock.client.shares import check, on_host
+from crossdock.client.shares import ForwardCall, check, on_host
+from crossdock.client.threaded import SharedLoop
 from crossdock.common.settings import SecurityConfig
 from crossdock.protocol.v1 import expert_pb2
 
@@ -43,10 +46,8 @@ class Client:
             security=security,
             shared_memory=shared_memory,
         )
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="crossdock-client", daemon=True)
-        self._thread.start()
-        self._lock, self._closed = threading.Lock(), False
+        self._loop, self._open = SharedLoop.borrow(), set[concurrent.futures.Future[Any]]()
+        self._lock, self._closed, self._ended = threading.Lock(), False, threading.Event()
 
     def __enter__(self) -> Client:
         return self
@@ -78,10 +79,35 @@ class Client:
             return x.new_empty(x.shape)
         batch = self._client.batch_of(layer, on_host(x, topk_ids, topk_weights), timeout_s)
         call = self._client.begin(batch)
-        out = self._read(call) if call is not None else None
+        out = self._read(call) if call is not None else self._streamed(batch)
         if out is None:
             out = self._run(self._client.by_stream(batch, call.refused if call is not None else None))
         return out.to(x.device)
+
+    def _streamed(self, batch: ForwardCall) -> torch.Tensor | None:
+        """The rows of a batch by streams that are open. None: one is not."""
+        with self._under_way():
+            call = self._client.begin_stream(batch)
+            failed = call.read() if call is not None else {}
+        if call is None:
+            return None
+        if failed:
+            self._run(self._client.again(batch, failed, call.out))
+        return call.out
+
+    @contextlib.contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """A call in the block is one that `close` waits for."""
+        call = concurrent.futures.Future[None]()
+        with self._lock:
+            if self._closed:
+                raise ClientError("the client is closed")
+            self._open.add(call)
+        try:
+            yield
+        finally:
+            self._open.discard(call)
+            call.set_result(None)
 
     def _read(self, call: DirectCall) -> torch.Tensor | None:
         """The rows of a call, waited for in this thread at first. None: as `AsyncClient.finish`."""
@@ -98,27 +124,28 @@ class Client:
         """Close all connections. Idempotent."""
         with self._lock:
             first, self._closed = not self._closed, True
-            end = asyncio.run_coroutine_threadsafe(self._end(), self._loop) if first else None
-        if end is not None:
+            end = self._loop.start(self._client.close()) if first else None
+        if end is None:
+            self._ended.wait()
+            return
+        try:
             end.result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        if end is not None:
-            self._loop.close()
-
-    async def _end(self) -> None:
-        """Close all connections, and let open calls finish before the loop stops."""
-        await self._client.close()
-        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+            concurrent.futures.wait(set(self._open))
+        finally:
+            self._loop.give_back()
+            self._ended.set()
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        with self._lock:  # calls are scheduled before `_end`, which waits for them
+        with self._lock:  # a call that is begun is one that `close` waits for
             if self._closed:
                 coroutine.close()
                 raise ClientError("the client is closed")
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            future = self._loop.start(coroutine)
+            self._open.add(future)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+        finally:
+            self._open.discard(future)

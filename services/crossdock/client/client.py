@@ -44,6 +44,7 @@ from crossdock.client.shares import (
     split,
 )
 from crossdock.client.stream import WorkerStream
+from crossdock.client.threaded import Failed, StreamCall
 from crossdock.common.security import security_of
 from crossdock.common.settings import SecurityConfig
 from crossdock.common.tasks import background, call_in_loop
@@ -93,6 +94,7 @@ class AsyncClient:
         self._min_tokens = min_tokens_per_worker
         self._directory: Directory | None = None
         self._streams: dict[str, WorkerStream] = {}
+        self._kept: ServingWorkers | None = None
         self._shared_memory = shared_memory
         self._pool: BufferPool | None = None
         self._turns = itertools.count()
@@ -196,12 +198,39 @@ class AsyncClient:
         self._budget.answered()
         return call.out
 
+    def begin_stream(self, batch: ForwardCall) -> StreamCall | None:
+        """Send a batch by the streams that are open. None: one is not, or workers have changed. Any thread. Raises
+        ClientError."""
+        service = self._directory.now if self._directory is not None else None
+        if service is None or service is not self._kept or not service.workers or self._closed:
+            return None
+        service, x, streams = self._without_broken(service), batch.parts[0], list[tuple[Share, WorkerStream]]()
+        for share in split(x.shape[0], len(service.workers), batch.turn, most_tokens(batch.parts), self._min_tokens):
+            stream = self._streams.get(service.workers[share.worker][1])
+            if stream is None:
+                return None
+            stream.epoch = service.epoch
+            streams.append((share, stream))
+        call = StreamCall(batch, self._budget.answered)
+        for share, stream in streams:
+            call.send(share, stream, self._request(batch.layer, batch.deadline - time.monotonic()))
+        return call
+
+    async def again(self, batch: ForwardCall, failed: Failed, out: torch.Tensor) -> None:
+        """Compute the rows of shares that have failed once. Raises ClientError; at once, if nothing is retried."""
+        for error in failed.values():
+            if not self._retry:
+                raise error
+            if isinstance(error, Unavailable) and self._directory is not None:
+                self._directory.recheck()
+        await _all([self._share(batch, share, out, error) for share, error in failed.items()])
+
     async def by_stream(self, batch: ForwardCall, refused: Overloaded | None = None) -> torch.Tensor:
         """The rows of a batch over gRPC, with retries. refused: it was, before; so this is a retry already."""
         parts, left_s = batch.parts, max(0.0, batch.deadline - time.monotonic())
         service, out = await self._until(self._service, left_s), rows_like(parts[0])
         shares = split(out.shape[0], len(service.workers), batch.turn, most_tokens(parts), self._min_tokens)
-        await _all([self._share(batch, share, out, refused) for share in shares])
+        await _all([self._share(batch, share, out, refused, service) for share in shares])
         return out
 
     async def close(self) -> None:
@@ -253,20 +282,27 @@ class AsyncClient:
 
         return await _retrying(deadline - time.monotonic())(again)
 
-    async def _share(self, batch: ForwardCall, share: Share, out: torch.Tensor, refused: Overloaded | None) -> None:
-        """Compute some rows; each retry goes to the next worker."""
-        rows, tries = slice(share.start, share.stop), 0
+    async def _share(
+        self,
+        batch: ForwardCall,
+        share: Share,
+        out: torch.Tensor,
+        failed: ClientError | None,
+        first: ServingWorkers | None = None,
+    ) -> None:
+        """Compute some rows; each retry goes to the next worker. failed: it is one already. first: who serves now."""
+        rows, tries = slice(share.start, share.stop), int(failed is not None)
 
         async def attempt(left_s: float) -> Response:
-            nonlocal tries
+            nonlocal tries, first
             deadline = time.monotonic() + left_s
-            service = await self._service(left_s)
+            service, first = first or await self._service(left_s), None
             worker, tries = (share.worker + tries) % len(service.workers), tries + 1
             left_s = max(0.0, deadline - time.monotonic())
             tensors = dict(zip(("x", "topk_ids", "topk_weights"), (part[rows] for part in batch.parts), strict=True))
             return await self._stream(service, worker).forward(self._request(batch.layer, left_s), tensors, left_s)
 
-        response = await self._until(attempt, batch.deadline - time.monotonic(), refused)
+        response = await self._until(attempt, batch.deadline - time.monotonic(), failed)
         self._budget.answered()
         read_rows(response, out[rows])
 
@@ -286,7 +322,7 @@ class AsyncClient:
         if self._directory is None:
             self._directory = Directory(self.target, self._security)
             self._pool = BufferPool(asyncio.get_running_loop()) if self._shared_memory else None
-        service = await self._directory.service(left_s, wait=self._retry)
+        service = self._kept = await self._directory.service(left_s, wait=self._retry)
         if not service.workers:
             raise Unavailable(f"the group (epoch {service.epoch}) has no ready worker", (), service.epoch)
         here = {address for _, address in service.workers}
@@ -300,9 +336,9 @@ class AsyncClient:
     def _without_broken(self, service: ServingWorkers) -> ServingWorkers:
         """Without workers that broke recently or do not respond; with all of them if no other is left."""
         since = time.monotonic() - AVOID_S
-        streams = self._streams.items()
+        streams = tuple(self._streams.items())
         broken = {address for address, stream in streams if stream.unresponsive or stream.broken_at > since}
-        left = tuple(worker for worker in service.workers if worker[1] not in broken)
+        left = tuple(worker for worker in service.workers if worker[1] not in broken) if broken else ()
         return replace(service, workers=left) if left else service
 
     def _open_buffer(self, service: ServingWorkers, worker: int, num_bytes: int) -> None:
@@ -342,6 +378,9 @@ def _retrying(timeout_s: float) -> tenacity.AsyncRetrying:
 
 async def _all(coroutines: list[Coroutine[Any, Any, None]]) -> None:
     """Run all; the first failure cancels the others and is raised."""
+    if len(coroutines) == 1:
+        await coroutines[0]
+        return
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)

@@ -12,10 +12,12 @@ because grpc would end the whole stream.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
+import re
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import torch
@@ -38,9 +40,22 @@ _STREAM_S = 300.0
 """Age at which a stream is replaced between two requests: servers close old connections, with ten minutes for open
 streams."""
 
+Answer = asyncio.Future[Response] | concurrent.futures.Future[Response]
+"""Of one request: for a coroutine, or for a thread, which must not cancel it."""
+
+
+class _Asked(NamedTuple):
+    """A request in flight, and the bytes of its message."""
+
+    answer: Answer
+    num_bytes: int
+
+
 _Outbox = asyncio.Queue[tuple[int, bytes] | None]
 """Requests to write: whose answer is awaited (0: a cancellation), and its bytes; None ends the stream."""
 _FORWARD = "/crossdock.v1.ExpertService/Forward"
+_TOO_LARGE = re.compile(r"SERVER: Received message larger than max \(\d+ vs\. (\d+)\)")
+"""How gRPC ends a stream for a message above the worker's limit."""
 
 
 class WorkerStream:
@@ -60,16 +75,17 @@ class WorkerStream:
     def __init__(
         self, address: str, rank: int | None, epoch: int, max_message_bytes: int, security: Security | None = None
     ) -> None:
-        self.address, self.epoch = address, epoch
+        self.address, self.epoch, self.loop = address, epoch, asyncio.get_running_loop()
         self._rank, self._max_message_bytes, self._security = rank, max_message_bytes, security
+        self._request_bytes = max_message_bytes
         self._former: set[asyncio.Task[None]] = set()
         self._dial()
         self._ids = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[Response]] = {}
+        self._pending: dict[int, _Asked] = {}
         self._outbox: _Outbox = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
         self._opened_at = self._last_answer_at = 0.0
-        self._silent = False
+        self._silent = self._ended = False
         self._probing: asyncio.Task[None] | None = None
         self.broken_at = float("-inf")
 
@@ -103,33 +119,44 @@ class WorkerStream:
             ClientError: of the answer or of the stream. A request that is given up, by deadline or by cancelling this
                 call, is also cancelled at the worker.
         """
-        if self._reader is not None and not self._pending and time.monotonic() - self._opened_at > _STREAM_S:
-            self._leave(self._reader)
-        if self._reader is None:
-            self._renew()
-            self._opened_at = time.monotonic()
-            self._outbox, self._silent = asyncio.Queue(), False
-            self._reader = asyncio.create_task(self._read(self._outbox))
-        if not self._pending:
-            self._last_answer_at = time.monotonic()
-        outbox, request.id = self._outbox, next(self._ids)
-        answer = self._pending[request.id] = asyncio.get_running_loop().create_future()
+        self._open_stream()
+        number, packet = self.packed(request, tensors)
+        outbox, answer = self._outbox, self.loop.create_future()
         try:
-            packet = packed(request, tensors)
-            if len(packet) > self._max_message_bytes:  # gRPC would end the stream, and with it all other requests
-                raise InvalidRequest(f"x: expected a row of at most {self._max_message_bytes} bytes, got {len(packet)}")
-            outbox.put_nowait((request.id, packet))
+            self._put(number, packet, answer)
             async with asyncio.timeout(timeout_s):
                 response: Response = await answer
         except TimeoutError:
-            raise DeadlineExceeded(f"{self._where()}: no answer within {timeout_s:.3f} s") from None
+            raise self.late(timeout_s) from None
         finally:
-            if self._pending.pop(request.id, None) is not None and not self._has_answer(answer):
-                cancel = expert_pb2.ForwardRequest(id=request.id, cancel=True)
-                outbox.put_nowait((0, cancel.SerializeToString()))
-        if response.message.HasField("error"):
-            raise from_answer(response.message.error)
-        return response
+            if not self._has_answer(answer):
+                self._cancel(number, outbox)
+        return answered(response)
+
+    def packed(self, request: expert_pb2.ForwardRequest, tensors: Mapping[str, torch.Tensor]) -> tuple[int, bytes]:
+        """A request of this stream: its id, which is set here, and its bytes. Any thread. Raises InvalidRequest."""
+        request.id = next(self._ids)
+        packet = packed(request, tensors)
+        if len(packet) > self._request_bytes:  # gRPC would end the stream, and with it all other requests
+            raise self._too_large(len(packet))
+        return request.id, packet
+
+    def send(self, number: int, packet: bytes, answer: concurrent.futures.Future[Response]) -> None:
+        """Send a packed request of another thread, which waits for `answer`, at most until it calls `withdraw` in this
+        loop."""
+        try:
+            self._open_stream()
+            self._put(number, packet, answer)
+        except Exception as error:
+            answer.set_exception(error)
+
+    def withdraw(self, number: int) -> None:
+        """Cancel a request that nobody waits for."""
+        self._cancel(number, self._outbox)
+
+    def late(self, timeout_s: float) -> DeadlineExceeded:
+        """The error of a request that was not answered in time."""
+        return DeadlineExceeded(f"{self._where()}: no answer within {timeout_s:.3f} s")
 
     def open_buffer(self, request: expert_pb2.OpenBufferRequest) -> Any:
         """The open call of a request buffer."""
@@ -141,7 +168,8 @@ class WorkerStream:
         return await self._is_alive(self._channel)
 
     async def close(self) -> None:
-        """Close; requests in flight end with Unavailable."""
+        """Close; requests in flight and later ones end with Unavailable."""
+        self._ended = True
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -151,6 +179,29 @@ class WorkerStream:
         self._fail(self._closed())  # a reader that had not started has not failed them
         await self._channel.close(None)
         await asyncio.gather(*self._former, return_exceptions=True)
+
+    def _open_stream(self) -> None:
+        """Open the stream, or another one in the place of an old one. Raises Unavailable: it is closed for good."""
+        if self._ended:
+            raise self._closed()
+        if self._reader is not None and not self._pending and time.monotonic() - self._opened_at > _STREAM_S:
+            self._leave(self._reader)
+        if self._reader is None:
+            self._renew()
+            self._opened_at = time.monotonic()
+            self._outbox, self._silent = asyncio.Queue(), False
+            self._reader = asyncio.create_task(self._read(self._outbox))
+
+    def _put(self, number: int, packet: bytes, answer: Answer) -> None:
+        if not self._pending:
+            self._last_answer_at = time.monotonic()
+        self._pending[number] = _Asked(answer, len(packet))
+        self._outbox.put_nowait((number, packet))
+
+    def _cancel(self, number: int, outbox: _Outbox) -> None:
+        """Nobody waits for that answer any more."""
+        if self._pending.pop(number, None) is not None:
+            outbox.put_nowait((0, expert_pb2.ForwardRequest(id=number, cancel=True).SerializeToString()))
 
     def _leave(self, reader: asyncio.Task[None]) -> None:
         """Release an idle stream: it ends by itself, and the next request opens another one."""
@@ -183,21 +234,24 @@ class WorkerStream:
         return answer.done() and not answer.cancelled()
 
     async def _read(self, outbox: _Outbox) -> None:
-        failure: ClientError | None = None
+        failure, fits = None, True
         watching = background(self._watch(asyncio.current_task()), "watching a stream")
         try:
             async for response in self._open(self._write(outbox)):
                 self._last_answer_at = time.monotonic()
-                answer = self._pending.pop(response.message.id, None)
-                if answer is not None and not answer.done():
-                    answer.set_result(response)
+                asked = self._pending.pop(response.message.id, None)
+                if asked is not None and not asked.answer.done():
+                    asked.answer.set_result(response)
         except grpc.RpcError as error:
-            failure = self._broken(rpc.error_of(error))
+            why = rpc.error_of(error)
+            fits = not self._fail_too_large(why)
+            failure = self._broken(why) if fits else None
         finally:
             watching.cancel()
             outbox.put_nowait(None)
             if self._reader is asyncio.current_task():
-                self._reader, self.broken_at = None, time.monotonic()
+                self._reader = None
+                self.broken_at = time.monotonic() if fits else self.broken_at
                 self._fail(failure or self._closed())
 
     async def _watch(self, reader: asyncio.Task[None] | None) -> None:
@@ -239,9 +293,27 @@ class WorkerStream:
 
     def _fail(self, failure: ClientError) -> None:
         pending, self._pending = self._pending, {}
-        for answer in pending.values():
-            if not answer.done():
-                answer.set_exception(failure)
+        for asked in pending.values():
+            if not asked.answer.done():
+                asked.answer.set_exception(failure)
+
+    def _fail_too_large(self, error: rpc.CallError) -> bool:
+        """Whether a stream has ended for a message above the worker's limit, which is known from now on. Requests that
+        were too large fail; the others may be sent again."""
+        found = _TOO_LARGE.search(str(error))
+        if found is None:
+            return False
+        self._request_bytes = int(found[1])
+        for number, asked in list(self._pending.items()):
+            if asked.num_bytes > self._request_bytes and not asked.answer.done():
+                del self._pending[number]
+                asked.answer.set_exception(self._too_large(asked.num_bytes))
+        return True
+
+    def _too_large(self, num_bytes: int) -> InvalidRequest:
+        return InvalidRequest(
+            f"x: expected a request of at most {self._request_bytes} bytes for {self._where()}, got {num_bytes}"
+        )
 
     async def _write(self, outbox: _Outbox) -> AsyncIterator[bytes]:
         while (request := await outbox.get()) is not None:
@@ -260,3 +332,10 @@ class WorkerStream:
 
     def _where(self) -> str:
         return f"worker {self.address}" if self._rank is None else f"rank {self._rank} ({self.address})"
+
+
+def answered(response: Response) -> Response:
+    """An answer. Raises ClientError: it is an error."""
+    if response.message.HasField("error"):
+        raise from_answer(response.message.error)
+    return response

@@ -59,8 +59,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, without a copy where it is contiguous and on the host."""
-    flat = tensor.detach().to("cpu").contiguous().resolve_neg().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    if tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+        tensor = tensor.detach().cpu().contiguous().resolve_neg()
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def decode(
@@ -118,6 +119,6 @@ def check(
     if num_dims != ndim:
         raise WireError(name, f"{ndim} dimensions", f"{num_dims}")
     shape = tuple(message.shape)
-    if not all(0 <= size <= MAX_DIM for size in shape):
+    if min(shape, default=0) < 0 or max(shape, default=0) > MAX_DIM:
         raise WireError(name, f"dimensions in 0..{MAX_DIM}", list(shape))
     return dtype, shape

@@ -1,7 +1,7 @@
 """Memory for rows that every step writes anew.
 
-The process gives large blocks back to the system when they are freed (`threads.give_memory_back`), so a new block costs
-a page fault for each 4 KiB: more than the product that fills it.
+The process gives large blocks back to the system when they are freed (freed_memory.py), so a new block costs a page
+fault for each 4 KiB: more than the product that fills it.
 """
 
 from __future__ import annotations

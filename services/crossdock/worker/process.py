@@ -47,10 +47,10 @@ from crossdock.worker.data_network import announced
 from crossdock.worker.device import DeviceLost, peak_bytes_per_s, used_bytes, uuid_of
 from crossdock.worker.engine import Engine
 from crossdock.worker.expert_mover import ExpertMover
+from crossdock.worker.freed_memory import bound_freed_memory
 from crossdock.worker.model import Model
 from crossdock.worker.service import SERVICE_NAME, ExpertService
 from crossdock.worker.session import Session
-from crossdock.worker.threads import give_memory_back
 from crossdock.worker.worker_status import WorkerStatus
 from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import EpError
@@ -73,7 +73,7 @@ def run_worker(config: WorkerConfig) -> int:
     identity = Identity.from_env()
     log.setup(config.log, host=identity.hostname, local_rank=config.local_rank)
     torch.set_num_threads(config.torch_threads or 1)  # threads of threads.py take it from here
-    give_memory_back()
+    bound_freed_memory()
     try:
         security = security_of(config.security)
         tracer = tracer_of(config.tracing, "crossdock-worker", _uid_of(config, identity))

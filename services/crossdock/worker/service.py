@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,15 +180,11 @@ class _Stream:
         self._pending: dict[int, _Pending] = {}
         self._events: asyncio.Queue[_Answer | rpc.CallError | None] = asyncio.Queue()
         self._room = asyncio.Event()
-        self._quota = backend.budget.open(client, self._room.set)
+        self.client, self._quota = client, backend.budget.open(client, self._room.set)
         self._read_all = self._given_up = False
         self._writing_since: float | None = None
         self._writing_bytes = 0
-
-    @property
-    def client(self) -> Hashable:
-        """Whose stream it is."""
-        return self._quota.client
+        self._alarm: asyncio.TimerHandle | None = None
 
     async def read(self, requests: AsyncIterator[Request]) -> None:
         """Read requests until the client has no more. Invalid bytes end the stream."""
@@ -221,22 +217,27 @@ class _Stream:
             if event is not None:
                 message, num_bytes = _message(event), event.num_bytes
                 del event  # keep one copy only while the client reads
-                with self._write_deadline(num_bytes):
+                self._writing_since, self._writing_bytes = self._loop.time(), num_bytes
+                if self._alarm is None:
+                    self._look_at_the_write()
+                try:
                     yield message
+                finally:
+                    self._writing_since, self._writing_bytes = None, 0
                 self._quota.release(num_bytes)
                 self._room.set()
 
-    @contextlib.contextmanager
-    def _write_deadline(self, num_bytes: int) -> Iterator[None]:
-        """Around the writing of one answer."""
-        timeout_s = self._backend.config.request_timeout_s
-        self._writing_since, self._writing_bytes = self._loop.time(), num_bytes
-        timer = self._loop.call_later(timeout_s, self.give_up, f"an answer was not taken within {timeout_s:g} s")
-        try:
-            yield
-        finally:
-            timer.cancel()
-            self._writing_since, self._writing_bytes = None, 0
+    def _look_at_the_write(self) -> None:
+        """Give the stream up if its write takes too long; else look again when it may, as long as there is one. Most
+        writes end long before."""
+        timeout_s, self._alarm = self._backend.config.request_timeout_s, None
+        if self._writing_since is None:
+            return
+        left_s = timeout_s - self.stalled_s()
+        if left_s <= 0:
+            self.give_up(f"an answer was not taken within {timeout_s:g} s")
+        else:
+            self._alarm = self._loop.call_later(left_s, self._look_at_the_write)
 
     def stalled_s(self) -> float:
         """How long the current write has been blocked; 0 without one."""
@@ -264,6 +265,8 @@ class _Stream:
 
     def hang_up(self) -> None:
         """The stream has ended: withdraw its requests."""
+        if self._alarm is not None:
+            self._alarm.cancel()
         self._withdraw_all("the client hung up")
         self._quota.close()
 
@@ -279,11 +282,11 @@ class _Stream:
         if request.cancel:
             self._withdraw(request.id, Failure(grpc.StatusCode.CANCELLED, "cancelled by the client"))
             return
-        self._backend.engine.expect()
         received_ns = time.monotonic_ns()
         trace = request_trace.begin(self._backend.tracer, request, self._parent, received_ns)
         try:
             self._backend.check_rate(self.client)
+            self._backend.engine.expect()  # not before: it wakes all ranks
             if request.id in self._pending:
                 raise _refused(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
             tokens = self._backend.validator.validate(request, received.data)
@@ -304,20 +307,21 @@ class _Stream:
             request, tokens, self.client, self, lambda answer: self._reply(request_id, answer), trace
         )
         request_trace.admitted(work, received_ns)
+        num_bytes = tokens.num_bytes
         try:
-            self._quota.charge(tokens.num_bytes)
+            self._quota.charge(num_bytes)
         except BudgetExceeded as error:
             self._make_room(self, of_client=False)
             raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
         late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, f"deadline: not served within {timeout_s:g} s")
         timer = self._loop.call_later(timeout_s, self._withdraw, request_id, late)
-        self._pending[request_id] = _Pending(work, tokens.num_bytes, timer)
+        self._pending[request_id] = _Pending(work, num_bytes, timer)
         try:
             backend.engine.submit(work)
         except Refused:
             del self._pending[request_id]
             timer.cancel()
-            self._quota.release(tokens.num_bytes)
+            self._quota.release(num_bytes)
             raise
 
     def _withdraw(self, request_id: int, failure: Failure) -> None:
@@ -342,8 +346,9 @@ class _Stream:
             traced = {} if trace is None else {"trace": trace.trace_id}
             where = {"layer": pending.work.layer, "client": self.client, **traced}
             write("request failed", request=request_id, code=code.name, why=why, **where)
-        self._backend.telemetry.answered(code, pending.work.num_tokens, seconds, queue_s, trace, why)
         self._events.put_nowait(_Answer(request_id, answer, pending.num_bytes))
+        count = self._backend.telemetry.answered  # once the answer was written
+        self._loop.call_soon(count, code, pending.work.num_tokens, seconds, queue_s, trace, why)
 
     def _has_room(self, request: Request) -> bool:
         return self._events.qsize() < _MAX_UNREAD and self._quota.has_room(2 * request.num_bytes + REQUEST_BYTES)

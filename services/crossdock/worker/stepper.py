@@ -140,11 +140,12 @@ class Stepper:
         return StepRecord(*counts, *batch.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
 
     def _room(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
-        """Where combine writes z [T, H]; of a request that has a place for its rows: there. None: anywhere."""
-        if len(slices) == 1 and num_tokens:
+        """Where combine writes z [T, H]; of a request that has the step alone: to where its rows are wanted. None:
+        anywhere."""
+        if len(slices) == 1 and num_tokens and slices[0].is_whole and self._rounds:
             work = slices[0].work
-            if work.y is not None and slices[0].is_whole and self._rounds:
-                return work.y
+            work.y = torch.empty_like(work.x) if work.y is None else work.y
+            return work.y
         return self._stream.room(num_tokens, self._comm.config.hidden_size, self._output_dtype)
 
     def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:

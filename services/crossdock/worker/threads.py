@@ -2,15 +2,12 @@
 
 `torch.set_num_threads` reaches MKL and OpenMP of the calling thread only: elsewhere the first product starts a team of
 as many threads as the host has processors, which spin between products. So each thread sets it for itself.
-
-Also here: settings of the C library for freed memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,9 +15,6 @@ from typing import Any, TypeVar
 import torch
 
 Result = TypeVar("Result")
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_LARGE_BYTES, _KEPT_BYTES, _ARENAS = 64 << 10, 1 << 20, 2
 
 
 def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
@@ -57,14 +51,3 @@ def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
-
-
-def give_memory_back() -> None:
-    """Let the C library return large buffers (messages, rows, and the 64 KiB blocks in which gRPC reads) to the system
-    as soon as they are freed. By itself glibc raises its threshold to 32 MiB as such buffers are freed, and keeps
-    gigabytes after a burst. What is smaller leaves holes, and each arena has its own: so there are few of them."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_ARENA_MAX, _ARENAS)
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -75,7 +75,7 @@ class Work:
         arrived_ns: monotonic time of admission.
         reply: called once, from any thread, with the answer.
         num_taken: tokens that were given to steps so far.
-        y: [T, H] filled by the steps: where its sender wants it, or None until the first one ended.
+        y: [T, H] filled by the steps: where its sender wants it, or None until the first one has made it.
         first_column: y [:, 0], where its sender gave y.
         stream: of the client; its requests are served in order within a layer, streams of one client take turns.
         answered: True once `reply` was called (or must not be any more).

@@ -1,0 +1,164 @@
+"""Two states of the source tree in turns: the same calls to a group of each, both alive side by side.
+
+    python -m benchmarks.service.turns BEFORE AFTER [--rounds N] [--ways buffer,grpc] [--tokens 1,128] [--out FILE]
+
+BEFORE and AFTER are trees with their libraries built. Each has a process of its own with the group of `path.py`, its
+own client and its own service; all else is this tree's. A round asks each of them for the same number of calls, in
+changing order, so that what else the machine does meets both. Prints medians over rounds of a round's percentiles, and
+the smallest and largest p50. `one`: one client; `eight`: eight in two processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Self
+
+import torch
+
+from benchmarks.service import path
+from benchmarks.service.load import Job, LoadProcesses
+from crossdock.client import Client
+from crossdock.common.config import WorkerConfig
+from crossdock.worker.process import run_worker
+
+SERVE, WARM_CALLS = "--serve", 40
+CALLS = {1: 300, 128: 40}
+"""Of one client in a round; others: 100."""
+EIGHT_S = 1.5
+
+
+def _work(_: object, config: WorkerConfig) -> None:
+    """A worker without the stamps of `path.py`."""
+    run_worker(config)
+
+
+def one_client(group: path.Group, tokens: int, shared: bool) -> list[float]:
+    """Seconds of each call; all rows go to one worker and choose experts of either rank."""
+    own, took = path.of_both_ranks(tokens), list[float]()
+    with Client(group.address, min_tokens_per_worker=tokens, shared_memory=shared) as client:
+        for number in range(WARM_CALLS + CALLS.get(tokens, 100)):
+            begin = time.monotonic()
+            client.forward(0, *own)
+            if number >= WARM_CALLS:
+                took.append(time.monotonic() - begin)
+    return took
+
+
+def serve() -> None:
+    """Answer lines "clients tokens way" with p10, p50, p90 in us and rows a second."""
+    torch.set_num_threads(1)
+    path._work = _work  # type: ignore[assignment]
+    with tempfile.TemporaryDirectory() as name, LoadProcesses(2) as load:
+        group = path.Group(Path(name))
+        try:
+            path._wait_serving(group)
+            print("ready", flush=True)
+            for line in sys.stdin:
+                clients, tokens, way = line.split()
+                begin = time.monotonic()
+                if way == "in-process":
+                    took = group.experts.measure(path.SIZES, 0, int(tokens), EIGHT_S / 3)
+                    elapsed = sum(took)
+                elif clients == "one":
+                    took = one_client(group, int(tokens), way == "buffer")
+                    elapsed = sum(took)
+                else:
+                    job = Job(group.address, path.SIZES, int(tokens), 0, 8, EIGHT_S, shared=way == "buffer")
+                    got = load.run(job)
+                    took, elapsed = got.took, got.elapsed
+                us = sorted(1e6 * each for each in took)
+                found = [us[len(us) * tenths // 10] for tenths in (1, 5, 9)]
+                print("took", *found, int(tokens) * len(us) / elapsed, time.monotonic() - begin, flush=True)
+        finally:
+            group.stop()
+
+
+class Tree:
+    """A process that serves `serve` from a tree."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = folder.name
+        paths = os.pathsep.join([str(folder), str(folder / "services"), *filter(None, sys.path)])
+        python = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), SERVE]
+        self._process = subprocess.Popen(
+            ["env", f"PYTHONPATH={paths}", *python],
+            cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._asks: IO[str] = self._process.stdin
+        self._answers: IO[str] = self._process.stdout
+        self._read("ready")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._asks.close()
+        self._process.wait(30)
+
+    def ask(self, *words: object) -> list[float]:
+        """p10, p50, p90 in us, rows a second."""
+        print(*words, file=self._asks, flush=True)
+        return [float(word) for word in self._read("took")[:4]]
+
+    def _read(self, first: str) -> list[str]:
+        for line in self._answers:
+            if line.split()[:1] == [first]:
+                return line.split()[1:]
+        raise RuntimeError(f"{self.name}: ended before {first!r}")
+
+
+def table(found: dict[tuple[str, str], list[list[float]]]) -> list[str]:
+    """A line for each case and tree."""
+    lines = []
+    for (case, tree), rounds in found.items():
+        p10, p50, p90, rows = (statistics.median(column) for column in zip(*rounds, strict=True))
+        least, most = (pick(each[1] for each in rounds) for pick in (min, max))
+        lines.append(
+            f"{case:28} {tree:12} p10 {p10:7.0f} p50 {p50:7.0f} [{least:.0f}, {most:.0f}] p90 {p90:7.0f} us, "
+            f"{rows:7.0f} rows/s"
+        )
+    return lines
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure; print the table."""
+    parser = argparse.ArgumentParser(description="Calls to the services of two trees, in turns.")
+    parser.add_argument("trees", type=Path, nargs="+")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--ways", default="buffer,grpc")
+    parser.add_argument("--tokens", default="1,128")
+    parser.add_argument("--clients", default="one")
+    parser.add_argument("--out", type=Path, help="file for the table")
+    given = parser.parse_args(words)
+    asked = (given.clients.split(","), given.ways.split(","), given.tokens.split(","))
+    cases = [(clients, tokens, way) for clients, way, tokens in itertools.product(*asked)]
+    cases += [("one", tokens, "in-process") for tokens in asked[2]]
+    found: dict[tuple[str, str], list[list[float]]] = {}
+    trees = [Tree(folder.resolve()) for folder in given.trees]
+    for number in range(given.rounds):
+        for clients, tokens, way in cases:
+            turn = trees if number % 2 else trees[::-1]
+            for tree in turn[-1:] if way == "in-process" else turn:
+                key = f"{way}, {clients}, T={tokens}", tree.name
+                found.setdefault(key, []).append(tree.ask(clients, tokens, way))
+    for tree in trees:
+        tree.__exit__()
+    lines = table(dict(sorted(found.items())))
+    print(*lines, sep="\n", flush=True)
+    if given.out:
+        given.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    serve() if SERVE in sys.argv else main()

@@ -1,0 +1,45 @@
+"""Memory that a worker frees: a burst goes back to the system, and a steady load costs no page faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import resource, time
+from crossdock.worker.freed_memory import KEPT_BYTES, bound_freed_memory, resident_bytes
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def message():
+    return bytes(memoryview(bytearray(1 << 20)))
+
+bound_freed_memory()
+small = [bytearray(100) for _ in range(10_000)]
+for _ in range(20):
+    message()
+before = faults()
+for _ in range(200):
+    message()
+print((faults() - before) / 200)
+start = resident_bytes()
+held = []
+for _ in range(96):
+    held.append(message())
+    held.append(bytearray(2000))
+burst = resident_bytes() - start
+del held[::2]
+until = time.monotonic() + 20
+while resident_bytes() - start > KEPT_BYTES and time.monotonic() < until:
+    time.sleep(0.05)
+print(burst >> 20, (resident_bytes() - start) <= KEPT_BYTES)
+"""
+
+
+def test_a_burst_is_given_back_and_a_steady_load_reuses_its_blocks() -> None:
+    ended = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, check=True)
+    faults, burst, given_back = ended.stdout.split()
+    assert float(faults) < 32  # of 512 where each block is new
+    assert int(burst) >= 96
+    assert given_back == "True"
