@@ -1,11 +1,11 @@
 """Matmuls whose products are summed with terms that copy engines bring: nothing but products and sums is on the
 multiprocessors, and no sum waits while it holds them.
 
-A piece has some rows of each rank. Its product is computed for the other ranks first and is on its way to them while
+A piece has some rows of each rank. Its product is computed for the other ranks first, and is on its way to each while
 the next ones are computed; this rank's own rows come when the terms of the others have had time to arrive:
 
     stream   product of piece 0 for others | 1 for others | 0, own | sum 0 | 2 for others | 1, own | sum 1 | ...
-    copies                                 | piece 0 ---> | piece 1 --->   | ...
+    copies     piece 0, rank by rank ---->    | piece 1 --->   | ...
 
 An all-reduce goes on with each sum to the other ranks, two pieces at a time: staging has two slots, which pieces and
 sums take in turn. Its last rows are summed by multiprocessors, which no product needs any more.
@@ -59,10 +59,14 @@ def scattered(
     waiting: list[tuple[torch.Tensor, int, SentTerms]] = []
     for first, length in _places(piece_rows(rows, pieces, most_rows(terms, columns, x.dtype))):
         product = x.new_empty(size, length, columns)
-        for peer in _others(rank, size):
-            torch.mm(by_rank[peer, first : first + length], w, out=product[peer])
-        waiting.append((product, first, terms.send(product)))
-        begun.append(waiting[-1][2])
+
+        def made(first: int = first, last: int = first + length, product: torch.Tensor = product) -> Iterator[int]:
+            begun.append(first)
+            for peer in _others(rank, size):
+                torch.mm(by_rank[peer, first:last], w, out=product[peer])
+                yield peer
+
+        waiting.append((product, first, terms.send_each(product, made())))
         if len(waiting) > 1:
             finish(*waiting.pop(0))
     for each in waiting:

@@ -157,7 +157,7 @@ def test_a_rank_that_sends_nothing_is_named(made: Callable[..., Ranks]) -> None:
 
 
 def test_what_was_begun_is_told(made: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing, where the terms lie on another device; one of two pieces, where memory is used up in between."""
+    """Nothing, where the terms lie on another device; two pieces, where memory is used up in the second."""
     ranks, begun = made(2), list[object]()
     alone, (xs, ws) = Rank(ranks, 0), factors(2, 16, torch.float64)
     with pytest.raises(ArgumentError, match="x: expected a tensor that is here"):
@@ -167,7 +167,7 @@ def test_what_was_begun_is_told(made: Callable[..., Ranks], monkeypatch: pytest.
     broken = list[TransportError]()
     with pytest.raises(MemoryError), in_step(begun, broken.append):
         copied_sums.scattered(alone.terms, xs[0].float(), ws[0].float(), 0, 2, 2, begun)
-    assert (len(begun), alone.copies.seq) == (1, 1)
+    assert (len(begun), alone.copies.seq) == (2, 2)
     assert [str(each) for each in broken] == ["a call ended between its operations: MemoryError: no more"]
 
 

@@ -1,6 +1,7 @@
 """Terms of sums by copy engines: rows go into the staging slots of the ranks that sum them, sums are read from there.
 
-    send    slot[source] of each peer <- rows[peer], behind what the stream has now       an operation of the copies
+    send    slot[source] of each peer <- rows[peer], behind what the stream has now, or   an operation of the copies
+            has when those rows are made
     add     the stream waits for all of them; out = sum in ascending rank                 kernels/collectives/add_terms
             shares: also into slot[own rank], from where peers read it
     share   out[peer] <- slot[peer] of each peer                                          an operation of the copies
@@ -12,7 +13,7 @@ a peer reads of it belongs to an operation, too, and terms are sent behind the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -24,6 +25,8 @@ from ep_kernels.transports.nvlink.copies import CopyEngines
 from ep_kernels.transports.nvlink.copy_schedule import CopyPart
 from ep_kernels.transports.nvlink.engine import Call
 from ep_kernels.transports.nvlink.signature import signature
+
+_OPS = {Algorithm.COPY_PUSH: CollectiveOp.REDUCE_SCATTER, Algorithm.COPY_PULL: CollectiveOp.ALL_REDUCE}
 
 
 class NvlinkTerms:
@@ -53,9 +56,24 @@ class NvlinkTerms:
     def send(self, rows: torch.Tensor) -> SentTerms:
         """See `collective_base.TermCopies`."""
         self._check("x", rows)
-        slot, num_bytes = self._engine.copy_slot(self._engines.seq + 1), rows[0].nbytes
-        part = CopyPart(rows.data_ptr(), slot, 0, num_bytes, self.row_bytes, x_stride=num_bytes)
-        return SentTerms(self._begin(part, Algorithm.COPY_PUSH, rows), slot)
+        slot = self._engine.copy_slot(self._engines.seq + 1)
+        return SentTerms(self._begin(self._terms(rows, slot), Algorithm.COPY_PUSH, rows), slot)
+
+    def send_each(self, rows: torch.Tensor, made: Iterable[int]) -> SentTerms:
+        """See `collective_base.TermCopies`."""
+        self._check("x", rows)
+        slot, engines = self._engine.copy_slot(self._engines.seq + 1), self._engines
+        parts = [self._terms(rows, slot)]
+        word = self._signature(rows, Algorithm.COPY_PUSH)
+        seq = engines.begin_push(parts, word, rows, self._enter(), CollectiveOp.REDUCE_SCATTER.value)
+        for peer in made:
+            engines.push_to(seq, peer, parts, self._enter())
+        engines.end_push(seq, parts)
+        return SentTerms(seq, slot)
+
+    def _terms(self, rows: torch.Tensor, slot: int) -> CopyPart:
+        num_bytes = rows[0].nbytes
+        return CopyPart(rows.data_ptr(), slot, 0, num_bytes, self.row_bytes, x_stride=num_bytes)
 
     def add(self, sent: SentTerms, own: torch.Tensor, out: torch.Tensor, *, shares: bool = False) -> None:
         """See `collective_base.TermCopies`."""
@@ -72,7 +90,8 @@ class NvlinkTerms:
         return CopyWork(self._owner, seq, rank, self._engines.arrivals(), True, None, epoch)
 
     def _begin(self, part: CopyPart, algorithm: Algorithm, rows: torch.Tensor) -> int:
-        op = CollectiveOp.REDUCE_SCATTER if algorithm is Algorithm.COPY_PUSH else CollectiveOp.ALL_REDUCE
-        word = signature(op, algorithm, rows.dtype, rows.nbytes, None, 0)
-        pushes = algorithm is Algorithm.COPY_PUSH
-        return self._engines.begin([part], word, pushes, rows, self._enter(), op.value)
+        word, pushes = self._signature(rows, algorithm), algorithm is Algorithm.COPY_PUSH
+        return self._engines.begin([part], word, pushes, rows, self._enter(), _OPS[algorithm].value)
+
+    def _signature(self, rows: torch.Tensor, algorithm: Algorithm) -> int:
+        return signature(_OPS[algorithm], algorithm, rows.dtype, rows.nbytes, None, 0)
