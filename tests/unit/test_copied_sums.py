@@ -14,7 +14,7 @@ import torch
 
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives import copied_sums
-from ep_kernels.collectives.choose import copies_terms
+from ep_kernels.collectives.choose import copies_terms, sums_whole
 from ep_kernels.collectives.collective_types import CollectiveCapabilities
 from ep_kernels.collectives.work import Work, in_step
 from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
@@ -212,3 +212,12 @@ def test_when_copy_engines_bring_terms() -> None:
     assert not copies_terms(200, 2, 8, can), "the caller names multiprocessors"
     assert not copies_terms(200, 1, None, can), "nobody else"
     assert not copies_terms(200, 2, None, CollectiveCapabilities("cpu", False, False, "", {})), "it has none"
+
+
+def test_when_a_product_is_summed_as_a_whole() -> None:
+    can = CollectiveCapabilities("cuda", False, True, "", {}, term_min_bytes=100)
+    assert sums_whole(199, 2, None, can)
+    assert sums_whole(0, 1, 0, can)
+    assert not sums_whole(200, 2, None, can), "copy engines bring its terms"
+    assert not sums_whole(199, 2, 8, can), "the caller names multiprocessors"
+    assert not sums_whole(1, 2, None, CollectiveCapabilities("cpu", False, False, "", {})), "it has none"

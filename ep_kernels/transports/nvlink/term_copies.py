@@ -26,8 +26,6 @@ from ep_kernels.transports.nvlink.copy_schedule import CopyPart
 from ep_kernels.transports.nvlink.engine import Call
 from ep_kernels.transports.nvlink.signature import signature
 
-_OPS = {Algorithm.COPY_PUSH: CollectiveOp.REDUCE_SCATTER, Algorithm.COPY_PULL: CollectiveOp.ALL_REDUCE}
-
 
 class NvlinkTerms:
     """See `collective_base.TermCopies`.
@@ -53,27 +51,18 @@ class NvlinkTerms:
         self._check = check
         self.row_bytes = int(engine.map.reduce_row)
 
-    def send(self, rows: torch.Tensor) -> SentTerms:
+    def send(self, rows: torch.Tensor, made: Iterable[int]) -> SentTerms:
         """See `collective_base.TermCopies`."""
         self._check("x", rows)
-        slot = self._engine.copy_slot(self._engines.seq + 1)
-        return SentTerms(self._begin(self._terms(rows, slot), Algorithm.COPY_PUSH, rows), slot)
-
-    def send_each(self, rows: torch.Tensor, made: Iterable[int]) -> SentTerms:
-        """See `collective_base.TermCopies`."""
-        self._check("x", rows)
-        slot, engines = self._engine.copy_slot(self._engines.seq + 1), self._engines
-        parts = [self._terms(rows, slot)]
-        word = self._signature(rows, Algorithm.COPY_PUSH)
-        seq = engines.begin_push(parts, word, rows, self._enter(), CollectiveOp.REDUCE_SCATTER.value)
+        slot, num_bytes, engines = self._engine.copy_slot(self._engines.seq + 1), rows[0].nbytes, self._engines
+        parts = [CopyPart(rows.data_ptr(), slot, 0, num_bytes, self.row_bytes, x_stride=num_bytes)]
+        op = CollectiveOp.REDUCE_SCATTER
+        word = signature(op, Algorithm.COPY_PUSH, rows.dtype, rows.nbytes, None, 0)
+        seq = engines.begin_push(parts, word, rows, self._enter(), op.value)
         for peer in made:
             engines.push_to(seq, peer, parts, self._enter())
         engines.end_push(seq, parts)
         return SentTerms(seq, slot)
-
-    def _terms(self, rows: torch.Tensor, slot: int) -> CopyPart:
-        num_bytes = rows[0].nbytes
-        return CopyPart(rows.data_ptr(), slot, 0, num_bytes, self.row_bytes, x_stride=num_bytes)
 
     def add(self, sent: SentTerms, own: torch.Tensor, out: torch.Tensor, *, shares: bool = False) -> None:
         """See `collective_base.TermCopies`."""
@@ -85,13 +74,8 @@ class NvlinkTerms:
         assert self._engine.copy_slot(self._engines.seq + 1) == sent.slot, "an odd number of operations later"
         num_bytes = out[0].nbytes
         part = CopyPart(0, out.data_ptr(), sent.slot, num_bytes, num_bytes, slot_stride=self.row_bytes)
-        seq = self._begin(part, Algorithm.COPY_PULL, out)
+        op = CollectiveOp.ALL_REDUCE
+        word = signature(op, Algorithm.COPY_PULL, out.dtype, out.nbytes, None, 0)
+        seq = self._engines.begin([part], word, False, out, self._enter(), op.value)
         rank, epoch = self._engine.group.rank, self._owner.epoch
         return CopyWork(self._owner, seq, rank, self._engines.arrivals(), True, None, epoch)
-
-    def _begin(self, part: CopyPart, algorithm: Algorithm, rows: torch.Tensor) -> int:
-        word, pushes = self._signature(rows, algorithm), algorithm is Algorithm.COPY_PUSH
-        return self._engines.begin([part], word, pushes, rows, self._enter(), _OPS[algorithm].value)
-
-    def _signature(self, rows: torch.Tensor, algorithm: Algorithm) -> int:
-        return signature(_OPS[algorithm], algorithm, rows.dtype, rows.nbytes, None, 0)
