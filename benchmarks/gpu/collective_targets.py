@@ -188,12 +188,12 @@ def _gather_matmuls(table: Table, eight: bool) -> Iterator[Judged]:
             part = table.alone(mine[0]) if mine else None
             longer = _to_part(mine, part)
             yield "4", f"{what}, efficiency", longer and 1 / longer, ">=", EFFICIENCY[n, k][m]
-            least = to_nccl[m][column]
+            least, ratio = to_nccl[m][column], _over(table.find(**kind, backend="nccl"), mine)
             if not eight and mine:
                 gather = table.find(t="4", op="all_gather", bytes_per_rank=mine[0].bytes_per_rank, backend="nccl")
                 parts = [line[0].p50_us for line in (gather, table.find(t="4", op="matmul", m=m, n=n, k=k)) if line]
-                least = 0.9 * sum(parts) / max(parts)
-            yield "4", f"{what}, to cublas and nccl", _over(table.find(**kind, backend="nccl"), mine), ">=", least
+                least, ratio = (0.9 * sum(parts) / max(parts), ratio) if len(parts) == 2 else (least, None)
+            yield "4", f"{what}, to cublas and nccl", ratio, ">=", least
             if m >= 8192:
                 yield "4", f"{what}, to torch's fused", _over(table.find(**kind, backend="torch"), mine), ">=", 1.05
 

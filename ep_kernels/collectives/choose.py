@@ -87,6 +87,12 @@ def copies_terms(num_bytes: int, num_ranks: int, num_sms: int | None, can: Colle
     return num_ranks > 1 and not num_sms and 0 < least <= num_bytes // num_ranks
 
 
+def sums_whole(num_bytes: int, num_ranks: int, num_sms: int | None, can: CollectiveCapabilities) -> bool:
+    """Whether a matmul is multiplied as a whole before it is summed by multiprocessors, though chunks were asked for:
+    where a transport has copy engines for the terms, and they are too few for those. Arguments as `copies_terms`."""
+    return not num_sms and num_bytes // num_ranks < can.term_min_bytes
+
+
 def _library_is_faster(shape: CollectiveShape, can: CollectiveCapabilities) -> bool:
     least = _for_ranks(can.library_min_bytes.get(shape.op, {}), shape.num_ranks)
     scattered = shape.op is CollectiveOp.REDUCE_SCATTER

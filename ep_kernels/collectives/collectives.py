@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from ep_kernels.collectives import collective_checks as checks
 from ep_kernels.collectives import collective_ops as ops
 from ep_kernels.collectives import copied_sums, matmul
-from ep_kernels.collectives.choose import BufferPlace, Choice, CollectiveShape, choose, copies_terms
+from ep_kernels.collectives.choose import BufferPlace, Choice, CollectiveShape, choose, copies_terms, sums_whole
 from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import SUM_DTYPES, Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.establish import establish, process_group_of, warn_once
@@ -206,7 +206,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
         Args:
             x: [R * n, K]. w: [K, N], of x's dtype and device, both on all ranks of the same shape.
-            chunks: into which each rank's n rows are cut, at most n.
+            chunks: into which each rank's n rows are cut, at most n; fewer where they would be small.
 
         Returns [n, N]: the product in the dtype of x, summed as `reduce_scatter` says. Raises as `all_gather`.
         """
@@ -217,8 +217,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if given.shape[0] % self.size:
             raise ArgumentError("x", f"a first dimension that {self.size} ranks divide", list(given.shape))
         self._ready("matmul_reduce_scatter")
-        pieces, terms = matmul.check_chunks(chunks), self._terms(given, w, num_sms)
-        sms, begun = matmul.sms_beside(num_sms, self._config.num_sms), list[Any]()
+        pieces, terms = self._schedule(chunks, given, w, num_sms)
+        sms, begun = matmul.sms_beside(num_sms, self._config.num_sms, pieces), list[Any]()
 
         def scatter(rows: torch.Tensor, out: torch.Tensor) -> Work[torch.Tensor]:
             return self.reduce_scatter(rows, out=out, num_sms=sms)
@@ -235,7 +235,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
         Args:
             x: [T, K]. w: [K, N], of x's dtype and device, both on all ranks of the same shape.
-            chunks: into which the T rows are cut, at most T.
+            chunks: into which the T rows are cut, at most T; fewer where they would be small.
 
         Returns [T, N]: the product in the dtype of x, summed as `all_reduce` says. Raises as `all_gather`.
         """
@@ -244,8 +244,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         matmul.check_weights(x, [w])
         given = checks.contiguous("x", x, self.capabilities.device_type)
         self._ready("matmul_all_reduce")
-        pieces, terms = matmul.check_chunks(chunks), self._terms(given, w, num_sms)
-        sms = matmul.sms_beside(num_sms, self._config.num_sms) if terms is None else None
+        pieces, terms = self._schedule(chunks, given, w, num_sms)
+        sms = matmul.sms_beside(num_sms, self._config.num_sms, pieces) if terms is None else None
         begun = list[Any]()
 
         def reduce(rows: torch.Tensor) -> Work[torch.Tensor]:
@@ -297,15 +297,19 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if plan is not None:
             self._repeats.keep(plan, out)
 
-    def _terms(self, x: torch.Tensor, w: torch.Tensor, num_sms: int | None) -> TermCopies | None:
-        """Copy engines for the terms of x @ w; None where multiprocessors move them."""
+    def _schedule(
+        self, chunks: int, x: torch.Tensor, w: torch.Tensor, num_sms: int | None
+    ) -> tuple[int, TermCopies | None]:
+        """(chunks of x @ w, copy engines for its terms; None where multiprocessors move them)."""
         num_bytes, sms = x.shape[0] * w.shape[1] * w.itemsize, self._config.num_sms if num_sms is None else num_sms
-        if not all(self._active) or not copies_terms(num_bytes, self.size, sms, self.capabilities):
-            return None
-        if x.dtype not in SUM_DTYPES or torch.cuda.is_current_stream_capturing():
-            return None
-        terms = self._transport.terms
-        return terms if terms is not None and copied_sums.most_rows(terms, w.shape[1], w.dtype) else None
+        asked, can, terms = matmul.check_chunks(chunks), self.capabilities, self._transport.terms
+        if sums_whole(num_bytes, self.size, sms, can):
+            return 1, None
+        copied = all(self._active) and copies_terms(num_bytes, self.size, sms, can)
+        if not copied or x.dtype not in SUM_DTYPES or torch.cuda.is_current_stream_capturing():
+            return asked, None
+        fits = terms is not None and copied_sums.most_rows(terms, w.shape[1], w.dtype)
+        return asked, terms if fits else None
 
     def _own_rank(self) -> checks.OwnRank:
         return checks.OwnRank(self.rank, self.size, self.capabilities.device_type, not all(self._active))

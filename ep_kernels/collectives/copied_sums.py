@@ -1,11 +1,11 @@
 """Matmuls whose products are summed with terms that copy engines bring: nothing but products and sums is on the
 multiprocessors, and no sum waits while it holds them.
 
-A piece has some rows of each rank. Its product is computed for the other ranks first and is on its way to them while
+A piece has some rows of each rank. Its product is computed for the other ranks first, and is on its way to each while
 the next ones are computed; this rank's own rows come when the terms of the others have had time to arrive:
 
     stream   product of piece 0 for others | 1 for others | 0, own | sum 0 | 2 for others | 1, own | sum 1 | ...
-    copies                                 | piece 0 ---> | piece 1 --->   | ...
+    copies     piece 0, rank by rank ---->    | piece 1 --->   | ...
 
 An all-reduce goes on with each sum to the other ranks, two pieces at a time: staging has two slots, which pieces and
 sums take in turn. Its last rows are summed by multiprocessors, which no product needs any more.
@@ -59,10 +59,8 @@ def scattered(
     waiting: list[tuple[torch.Tensor, int, SentTerms]] = []
     for first, length in _places(piece_rows(rows, pieces, most_rows(terms, columns, x.dtype))):
         product = x.new_empty(size, length, columns)
-        for peer in _others(rank, size):
-            torch.mm(by_rank[peer, first : first + length], w, out=product[peer])
-        waiting.append((product, first, terms.send(product)))
-        begun.append(waiting[-1][2])
+        sent = _send(terms, by_rank[:, first : first + length], w, product, rank, begun)
+        waiting.append((product, first, sent))
         if len(waiting) > 1:
             finish(*waiting.pop(0))
     for each in waiting:
@@ -93,19 +91,15 @@ def reduced(
     for two in zip(lengths[::2], lengths[1::2], strict=True):
         sent = []
         for length in two:
-            rows = out[at : at + size * length]
-            for first, last in ((rank + 1, size), (0, rank)):
-                _multiply(x[at:], w, rows, first * length, last * length)
-            sent.append((rows.view(size, length, -1), at, terms.send(rows.view(size, length, -1))))
-            begun.append(sent[-1][2])
+            xs, rows = (each[at : at + size * length].view(size, length, each.shape[1]) for each in (x, out))
+            sent.append((xs, rows, _send(terms, xs, w, rows, rank, begun)))
             at += size * length
-        for rows, first, each in sent:
-            length = rows.shape[1]
-            _multiply(x[first:], w, rows.view(-1, w.shape[1]), rank * length, (rank + 1) * length)
+        for xs, rows, each in sent:
+            torch.mm(xs[rank], w, out=rows[rank])
             terms.add(each, rows[rank], rows[rank], shares=True)
             works.append(terms.share(each, rows))
-    _multiply(x[at:], w, out[at:], 0, x.shape[0] - at)
     if at < x.shape[0]:
+        torch.mm(x[at:], w, out=out[at:])
         reduce(out[at:]).wait()
     for work in works:
         work.wait()
@@ -134,14 +128,20 @@ def most_rows(terms: TermCopies, columns: int, dtype: torch.dtype) -> int:
     return terms.row_bytes // max(1, columns * dtype.itemsize)
 
 
-def _multiply(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, first: int, last: int) -> None:
-    if first < last:
-        torch.mm(x[first:last], w, out=y[first:last])
+def _send(
+    terms: TermCopies, xs: torch.Tensor, w: torch.Tensor, rows: torch.Tensor, rank: int, begun: list[object]
+) -> SentTerms:
+    """Begin to bring xs[p] @ w of [R, m, K] to each other rank p, as it is made in rows[p] of [R, m, N]; `begun` gets
+    the operation."""
 
+    def made() -> Iterator[int]:
+        begun.append(rows.shape)
+        for step in range(1, len(rows)):  # all ranks send at once, no two to one
+            peer = (rank + step) % len(rows)
+            torch.mm(xs[peer], w, out=rows[peer])
+            yield peer
 
-def _others(rank: int, size: int) -> Iterator[int]:
-    """In the order in which copies go to them."""
-    return ((rank + step) % size for step in range(1, size))
+    return terms.send(rows, made())
 
 
 def _places(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:

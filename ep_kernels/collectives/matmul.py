@@ -67,9 +67,9 @@ def group_sizes(num_shards: int, columns: int) -> list[int]:
     return [1] * singles + [num_shards - singles] * (singles < num_shards)
 
 
-def sms_beside(asked: int | None, default: int | None) -> int | None:
-    """Multiprocessors of a sum beside a product: as the caller or the config says, else few."""
-    return BESIDE_SMS if asked is None and default is None else asked
+def sms_beside(asked: int | None, default: int | None, chunks: int) -> int | None:
+    """Multiprocessors of a sum beside the product of another chunk: as the caller or the config says, else few."""
+    return BESIDE_SMS if asked is None and default is None and chunks > 1 else asked
 
 
 def half_bytes(x: torch.Tensor, size: int) -> int:
@@ -166,6 +166,9 @@ def scattered(
         works: empty; gets what was begun.
     """
     rows = x.shape[0] // size
+    if chunks == 1:
+        works.append(scatter(torch.mm(x, w), x.new_empty(rows, w.shape[1])))
+        return works[0].wait()
     by_rank = x.view(size, rows, x.shape[1])
     out, overlap = x.new_empty(rows, w.shape[1]), _Overlap(x)
     for first, last in _cuts(rows, chunks):
@@ -192,6 +195,9 @@ def reduced(
         reduce: begins an all_reduce of rows [m, N] in place.
         works: empty; gets what was begun.
     """
+    if chunks == 1:
+        works.append(reduce(torch.mm(x, w)))
+        return works[0].wait()
     out, overlap = x.new_empty(x.shape[0], w.shape[1]), _Overlap(x)
     for first, last in _cuts(x.shape[0], chunks):
         torch.mm(x[first:last], w, out=out[first:last])

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -154,10 +154,10 @@ class TermCopies(Protocol):
 
     row_bytes: int
 
-    def send(self, rows: torch.Tensor) -> SentTerms:
-        """Begin to bring rows[p] of [R, m, N] to each rank p, behind what the current stream has now. They are the
-        operation's until `share` has ended, or the `add` of what was sent two operations later has begun. Raises
-        ArgumentError where they are on another device."""
+    def send(self, rows: torch.Tensor, made: Iterable[int]) -> SentTerms:
+        """Begin to bring rows[p] of [R, m, N] to each other rank p: when `made` gives p, behind what the current stream
+        has then. They are the operation's until `share` has ended, or the `add` of what was sent two operations later
+        has begun. Raises ArgumentError where they are on another device, before anything else."""
 
     def add(self, sent: SentTerms, own: torch.Tensor, out: torch.Tensor, *, shares: bool = False) -> None:
         """The current stream waits for what the others sent, and puts the sum with own [m, N] into out [m, N], which

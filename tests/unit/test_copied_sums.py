@@ -14,7 +14,7 @@ import torch
 
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives import copied_sums
-from ep_kernels.collectives.choose import copies_terms
+from ep_kernels.collectives.choose import copies_terms, sums_whole
 from ep_kernels.collectives.collective_types import CollectiveCapabilities
 from ep_kernels.collectives.work import Work, in_step
 from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
@@ -157,7 +157,7 @@ def test_a_rank_that_sends_nothing_is_named(made: Callable[..., Ranks]) -> None:
 
 
 def test_what_was_begun_is_told(made: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing, where the terms lie on another device; one of two pieces, where memory is used up in between."""
+    """Nothing, where the terms lie on another device; two pieces, where memory is used up in the second."""
     ranks, begun = made(2), list[object]()
     alone, (xs, ws) = Rank(ranks, 0), factors(2, 16, torch.float64)
     with pytest.raises(ArgumentError, match="x: expected a tensor that is here"):
@@ -167,7 +167,7 @@ def test_what_was_begun_is_told(made: Callable[..., Ranks], monkeypatch: pytest.
     broken = list[TransportError]()
     with pytest.raises(MemoryError), in_step(begun, broken.append):
         copied_sums.scattered(alone.terms, xs[0].float(), ws[0].float(), 0, 2, 2, begun)
-    assert (len(begun), alone.copies.seq) == (1, 1)
+    assert (len(begun), alone.copies.seq) == (2, 2)
     assert [str(each) for each in broken] == ["a call ended between its operations: MemoryError: no more"]
 
 
@@ -212,3 +212,12 @@ def test_when_copy_engines_bring_terms() -> None:
     assert not copies_terms(200, 2, 8, can), "the caller names multiprocessors"
     assert not copies_terms(200, 1, None, can), "nobody else"
     assert not copies_terms(200, 2, None, CollectiveCapabilities("cpu", False, False, "", {})), "it has none"
+
+
+def test_when_a_product_is_summed_as_a_whole() -> None:
+    can = CollectiveCapabilities("cuda", False, True, "", {}, term_min_bytes=100)
+    assert sums_whole(199, 2, None, can)
+    assert sums_whole(0, 1, 0, can)
+    assert not sums_whole(200, 2, None, can), "copy engines bring its terms"
+    assert not sums_whole(199, 2, 8, can), "the caller names multiprocessors"
+    assert not sums_whole(1, 2, None, CollectiveCapabilities("cpu", False, False, "", {})), "it has none"

@@ -162,6 +162,25 @@ class CopyEngines:
         launch.run_steps_behind(steps, self._stream, behind, self._times.behind(seq), self._library)
         return seq
 
+    def begin_push(self, parts: Sequence[CopyPart], signature: int, keep: Any, behind: int, op: str) -> int:
+        """As `begin`, of a push whose shards are sent by `push_to`, each to its peer, before `end_push`."""
+        seq, arrivals = self.seq + 1, copy_schedule.marked(self._places, parts)
+        self._times.note(seq, TimedKind(_PUSH, sum(part.num_bytes for part in parts), arrivals, self._peers, op))
+        self._note(signature, True, keep, op)
+        steps = copy_schedule.push_begin(self._places, seq, signature)
+        launch.run_steps_behind(steps, self._stream, behind, self._times.behind(seq), self._library)
+        return seq
+
+    def push_to(self, seq: int, peer: int, parts: Sequence[CopyPart], behind: int) -> None:
+        """Send to a peer, behind what the CUstream `behind` has now."""
+        steps = copy_schedule.push_to(self._places, peer, seq, parts)
+        launch.run_steps_behind(steps, self._stream, behind, self._times.order, self._library)
+
+    def end_push(self, seq: int, parts: Sequence[CopyPart]) -> None:
+        """All is sent: wait for what peers send."""
+        marks = self._times.marks(seq, copy_schedule.marked(self._places, parts))
+        launch.run_steps(copy_schedule.push_end(self._places, seq, marks), self._stream, self._library)
+
     def template(self, parts: Sequence[CopyPart], signature: int, quiet: Quiet) -> PushTemplate | None:
         """A push to be begun many times, until `restart`, as long as all is quiet; None where there are MAX_GRAPHS.
         Raises TransportError."""

@@ -22,7 +22,8 @@ between them stand side by side, which makes them one call:
 Where a product may follow a shard by halves, HALF[r] of p <- word stands behind the first half, whether p waits for it
 or not.
 
-With a stride of x each peer gets another shard: terms of a sum, into its slot.
+With a stride of x each peer gets another shard: terms of a sum, into its slot. A push may be put on the stream in
+parts, peer by peer, as its shards are made.
 
 Pull (outs anywhere): the shard lies in the slot of `copies` that the parity of seq names. SHARD is sent first; then,
 for p in r + 1, r + 2, ...: wait SHARD[p]; out, shard p <- slot of p. Two slots suffice: kernels/collective_abi.py says
@@ -162,10 +163,25 @@ def push(
     places: CopyPlaces, seq: int, signature: int, parts: Sequence[CopyPart], marks: CopyMarks = NO_MARKS
 ) -> list[CopyStep]:
     """The steps of operation `seq`, in order."""
-    steps = [*_word(places, seq, signature), *ready_flags(places), _begun(places, seq)]
+    steps = push_begin(places, seq, signature)
     for peer in places.others(1):
-        steps += [_permission(places, peer, seq), *_shard(places, peer, parts)]
-    return steps + _arrivals(places, seq, marks) + _end(places, seq, marks)
+        steps += push_to(places, peer, seq, parts)
+    return steps + push_end(places, seq, marks)
+
+
+def push_begin(places: CopyPlaces, seq: int, signature: int) -> list[CopyStep]:
+    """The steps before any shard is sent."""
+    return [*_word(places, seq, signature), *ready_flags(places), _begun(places, seq)]
+
+
+def push_to(places: CopyPlaces, peer: int, seq: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
+    """Those that send this rank's shard to a peer."""
+    return [_permission(places, peer, seq), *_shard(places, peer, parts)]
+
+
+def push_end(places: CopyPlaces, seq: int, marks: CopyMarks = NO_MARKS) -> list[CopyStep]:
+    """Those behind the last shard."""
+    return _arrivals(places, seq, marks) + _end(places, seq, marks)
 
 
 def push_by_graphs(

@@ -53,6 +53,9 @@ class TimedKind(NamedTuple):
 class CopyTimes:
     """Events around the operations of one rank.
 
+    Attributes:
+        order: an event for the order of streams, of no operation.
+
     Args:
         size: R.
         events: of its device.
@@ -64,6 +67,7 @@ class CopyTimes:
         self._addresses = [ctypes.addressof(slot) for slot in self._ring]
         self._ends = [slot[_END] for slot in self._ring]
         self._now = events.create()
+        self.order = events.create()
         self._begun: deque[tuple[int, TimedKind]] = deque(maxlen=RING)
         self._newest = 0
 

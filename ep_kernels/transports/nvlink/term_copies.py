@@ -1,6 +1,7 @@
 """Terms of sums by copy engines: rows go into the staging slots of the ranks that sum them, sums are read from there.
 
-    send    slot[source] of each peer <- rows[peer], behind what the stream has now       an operation of the copies
+    send    slot[source] of each peer <- rows[peer], behind what the stream has now, or   an operation of the copies
+            has when those rows are made
     add     the stream waits for all of them; out = sum in ascending rank                 kernels/collectives/add_terms
             shares: also into slot[own rank], from where peers read it
     share   out[peer] <- slot[peer] of each peer                                          an operation of the copies
@@ -12,7 +13,7 @@ a peer reads of it belongs to an operation, too, and terms are sent behind the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -50,12 +51,18 @@ class NvlinkTerms:
         self._check = check
         self.row_bytes = int(engine.map.reduce_row)
 
-    def send(self, rows: torch.Tensor) -> SentTerms:
+    def send(self, rows: torch.Tensor, made: Iterable[int]) -> SentTerms:
         """See `collective_base.TermCopies`."""
         self._check("x", rows)
-        slot, num_bytes = self._engine.copy_slot(self._engines.seq + 1), rows[0].nbytes
-        part = CopyPart(rows.data_ptr(), slot, 0, num_bytes, self.row_bytes, x_stride=num_bytes)
-        return SentTerms(self._begin(part, Algorithm.COPY_PUSH, rows), slot)
+        slot, num_bytes, engines = self._engine.copy_slot(self._engines.seq + 1), rows[0].nbytes, self._engines
+        parts = [CopyPart(rows.data_ptr(), slot, 0, num_bytes, self.row_bytes, x_stride=num_bytes)]
+        op = CollectiveOp.REDUCE_SCATTER
+        word = signature(op, Algorithm.COPY_PUSH, rows.dtype, rows.nbytes, None, 0)
+        seq = engines.begin_push(parts, word, rows, self._enter(), op.value)
+        for peer in made:
+            engines.push_to(seq, peer, parts, self._enter())
+        engines.end_push(seq, parts)
+        return SentTerms(seq, slot)
 
     def add(self, sent: SentTerms, own: torch.Tensor, out: torch.Tensor, *, shares: bool = False) -> None:
         """See `collective_base.TermCopies`."""
@@ -67,12 +74,8 @@ class NvlinkTerms:
         assert self._engine.copy_slot(self._engines.seq + 1) == sent.slot, "an odd number of operations later"
         num_bytes = out[0].nbytes
         part = CopyPart(0, out.data_ptr(), sent.slot, num_bytes, num_bytes, slot_stride=self.row_bytes)
-        seq = self._begin(part, Algorithm.COPY_PULL, out)
+        op = CollectiveOp.ALL_REDUCE
+        word = signature(op, Algorithm.COPY_PULL, out.dtype, out.nbytes, None, 0)
+        seq = self._engines.begin([part], word, False, out, self._enter(), op.value)
         rank, epoch = self._engine.group.rank, self._owner.epoch
         return CopyWork(self._owner, seq, rank, self._engines.arrivals(), True, None, epoch)
-
-    def _begin(self, part: CopyPart, algorithm: Algorithm, rows: torch.Tensor) -> int:
-        op = CollectiveOp.REDUCE_SCATTER if algorithm is Algorithm.COPY_PUSH else CollectiveOp.ALL_REDUCE
-        word = signature(op, algorithm, rows.dtype, rows.nbytes, None, 0)
-        pushes = algorithm is Algorithm.COPY_PUSH
-        return self._engines.begin([part], word, pushes, rows, self._enter(), op.value)
