@@ -25,6 +25,9 @@ TILES = (512, 128)
 PIECE_BYTES = 16 << 20
 """Fewest that a rank sends in a piece, to all others, but for a product that is smaller as a whole: of 4096 x 4096 x
 1792 two pieces took 165 us and one 149, of twice the rows 237 and 250 (two H200)."""
+OF_SEVERAL = 4
+"""So many times PIECE_BYTES where there are several others, since rows leave rank by rank: on four H100 one piece took
+475 us where two took 497 (16384 x 4096 x 1792), and as long from twice those bytes on."""
 TAIL = 8
 """The last 1 / TAIL of the rows of an all-reduce is summed by multiprocessors: that takes as long as copy engines need
 to move a piece there and back, and with fewer rows the last product would be too small."""
@@ -48,7 +51,7 @@ def scattered(
 ) -> torch.Tensor:
     """reduce_scatter(x @ w): [n, N] of x [R * n, K] and w [K, N]. `begun`: gets the operations."""
     rows, columns = x.shape[0] // size, w.shape[1]
-    pieces = scattered_pieces(pieces, (size - 1) * rows * columns * x.itemsize)
+    pieces = scattered_pieces(pieces, rows * columns * x.itemsize, size)
     by_rank, out = x.view(size, rows, x.shape[1]), x.new_empty(rows, columns)
 
     def finish(own: torch.Tensor, first: int, sent: SentTerms) -> None:
@@ -106,9 +109,10 @@ def reduced(
     return out
 
 
-def scattered_pieces(pieces: int, num_bytes: int) -> int:
-    """As many as the caller wants, where those that send `num_bytes` together are not too small."""
-    return max(1, min(pieces, num_bytes // PIECE_BYTES))
+def scattered_pieces(pieces: int, num_bytes: int, size: int) -> int:
+    """As many as the caller wants, where those that bring `num_bytes` to each of the others are not too small."""
+    least = PIECE_BYTES * (OF_SEVERAL if size > 2 else 1)
+    return max(1, min(pieces, (size - 1) * num_bytes // least))
 
 
 def reduced_pieces(rows: int, size: int, pieces: int, most: int) -> list[int]:

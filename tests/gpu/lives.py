@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ep_kernels import MoECommunicator
 from ep_kernels.errors import ClosedError
 from ep_kernels.types import Layout, Mode, Overflow
 from tests.cases import RoutingCase
@@ -34,7 +35,7 @@ def born_and_closed(
     free = held = 0
     for turn in range(times):
         mode, layout = kinds[turn % len(kinds)]
-        comm = place.communicator(case, f"life-{turn}", mode=mode, layout=layout)
+        comm = MoECommunicator(place.config(case, f"life-{turn}", mode=mode, layout=layout))
         check_step(comm, next_case(case, turn))
         comm.barrier()
         if turn % 3 == 0:

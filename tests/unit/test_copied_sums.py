@@ -188,8 +188,9 @@ def test_rows_of_pieces(rows: int, pieces: int, most: int, lengths: list[int]) -
 
 def test_few_bytes_are_one_piece() -> None:
     least = copied_sums.PIECE_BYTES
-    told = [copied_sums.scattered_pieces(3, n) for n in (0, least, 2 * least - 1, 2 * least, 9 * least)]
-    assert told == [1, 1, 1, 2, 3]
+    of_two = [copied_sums.scattered_pieces(3, n, 2) for n in (0, least, 2 * least - 1, 2 * least, 9 * least)]
+    of_four = [copied_sums.scattered_pieces(3, n, 4) for n in (0, 2 * least, 4 * least)]
+    assert (of_two, of_four) == ([1, 1, 1, 2, 3], [1, 1, 3])
 
 
 def test_rows_of_pieces_of_an_all_reduce() -> None:
