@@ -88,8 +88,8 @@ def copies_terms(num_bytes: int, num_ranks: int, num_sms: int | None, can: Colle
 
 
 def sums_whole(num_bytes: int, num_ranks: int, num_sms: int | None, can: CollectiveCapabilities) -> bool:
-    """Whether a matmul is multiplied as a whole before it is summed by multiprocessors, though chunks were asked for:
-    where a transport has copy engines for the terms, and they are too few for those. Arguments as `copies_terms`."""
+    """Whether a matmul is one product and then one sum by multiprocessors, whatever its `chunks`: where a transport has
+    copy engines for the terms, and the terms have too few bytes for them. Arguments as `copies_terms`."""
     return not num_sms and num_bytes // num_ranks < can.term_min_bytes
 
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 @contextlib.contextmanager
 def in_step(begun: Sequence[object], broken: Callable[[TransportError], None]) -> Iterator[None]:
     """A call of several operations. What ends it behind the first of `begun` ends it on this rank alone: peers wait for
-    the others, and would take the next operation for one of them, so `broken` is told."""
+    the others, and would take the next operation for one of them, so `broken` gets the error."""
     try:
         yield
     except TransportError:

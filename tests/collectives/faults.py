@@ -124,8 +124,8 @@ def one_is_silent(rank: int, size: int, store: Store, transport: str, op: str) -
 
 
 def left_between(rank: int, size: int, store: Store, transport: str) -> str:
-    """The last rank runs out of memory between the operations of one call, and tries again: it is told that peers are
-    elsewhere, which else would take its first chunk for their second. What it, or a peer, is told."""
+    """The last rank runs out of memory between the operations of one call, and tries again: this raises, since peers
+    would take its first chunk for their second. Returns this rank's error."""
     with Seat(rank, size, store, transport).collectives(timeout_s=PATIENCE_S) as coll:
         x, w = on_device(coll, values((size * 64, 8), torch.float32, rank, 1)), on_device(coll, torch.eye(8))
         told = []

@@ -151,7 +151,7 @@ class WorkerStream:
             answer.set_exception(error)
 
     def withdraw(self, number: int) -> None:
-        """Cancel a request that nobody waits for."""
+        """Cancel a request whose caller has stopped waiting."""
         self._cancel(number, self._outbox)
 
     def late(self, timeout_s: float) -> DeadlineExceeded:

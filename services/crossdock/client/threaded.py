@@ -127,7 +127,7 @@ class StreamCall:
         return failed
 
     def _withdraw(self) -> None:
-        """Cancel what nobody waits for."""
+        """Cancel the requests that have no answer yet."""
         for _, stream, number, _ in self._sent:
             call_in_loop(stream.loop, stream.withdraw, number)
         self._sent = []
