@@ -183,7 +183,7 @@ def per_expert(config: MoEConfig) -> None:
 
 def int64_words(values: Sequence[int], count: int) -> None:
     """Exactly `count` integers that fit int64."""
-    if len(values) != count or not all(-(1 << 63) <= value < 1 << 63 for value in values):
+    if len(values) != count or min(values) < -(1 << 63) or max(values) >= 1 << 63:
         raise ArgumentError("words", f"{count} int64", list(values))
 
 

@@ -128,8 +128,8 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         if torch.compiler.is_compiling():
             return ops.dispatch(self, x, topk_ids, topk_weights, previous_handle, step_tokens)
         try:
-            if self._quick is not None and step_tokens is None and self._is_free(self._dispatches):
-                quick = self._quick.dispatch(x, topk_ids, topk_weights, previous_handle)
+            if self._quick is not None and self._is_free(self._dispatches):
+                quick = self._quick.dispatch(x, topk_ids, topk_weights, previous_handle, step_tokens)
                 if quick is not None:
                     return self._noted(self._dispatches.begin(), *quick)
             args = self._dispatch_args(x, topk_ids, topk_weights, previous_handle, step_tokens, at_once=True)
@@ -366,7 +366,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             return None
         mode = checks.resolve_mode(self._config, self._config.max_tokens_per_rank, self._ll_max_tokens)
         with torch.inference_mode(False):
-            return self._transport.quick(self._id, mode)
+            return self._transport.quick(self._id, mode, self._ll_max_tokens)
 
     def _is_free(self, kind: InFlight) -> bool:
         """Whether nothing of this rank's own stands against an operation."""

@@ -140,6 +140,12 @@ class GroupMember(Generic[C, M]):
         self._ready("wait_for_peer")
         return self._run(self._transport.wait_for_peer, timeout_s)
 
+    def look_for_peer(self, timeout_s: float, fd: int) -> bool:
+        """As `wait_for_peer`, without sleeping: looks again and again, and lets other threads of its processor run in
+        between. Also True once file descriptor `fd` can be read. Where ranks cannot be seen at once it looks once."""
+        self._ready("look_for_peer")
+        return self._run(self._transport.look_for_peer, timeout_s, fd)
+
     def call_exchange(self) -> None:
         """Hint that this rank will soon enter an `exchange`: peers that wait for one may enter it at once, and are not
         waited for later. Any thread; does nothing once closed, and where ranks cannot be told at once."""

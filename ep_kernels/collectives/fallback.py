@@ -170,6 +170,10 @@ class TorchCollectives:
         self._woken.clear()
         return woken
 
+    def look_for_peer(self, timeout_s: float, fd: int) -> bool:
+        """See `MemberTransport.look_for_peer`."""
+        return self.wait_for_peer(0.0)
+
     def call_exchange(self) -> None:
         """See `MemberTransport.call_exchange`: peers cannot be told."""
 

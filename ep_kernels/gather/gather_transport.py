@@ -90,7 +90,7 @@ class GatherTransport(GatherMember):
             pending.send()
         return pending
 
-    def quick(self, number: int, mode: Mode) -> None:
+    def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> None:
         """See `Transport.quick`."""
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:

@@ -135,8 +135,10 @@ class QuickCalls(Protocol):
     """Plain operations by their shortest way, arguments not yet checked. None: nothing has begun, and the operation
     takes the full path; so does a call with a wrong argument, and one with an error to raise."""
 
-    def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> Delivered | None:
-        """Both phases, of a step of M tokens, or with the routing of `previous`. Raises as `PendingDispatch.wait`."""
+    def dispatch(
+        self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any, step_tokens: int | None = None
+    ) -> Delivered | None:
+        """Both phases, or with the routing of `previous`. Raises as `PendingDispatch.wait`."""
 
     def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> QuickPending | None:
         """The send phase of the same."""
@@ -192,6 +194,10 @@ class MemberTransport(Protocol):
     def wait_for_peer(self, timeout_s: float) -> bool:
         """Sleep without spinning until a peer is in an `exchange` that this rank has not entered, or has called it
         (True), until `wake()` (True; a wake before the call counts) or until the timeout (False)."""
+
+    def look_for_peer(self, timeout_s: float, fd: int) -> bool:
+        """As `wait_for_peer`, but spins, and lets other threads of its processor run meanwhile; True, too, once `fd`
+        can be read. A transport that cannot look so fast looks once."""
 
     def call_exchange(self) -> None:
         """End the peers' `wait_for_peer`, if that can be done at once: this rank is about to enter an exchange."""
@@ -250,9 +256,9 @@ class Transport(MemberTransport, Protocol):
     def combine(self, args: CombineArgs) -> PendingCombine:
         """Run the send phase: pre-reduce, then rows to their source ranks."""
 
-    def quick(self, number: int, mode: Mode) -> QuickCalls | None:
+    def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> QuickCalls | None:
         """The shortest way of plain operations, for handles of communicator `number` and, where nothing is said of the
-        step, of this mode; until the next `set_active`. None: there is none."""
+        step, of this mode; until the next `set_active`. None: there is none. ll_max_tokens: AUTO's crossover."""
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """A registered buffer [num_tokens, H] to write the next dispatch's x into, which then is not copied. From that

@@ -64,7 +64,7 @@ class Script:
     def device_name(self) -> str:
         return self.device
 
-    def quick(self, number: int, mode: Mode) -> None:
+    def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> None:
         """No plans."""
 
     def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:

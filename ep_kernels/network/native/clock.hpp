@@ -1,5 +1,6 @@
 // The clock and the pause of every spinning wait, for the network and the transports above it.
 #pragma once
+#include <sched.h>
 #include <time.h>
 
 #include <cstdint>
@@ -20,5 +21,8 @@ inline void relax() {
   asm volatile("yield");
 #endif
 }
+
+// Where another thread may want this processor.
+inline void yield() { sched_yield(); }
 
 }  // namespace cd

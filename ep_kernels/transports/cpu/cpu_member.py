@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from ep_kernels.transports.cpu import native
 from ep_kernels.types import LatencySample
 
 _NS = 1_000_000_000
+_WORDS = struct.Struct(f"={EXCHANGE_WORDS}q")
 _DRAIN = 512
 """Sample records fetched at a time."""
 
@@ -122,16 +124,25 @@ class CpuMember(Generic[N]):
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
         """See `MemberTransport.exchange`."""
         comm = self.native()
-        mine = (ctypes.c_int64 * EXCHANGE_WORDS)(*words)
-        everyone = (ctypes.c_int64 * (EXCHANGE_WORDS * self.size))()
-        self.judge(self.lib.cd_exchange(comm.pointer, mine, everyone))
-        rows = [tuple(everyone[r * EXCHANGE_WORDS : (r + 1) * EXCHANGE_WORDS]) for r in range(self.size)]
+        everyone = bytearray(_WORDS.size * self.size)
+        into = (ctypes.c_char * len(everyone)).from_buffer(everyone)
+        self.judge(self.lib.cd_exchange(comm.pointer, _WORDS.pack(*words), into))
+        rows = _WORDS.iter_unpack(everyone)
         return [row if alive else None for row, alive in zip(rows, self.active, strict=True)]
 
     def wait_for_peer(self, timeout_s: float) -> bool:
         """See `MemberTransport.wait_for_peer`."""
         comm = self.native()
         status = self.lib.cd_wait_for_peer(comm.pointer, int(timeout_s * _NS))
+        if status == native.NOTHING:
+            return False
+        self.judge(status)
+        return True
+
+    def look_for_peer(self, timeout_s: float, fd: int) -> bool:
+        """See `MemberTransport.look_for_peer`."""
+        comm = self.native()
+        status = self.lib.cd_look_for_peer(comm.pointer, int(timeout_s * _NS), fd)
         if status == native.NOTHING:
             return False
         self.judge(status)

@@ -133,11 +133,11 @@ def dispatch_op(
 
 
 def combine_op(
-    routing: Sequence[int], of_routing: Sequence[int], given: Sequence[int], flags: Sequence[int], z_weights: int
+    routing: Sequence[int], of_routing: Sequence[int], given: Sequence[int], flags: Sequence[int], z: Sequence[int]
 ) -> CombineOp:
-    """The same of a CombineOp: y and what follows; `outputs_slot` and what follows; where z goes is not known yet."""
+    """The same of a CombineOp: y and what follows; `outputs_slot` and what follows; z and what follows."""
     op = CombineOp()
-    _OF_COMBINE.pack_into(op, 0, 0, 0, 0, 0, *routing, *of_routing, *given, *flags, 0, z_weights, 0, 0)
+    _OF_COMBINE.pack_into(op, 0, 0, 0, 0, 0, *routing, *of_routing, *given, *flags, *z, 0)
     return op
 
 
@@ -207,6 +207,7 @@ MEMBER_SIGNATURES: dict[str, Signature] = {
     "cd_exchange": (c_int, (c_void_p, c_void_p, c_void_p)),
     "cd_call_exchange": (None, (c_void_p,)),
     "cd_wait_for_peer": (c_int, (c_void_p, c_int64)),
+    "cd_look_for_peer": (c_int, (c_void_p, c_int64, c_int)),
     "cd_resync": (c_int, (c_void_p, c_uint64, c_uint64, c_int64)),
     "cd_set_spin": (None, (c_void_p, c_int64, c_int64)),
     "cd_wake": (None, (c_void_p,)),
@@ -238,6 +239,8 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_attach_landing": (c_int, (c_void_p, c_int, c_int)),
     "cd_sent": (None, (c_void_p, POINTER(Sent))),
     "cd_dispatch_free": (c_int, (c_void_p,)),
+    "cd_dispatch": (c_int, (c_void_p, POINTER(DispatchOp))),
+    "cd_combine": (c_int, (c_void_p, POINTER(CombineOp))),
     "cd_dispatch_send": (c_int, (c_void_p, POINTER(DispatchOp))),
     "cd_dispatch_place": (c_int, (c_void_p, POINTER(DispatchOp))),
     "cd_dispatch_receive": (c_int, (c_void_p, POINTER(DispatchOp))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,8 +14,8 @@ from ep_kernels.errors import HandleError
 from ep_kernels.lazy_output import lazy_output, recycle
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
-from ep_kernels.transports.cpu.comm import NativeComm
-from ep_kernels.transports.cpu.cpu_routing import CPU, FreshState, RoutingState, again
+from ep_kernels.transports.cpu.comm import NativeComm, SlotBuffers
+from ep_kernels.transports.cpu.cpu_routing import CPU, FreshState, RoutingParts, RoutingState, again
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 
 _MODES = (Mode.LL, Mode.HT)
@@ -107,32 +108,42 @@ class CpuDispatch:
         return self._result
 
     def _finish(self) -> tuple[DispatchOutput, DispatchHandle]:
-        op, state, buffers, ids, weights = self._op, self._state, self._buffers, self._ids, self._weights
-        lead, packed_stride = buffers.lead(op.num_rows), op.packed_stride
+        op, state = self._op, self._state
+        lead = self._buffers.lead(op.num_rows)
         state.totals = op.num_rows, op.num_dropped, op.num_invalid
         state.origin = op.routing.origin
-
-        def field(name: str) -> Layout | torch.Tensor | None:
-            match name:
-                case "layout":
-                    return buffers.layout
-                case "tokens":
-                    return buffers.tokens()[: lead[0]]
-                case "scales":
-                    return buffers.scales(lead, packed_stride)
-                case "counts" | "valid":
-                    return getattr(state, name)  # type: ignore[no-any-return]
-                case "offsets":
-                    return state.offsets if buffers.layout is Layout.GROUPED else None
-                case "topk_ids":
-                    return _shaped(ids, lead)
-                case "topk_weights":
-                    return _shaped(weights, lead)
-                case _:
-                    return torch.tensor([state.totals[_TOTALS.index(name)]], dtype=torch.int32, device=CPU)
-
         made = DispatchHandle(0, op.seq, op.routing.tokens, _MODES[op.routing.mode], self._epoch, state, lead)
-        return lazy_output(field), made
+        rank_wise = self._ids, self._weights
+        return lazy_output(delivered_field(self._buffers, state, lead, op.packed_stride, rank_wise)), made
+
+
+def delivered_field(
+    buffers: SlotBuffers,
+    state: RoutingParts,
+    lead: tuple[int, ...],
+    packed_stride: int = 0,
+    rank_wise: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> Callable[[str], Layout | torch.Tensor | None]:
+    """Makes the fields of a DispatchOutput of leading shape `lead`; rank_wise: ids and weights of rows."""
+
+    def field(name: str) -> Layout | torch.Tensor | None:
+        match name:
+            case "layout":
+                return buffers.layout
+            case "tokens":
+                return buffers.tokens()[: lead[0]]
+            case "scales":
+                return buffers.scales(lead, packed_stride)
+            case "counts" | "valid":
+                return getattr(state, name)  # type: ignore[no-any-return]
+            case "offsets":
+                return state.offsets if buffers.layout is Layout.GROUPED else None
+            case "topk_ids" | "topk_weights":
+                return _shaped(rank_wise[name == "topk_weights"], lead)
+            case _:
+                return torch.tensor([state.totals[_TOTALS.index(name)]], dtype=torch.int32, device=CPU)
+
+    return field
 
 
 class CpuCombine:
@@ -156,7 +167,7 @@ class CpuCombine:
         self._op = native.combine_op(
             (*routing, self._state.origin), (tokens, _MODES.index(args.handle.mode)),
             (args.y.data_ptr(), _address(args.row_weights)), (self.dispatch_slot if lent else -1, args.apply_weights),
-            _address(self._weights),
+            (0, _address(self._weights), 0),
         )  # fmt: skip
         self._z: torch.Tensor | None = None
 

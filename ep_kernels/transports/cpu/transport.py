@@ -28,6 +28,7 @@ from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
 from ep_kernels.transports.cpu.cpu_routing import RoutingState, fresh_state
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of, wire_bytes
 from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch
+from ep_kernels.transports.cpu.quick import CpuQuickCalls, serves
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Mode, PeerTraffic
 
@@ -197,8 +198,13 @@ class CpuTransport(CpuMember[NativeComm]):
         self._combines[pending.slot] = pending
         return pending
 
-    def quick(self, number: int, mode: Mode) -> None:
+    def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> CpuQuickCalls | None:
         """See `Transport.quick`."""
+        return CpuQuickCalls(self, number, ll_max_tokens) if serves(self.config) else None
+
+    def is_idle(self) -> bool:
+        """See `QuickContext`."""
+        return not self._dispatches and not self._combines
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """See `Transport.dispatch_input`. Waits until peers no longer read what an earlier dispatch left there."""

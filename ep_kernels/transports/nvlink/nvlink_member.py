@@ -262,6 +262,10 @@ class NvlinkMember:
         """See `base.MemberTransport`."""
         return self._domain.mailbox.wait_for_peer(timeout_s)
 
+    def look_for_peer(self, timeout_s: float, fd: int) -> bool:
+        """See `base.MemberTransport`: once."""
+        return self._domain.mailbox.wait_for_peer(0.0)
+
     def call_exchange(self) -> None:
         """See `base.MemberTransport`: peers look at intervals."""
 

@@ -193,9 +193,11 @@ class NvlinkQuickCalls:
 
     # Calls.
 
-    def dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> Delivered | None:
+    def dispatch(
+        self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any, step_tokens: int | None = None
+    ) -> Delivered | None:
         """See `base.QuickCalls`."""
-        begun = self._begin(False, x, topk_ids, topk_weights, previous)
+        begun = None if step_tokens is not None else self._begin(False, x, topk_ids, topk_weights, previous)
         return None if begun is None else self._delivered(*begun)
 
     def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> QuickDispatch | None:

@@ -118,7 +118,7 @@ class NvlinkTransport(NvlinkMember):
 
     # Operations.
 
-    def quick(self, number: int, mode: Mode) -> NvlinkQuickCalls | None:
+    def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> NvlinkQuickCalls | None:
         """See `base.Transport`."""
         library, mailbox, host = launch.load(), self._domain.mailbox, self._tables.host
         if self._config.network is not None or not is_offered(library):

@@ -11,8 +11,9 @@ its own streams do not starve each other.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from crossdock.worker.work import Slice, Work
 
@@ -69,18 +70,26 @@ class _Client:
 
     def longest(self) -> _Queue:
         """The stream whose turn it is within this client."""
-        return min(self.queues.values(), key=_Queue.waiting_since_ns)
+        return _longest(self.queues.values())
 
     def longest_for(self, layer: int) -> _Queue | None:
         """The same, of those with requests for a layer; None: there is none."""
         queues = [queue for queue in self.queues.values() if layer in queue.by_layer]
-        return min(queues, key=_Queue.waiting_since_ns, default=None)
+        return _longest(queues) if queues else None
 
     def waiting_since_ns(self) -> int:
         return max(self.turn_ns, self.longest().waiting_since_ns())
 
     def works(self) -> list[Work]:
         return [work for queue in self.queues.values() for work in queue.works]
+
+
+T = TypeVar("T", _Queue, _Client)
+
+
+def _longest(waiting: Collection[T]) -> T:
+    """Which has waited longest, of one or more; as a rule there is one."""
+    return min(waiting, key=lambda each: each.waiting_since_ns()) if len(waiting) > 1 else next(iter(waiting))
 
 
 class Batcher:
@@ -137,13 +146,17 @@ class Batcher:
         """The preferred next layer, or None if nothing waits."""
         if not self._clients:
             return None
-        client = min(self._clients.values(), key=_Client.waiting_since_ns)
-        layer = client.longest().oldest().layer
-        return Head(layer, max(0, now_ns - client.waiting_since_ns()), self._tokens[layer])
+        client = _longest(self._clients.values())
+        queue = client.longest()
+        layer = queue.oldest().layer
+        since_ns = max(client.turn_ns, queue.waiting_since_ns())
+        return Head(layer, max(0, now_ns - since_ns), self._tokens[layer])
 
     def take(self, layer: int, max_tokens: int, now_ns: int) -> list[Slice]:
         """Cut at most `max_tokens` tokens for `layer`, clients in order of waiting, one request each per round."""
-        clients = sorted(self._clients.values(), key=_Client.waiting_since_ns)
+        clients = list(self._clients.values())
+        if len(clients) > 1:
+            clients.sort(key=_Client.waiting_since_ns)
         slices: list[Slice] = []
         room = max_tokens
         while clients and room > 0:

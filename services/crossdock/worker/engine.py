@@ -27,7 +27,6 @@ import grpc
 import torch
 
 from crossdock.common import log
-from crossdock.common.cpus import usable_cpus
 from crossdock.common.postmortem_record import POSTMORTEM
 from crossdock.worker import request_trace
 from crossdock.worker.batcher import Batcher
@@ -47,9 +46,9 @@ _log = log.get(__name__)
 _CPU = torch.device("cpu")
 _IDLE_S = 1.0
 """Longest sleep of an idle rank; requests and peers wake it at once."""
-_LOOKS, _SPARE = 20, 2
-"""How often a rank looks for requests and peers itself before it sleeps, about 100 us; processors beside those of the
-host's ranks from which on it does: a client that is woken up needs one."""
+_LOOK_S, _NO_LOOK_S = 1e-3, 0.02
+"""An idle rank looks for requests and peers for so long before it sleeps: to be woken takes longer than a small step.
+After a look in vain, it sleeps at once for the next while, so that looking takes a twentieth of a processor at most."""
 _LONG_NS = 1_000_000
 """In steps that take so long, another thread reads requests; in those of a GPU, once all is queued there: what it does
 before delays the launches."""
@@ -70,7 +69,8 @@ class Engine:
 
     def __init__(self, max_tokens_per_step: int, telemetry: WorkerTelemetry, device: torch.device = _CPU) -> None:
         self._max_tokens, self._telemetry, self._stream = max_tokens_per_step, telemetry, stream_of(device)
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._emptied = threading.Condition(self._lock)
         self._batcher = Batcher()
         self._running: list[Work] = []
         self._refusal: Failure | None = Failure(grpc.StatusCode.UNAVAILABLE, "joining: the group has not formed yet")
@@ -79,7 +79,7 @@ class Engine:
         self._comm: MoECommunicator | None = None
         self._tables: ExpertTables | None = None
         self._num_steps = 0
-        self._steps_are_long, self._first_look = True, _LOOKS
+        self._steps_are_long, self._idle, self._look_from_s = True, False, 0.0
         self._request_sockets = RequestSockets()
 
     def read_from(self, request_sockets: RequestSockets) -> None:
@@ -104,14 +104,14 @@ class Engine:
     def expect(self) -> None:
         """A request is being read: the other ranks may wake up meanwhile."""
         comm = self._comm
-        if self._sleeping and comm is not None:
+        if self._idle and comm is not None:
             comm.call_exchange()
 
     def withdraw(self, work: Work, failure: Failure) -> None:
         """Answer a request with `failure` now; a running step drops its rows."""
         with self._lock:
             self._batcher.remove(work)
-            self._lock.notify_all()
+            self._emptied.notify_all()
         self._answer([work], failure)
 
     def open(self) -> None:
@@ -124,7 +124,7 @@ class Engine:
         with self._lock:
             self._refusal = failure
             works = self._batcher.clear() + self._running
-            self._lock.notify_all()
+            self._emptied.notify_all()
         self._answer(works, failure)
 
     def drain(self) -> None:
@@ -135,8 +135,8 @@ class Engine:
 
     def wait_empty(self, timeout_s: float) -> bool:
         """Wait until nothing is queued or running. False on timeout."""
-        with self._lock:
-            return self._lock.wait_for(lambda: not self._batcher and not self._running, timeout_s)
+        with self._emptied:
+            return self._emptied.wait_for(lambda: not self._batcher and not self._running, timeout_s)
 
     def leave(self) -> None:
         """End `run` on all ranks between two steps, as soon as no draining rank has work."""
@@ -186,8 +186,6 @@ class Engine:
         """
         with self._lock:
             self._comm, self._num_steps, self._tables, self._epoch = comm, 0, tables, epoch
-        spare = usable_cpus() - comm.domains.count(comm.domains[comm.rank])
-        self._first_look = 0 if spare >= _SPARE else _LOOKS
         ended: Fault | Left
         why: Exception | None = None
         try:
@@ -241,11 +239,10 @@ class Engine:
             self._telemetry.collect(comm)
 
     def _sleep(self, comm: MoECommunicator) -> None:
-        """Sleep until a request waits, this rank leaves, a placement change is pending, or a peer starts an exchange.
-        Where there are processors to spare, first look for that again and again: it often comes soon, and to be woken
-        takes longer than a small step."""
+        """Wait until a request waits, this rank leaves, a placement change is pending, or a peer starts an exchange."""
         self._request_sockets.disarm()
-        looks = self._first_look
+        self._idle, began_s = True, time.monotonic()
+        until_s = began_s + _LOOK_S if began_s >= self._look_from_s else began_s
         while True:
             self._request_sockets.poll()
             with self._lock:
@@ -253,18 +250,22 @@ class Engine:
                 self._sleeping = not (self._batcher or self._leaving or self._paused or pending)
                 if not self._sleeping:
                     break
-            if looks == _LOOKS:
+            left_s = until_s - time.monotonic()
+            if left_s > 0:
+                woken = comm.look_for_peer(left_s, self._request_sockets.sockets_fileno())
+            else:
                 self._request_sockets.arm()
-            woken = comm.wait_for_peer(0.0 if looks < _LOOKS else _IDLE_S)
+                woken = comm.wait_for_peer(_IDLE_S)
             with self._lock:
                 self._sleeping = False
-            if woken:
+            if woken:  # maybe by a peer for a client whose other requests came here: they join the same step
+                self._request_sockets.poll(wait=True)
                 break
-            looks += 1
-            if looks > _LOOKS:
+            if left_s <= 0:
                 self._telemetry.collect(comm)
-        # A peer may have woken this rank for a client whose other requests came here: they join the same step.
-        self._request_sockets.poll(wait=True)
+        self._idle, now_s = False, time.monotonic()
+        if until_s > began_s and now_s - began_s > _LOOK_S:  # in vain, or others wanted the processor
+            self._look_from_s = now_s + _NO_LOOK_S
         if self._steps_are_long and self._stream.device.type == "cpu":
             self._request_sockets.arm()
 
@@ -344,7 +345,7 @@ class Engine:
         """No step is running."""
         with self._lock:
             self._running = []
-            self._lock.notify_all()
+            self._emptied.notify_all()
 
 
 def _postmortem(record: dict[str, object], rank: int, epoch: int, num_steps: int) -> str:

@@ -78,7 +78,8 @@ class ExpertTables:
         self._error = ""
         self._last_word = -1
         self._closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     # Any thread.
 
@@ -170,7 +171,7 @@ class ExpertTables:
 
     def progress_word(self) -> int:
         """Progress of this rank for the next exchange: version of the target and layers loaded."""
-        with self._changed:
+        with self._lock:
             if self._newest is not self._target:
                 self._start(self._newest)
             self._last_word = self._current_word()

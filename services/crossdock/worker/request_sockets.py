@@ -34,6 +34,10 @@ class RequestSockets:
         """For selectors."""
         return self._outer.fileno()
 
+    def sockets_fileno(self) -> int:
+        """Readable once a socket is, armed or not."""
+        return self._sockets.fileno()
+
     def add(self, sock: socket.socket, read: Callable[[], None]) -> None:
         """From now on `read` is called when `sock` has something to read, by one thread at a time."""
         self._readers[sock.fileno()] = read

@@ -49,15 +49,15 @@ class Proposal(NamedTuple):
         head: Head | None, step: int, *, draining: bool, leaving: bool, failed: bool, placement: int = 0
     ) -> Proposal:
         """A proposal for `head`, or for nothing."""
-        layer, waited_ns, num_tokens = (
-            (NO_LAYER, 0, 0) if head is None else (head.layer, head.waited_ns, head.num_tokens)
-        )
-        return Proposal(step, layer, waited_ns, num_tokens, draining, leaving, failed, placement)
+        if head is None:
+            return Proposal(step, NO_LAYER, 0, 0, draining, leaving, failed, placement)
+        return Proposal(step, head.layer, head.waited_ns, head.num_tokens, draining, leaving, failed, placement)
 
     def words(self) -> tuple[int, ...]:
         """The 8 int64 that travel."""
-        flags = _DRAINING * self.draining | _LEAVING * self.leaving | _FAILED * self.failed
-        return (self.step, self.layer, self.waited_ns, self.num_tokens, flags, self.placement, 0, 0)
+        step, layer, waited_ns, num_tokens, draining, leaving, failed, placement = self
+        flags = _DRAINING * draining | _LEAVING * leaving | _FAILED * failed
+        return (step, layer, waited_ns, num_tokens, flags, placement, 0, 0)
 
     @staticmethod
     def parse(words: Sequence[int]) -> Proposal:
@@ -105,14 +105,21 @@ def choose_step(proposals: Mapping[int, Proposal], max_tokens_per_step: int) -> 
     Raises:
         DesyncError: the ranks are not at the same step.
     """
-    if len({proposal.step for proposal in proposals.values()}) > 1:
-        raise DesyncError(f"ranks are at different steps: { {rank: p.step for rank, p in proposals.items()} }")
-    working = [proposal for proposal in proposals.values() if proposal.layer != NO_LAYER]
-    leaving = tuple(sorted(rank for rank, proposal in proposals.items() if proposal.leaving))
+    working, leaving, step = list[Proposal](), list[int](), -1
+    for rank, proposal in proposals.items():  # one loop: each step waits for this
+        if step not in (-1, proposal.step):
+            raise DesyncError(f"ranks are at different steps: { {rank: p.step for rank, p in proposals.items()} }")
+        step = proposal.step
+        if proposal.layer != NO_LAYER:
+            working.append(proposal)
+        if proposal.leaving:
+            leaving.append(rank)
     if leaving and not any(proposal.draining for proposal in working):
-        return Departure(leaving)
+        return Departure(tuple(sorted(leaving)))
     if not working:
         return Idle()
+    if len(working) == 1:
+        return Step(working[0].layer, min(working[0].num_tokens, max_tokens_per_step))
     layer = min(working, key=lambda proposal: (-proposal.waited_ns, proposal.layer)).layer
     agreed = all(proposal.layer == layer for proposal in working)
     longest = max(proposal.num_tokens for proposal in working)

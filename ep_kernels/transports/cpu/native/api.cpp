@@ -94,6 +94,15 @@ CD_API int cd_dispatch_free(cd::Member* m) { return cd::dispatch_free(moe(m)); }
 CD_API int cd_dispatch_send(cd::Member* m, cd::DispatchOp* op) { return cd::dispatch_send(moe(m), *op); }
 CD_API int cd_dispatch_place(cd::Member* m, cd::DispatchOp* op) { return cd::dispatch_place(moe(m), *op); }
 CD_API int cd_dispatch_receive(cd::Member* m, cd::DispatchOp* op) { return cd::dispatch_receive(moe(m), *op); }
+CD_API int cd_dispatch(cd::Member* m, cd::DispatchOp* op) {
+  int status = cd::dispatch_send(moe(m), *op);
+  if (status == cd::kOk) status = cd::dispatch_place(moe(m), *op);
+  return status == cd::kOk ? cd::dispatch_receive(moe(m), *op) : status;
+}
+CD_API int cd_combine(cd::Member* m, cd::CombineOp* op) {
+  const int status = cd::combine_send(moe(m), *op);
+  return status == cd::kOk ? cd::combine_receive(moe(m), *op) : status;
+}
 CD_API int cd_combine_send(cd::Member* m, cd::CombineOp* op) { return cd::combine_send(moe(m), *op); }
 CD_API int cd_combine_receive(cd::Member* m, cd::CombineOp* op) { return cd::combine_receive(moe(m), *op); }
 CD_API int cd_outputs_free(cd::Member* m, int slot) { return cd::outputs_free(moe(m), slot, cd::Op::combine); }

@@ -19,6 +19,8 @@
 // is theirs (remote.hpp).
 #include "group.hpp"
 
+#include <poll.h>
+
 #include <algorithm>
 
 namespace cd {
@@ -64,22 +66,38 @@ Status exchange(Member& m, const int64_t* words, int64_t* all) {
 
 void call_exchange(Member& m) { m.publish(m.own_meeting->exchange_called, m.upcoming(Op::exchange)); }
 
+// kNothing unless this rank was woken, or a peer is in the next exchange, or has called it.
+static Status called(Member& m) {
+  if (m.stop.load(std::memory_order_acquire)) return kAborted;
+  if (m.wakes.load(std::memory_order_relaxed) && m.wakes.exchange(0) > 0) return kOk;
+  if (m.departed(m.peers(), m.membership) >= 0) return kOk;  // the exchange that follows says so
+  const uint64_t next = m.next[int(Op::exchange)];
+  for (uint64_t left = m.peers(); left; left &= left - 1) {
+    const Meeting& theirs = *m.meeting[__builtin_ctzll(left)];
+    if (theirs.exchange_latest.v.load(std::memory_order_acquire) >= next) return kOk;
+    if (theirs.exchange_called.v.load(std::memory_order_acquire) >= next) return kOk;
+  }
+  return kNothing;
+}
+
 Status wait_for_peer(Member& m, int64_t timeout_ns) {
   const int64_t started = now_ns();
   for (;;) {
     const uint32_t events_before = m.event[m.rank]->count.load(std::memory_order_acquire);
-    if (m.stop.load(std::memory_order_acquire)) return kAborted;
-    if (m.wakes.exchange(0) > 0) return kOk;
-    if (m.departed(m.peers(), m.membership) >= 0) return kOk;  // the exchange that follows says so
-    for (uint64_t left = m.peers(); left; left &= left - 1) {
-      const Meeting& theirs = *m.meeting[__builtin_ctzll(left)];
-      const uint64_t next = m.next[int(Op::exchange)];
-      if (theirs.exchange_latest.v.load(std::memory_order_acquire) >= next) return kOk;
-      if (theirs.exchange_called.v.load(std::memory_order_acquire) >= next) return kOk;
-    }
+    if (const Status status = called(m); status != kNothing) return status;
     const int64_t remaining = started + timeout_ns - now_ns();
     if (remaining <= 0) return kNothing;
     m.wait_for_event(events_before, remaining);
+  }
+}
+
+Status look_for_peer(Member& m, int64_t timeout_ns, int fd) {
+  const int64_t until = now_ns() + timeout_ns;
+  pollfd polled{fd, POLLIN, 0};
+  for (;;) {
+    if (const Status status = called(m); status != kNothing) return status;
+    if (poll(&polled, 1, 0) > 0 || now_ns() >= until) return kNothing;
+    yield();
   }
 }
 

@@ -14,6 +14,9 @@ CD_API uint64_t cd_next(const cd::Member* m, int op) { return m->next[op]; }
 CD_API int cd_barrier(cd::Member* m) { return cd::barrier(*m); }
 CD_API int cd_exchange(cd::Member* m, const int64_t* words, int64_t* all) { return cd::exchange(*m, words, all); }
 CD_API int cd_wait_for_peer(cd::Member* m, int64_t timeout_ns) { return cd::wait_for_peer(*m, timeout_ns); }
+CD_API int cd_look_for_peer(cd::Member* m, int64_t timeout_ns, int fd) {
+  return cd::look_for_peer(*m, timeout_ns, fd);
+}
 CD_API int cd_resync(cd::Member* m, uint64_t mask, uint64_t epoch, int64_t limit_ns) {
   return cd::resync(*m, mask, epoch, limit_ns);
 }

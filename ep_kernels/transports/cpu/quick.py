@@ -1,0 +1,136 @@
+"""Plain operations by one native call each, without what only other operations need: halves that are apart, scales,
+a routing that is used again, rows of other hosts. Where anything is unlike that, the operation takes the long way."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+import torch
+
+from ep_kernels import checks
+from ep_kernels.config import MoEConfig
+from ep_kernels.lazy_output import lazy_output, recycle
+from ep_kernels.transports.base import Delivered
+from ep_kernels.transports.cpu import native
+from ep_kernels.transports.cpu.comm import NativeComm
+from ep_kernels.transports.cpu.cpu_routing import CPU, FreshState
+from ep_kernels.transports.cpu.operations import OperationContext, delivered_field
+from ep_kernels.types import DispatchHandle, Layout, Mode
+
+
+class QuickContext(OperationContext, Protocol):
+    """What quick calls need of the transport that they are of."""
+
+    comm: NativeComm | None
+    reason: str | None
+
+    def is_idle(self) -> bool:
+        """Whether no operation has begun whose receive half is still to come."""
+
+
+class CpuQuickCalls:
+    """See `base.QuickCalls`. For GROUPED payloads without scales, on one host.
+
+    Args:
+        transport: whose it is.
+        number: of the communicator.
+        ll_max_tokens: the mode of a step of more tokens is HT, where `mode` is AUTO.
+    """
+
+    def __init__(self, transport: QuickContext, number: int, ll_max_tokens: int) -> None:
+        config = transport.config
+        self._transport, self._number, self._ll_max_tokens = transport, number, ll_max_tokens
+        self._hidden, self._topk, self._most = config.hidden_size, config.topk, config.max_tokens_per_rank
+        self._dtype, self._out_dtype = config.dtype, config.resolved_output_dtype
+        rounded = (config.dtype,) if checks.rounds_sums(config, "cpu") else ()
+        self._z_dtypes = (self._out_dtype, *rounded)
+        self._config = config
+
+    def _comm(self) -> NativeComm | None:
+        transport = self._transport
+        return transport.comm if transport.reason is None and transport.is_idle() else None
+
+    def dispatch(
+        self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any, step_tokens: int | None = None
+    ) -> Delivered | None:
+        """See `base.QuickCalls`."""
+        comm, transport = self._comm(), self._transport
+        if comm is None or previous is not None or not _is_plain(x, self._dtype, self._hidden):
+            return None
+        rows = len(x)
+        most = self._most if step_tokens is None else step_tokens
+        if type(most) is not int or not rows <= most <= self._most:
+            return None
+        if not (_is_plain(topk_ids, torch.int32, self._topk) and len(topk_ids) == rows):
+            return None
+        if not (_is_plain(topk_weights, torch.float32, self._topk) and len(topk_weights) == rows):
+            return None
+        mode = checks.resolve_mode(self._config, most, self._ll_max_tokens)
+        buffers, state = comm.buffers[transport.next_slot(0)], FreshState(comm.places, rows)
+        *routing, valid, counts, offsets = state.addresses()
+        tokens = buffers.tokens()
+        op = native.dispatch_op(
+            (*routing, 0), (rows, mode is not Mode.LL), (x.data_ptr(), 0, topk_ids.data_ptr(), topk_weights.data_ptr()),
+            (1, self._config.exact_shapes), (valid, tokens.data_ptr(), 0, 0, 0, counts, offsets),
+        )  # fmt: skip
+        recycle(tokens)
+        transport.judge(comm.lib.cd_dispatch(comm.pointer, ctypes.byref(op)))
+        transport.num_dropped += op.num_dropped
+        state.totals, state.origin = (op.num_rows, op.num_dropped, op.num_invalid), op.routing.origin
+        lead = buffers.lead(op.num_rows)
+        handle = DispatchHandle(
+            self._number, op.seq, rows, mode, transport.epoch, state, lead, topk_ids, topk_weights
+        )
+        return lazy_output(delivered_field(buffers, state, lead)), handle, op.num_dropped
+
+    def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
+        """See `base.QuickCalls`."""
+        comm, transport = self._comm(), self._transport
+        if comm is None or topk_weights is not None or type(handle) is not DispatchHandle:
+            return None
+        state, rows = handle.state, handle.num_tokens
+        if handle.owner != self._number or handle.epoch != transport.epoch or type(state) is tuple:
+            return None
+        if not (_is_plain(y, self._out_dtype, self._hidden) and (len(y),) == handle.rows_shape):
+            return None
+        if out is None:
+            out = checks.made(torch.empty(rows, self._hidden, dtype=self._out_dtype, device=CPU))
+        elif out.dtype not in self._z_dtypes or not _is_plain(out, out.dtype, self._hidden) or len(out) != rows:
+            return None
+        slot = handle.seq % len(comm.buffers)
+        lent = len(y) > 0 and y.data_ptr() == comm.buffers[slot].expert_outputs.data_ptr()
+        *routing, _, _, _ = state.addresses()
+        op = native.combine_op(
+            (*routing, state.origin), (rows, handle.mode is not Mode.LL), (y.data_ptr(), 0), (slot if lent else -1, 1),
+            (out.data_ptr(), 0, native.type_code(out.dtype)),
+        )  # fmt: skip
+        transport.judge(comm.lib.cd_combine(comm.pointer, ctypes.byref(op)))
+        return out
+
+    def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> None:
+        """See `base.QuickCalls`: its halves are apart."""
+
+    def combine_async(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> None:
+        """See `base.QuickCalls`: its halves are apart."""
+
+
+def serves(config: MoEConfig) -> bool:
+    """Whether there are quick calls for it."""
+    plain = config.network is None and not config.quantize and not config.scale_columns
+    return plain and config.resolved_layout is Layout.GROUPED and config.mode is not Mode.AG
+
+
+def _is_plain(tensor: Any, dtype: torch.dtype, columns: int) -> bool:
+    """Whether `checks.tensor` would take it, whatever its rows."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is dtype
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.dim() == 2
+        and tensor.shape[1] == columns
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and (tensor.data_ptr() != 0 or not len(tensor))
+    )
