@@ -310,8 +310,12 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
     def is_current(self, handle: DispatchHandle) -> bool:
         """True while views of this dispatch's buffers (`DispatchOutput.tokens`, `combine_input`) may be read."""
         first = self._dispatches.num_begun - self._config.max_in_flight
-        current = any(seq == handle.seq and number >= first for number, seq in self._recent)
-        return current and handle.owner == self._id and handle.epoch == self._epoch
+        if handle.owner != self._id or handle.epoch != self._epoch:
+            return False
+        for number, seq in reversed(self._recent):  # as a rule the last one
+            if seq == handle.seq and number >= first:
+                return True
+        return False
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
         """float32 [L, slots] | [N]: the weight of every row, for backward passes. Per-expert layouts only."""

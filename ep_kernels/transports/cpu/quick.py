@@ -79,9 +79,7 @@ class CpuQuickCalls:
         transport.num_dropped += op.num_dropped
         state.totals, state.origin = (op.num_rows, op.num_dropped, op.num_invalid), op.routing.origin
         lead = buffers.lead(op.num_rows)
-        handle = DispatchHandle(
-            self._number, op.seq, rows, mode, transport.epoch, state, lead, topk_ids, topk_weights
-        )
+        handle = DispatchHandle(self._number, op.seq, rows, mode, transport.epoch, state, lead, topk_ids, topk_weights)
         return lazy_output(delivered_field(buffers, state, lead)), handle, op.num_dropped
 
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:

@@ -68,7 +68,8 @@ class Places:
 
 
 class RoutingCopy:
-    """A copy of what a request says of experts, out of its sender's reach, for one request at a time.
+    """A copy of what a request says of experts, out of its sender's reach, in one of two places: what was there at one
+    `turn` stays until the next.
 
     Args:
         theirs: bytes of topk_ids and of topk_weights, half each, in shared memory.
@@ -80,17 +81,29 @@ class RoutingCopy:
     """
 
     def __init__(self, theirs: memoryview, shape: tuple[int, int]) -> None:
-        half, own, count = len(theirs) // 2, bytearray(len(theirs)), shape[0] * shape[1]
-        self._theirs, self._own = theirs, memoryview(own)
-        with torch.inference_mode(False):  # as shared rows
-            self.ids = torch.frombuffer(own, dtype=torch.int32, count=count).view(shape)
-            self.weights = torch.frombuffer(own, dtype=torch.float32, count=count, offset=half).view(shape)
-        self.id_values = self._own[: 4 * count].cast("i")
-        self.weight_values = self._own[half : half + 4 * count].cast("f")
+        self._theirs = theirs
+        self._place, self._other = (_routing_place(len(theirs), shape) for _ in range(2))
+        self._own, self.ids, self.weights, self.id_values, self.weight_values = self._place
 
     def take(self) -> None:
         """Copy what is there now."""
         self._own[:] = self._theirs
+
+    def turn(self) -> None:
+        """The request that was taken last is answered: the next ones go to the other place."""
+        self._place, self._other = self._other, self._place
+        self._own, self.ids, self.weights, self.id_values, self.weight_values = self._place
+
+
+def _routing_place(
+    num_bytes: int, shape: tuple[int, int]
+) -> tuple[memoryview, torch.Tensor, torch.Tensor, memoryview, memoryview]:
+    half, own, count = num_bytes // 2, bytearray(num_bytes), shape[0] * shape[1]
+    with torch.inference_mode(False):  # as shared rows
+        ids = torch.frombuffer(own, dtype=torch.int32, count=count).view(shape)
+        weights = torch.frombuffer(own, dtype=torch.float32, count=count, offset=half).view(shape)
+    view = memoryview(own)
+    return view, ids, weights, view[: 4 * count].cast("i"), view[half : half + 4 * count].cast("f")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,9 @@ and a client with many layers in flight cannot starve its own oldest request. Re
 
 The streams of one client take turns among themselves in the same way: more streams give a client no more turns, and
 its own streams do not starve each other.
+
+A request that comes while nothing waits is kept apart from the queues until another one comes: as a rule it is taken
+before that.
 """
 
 from __future__ import annotations
@@ -96,25 +99,41 @@ class Batcher:
     """The queue of one rank. Not thread-safe: the engine's lock guards it."""
 
     def __init__(self) -> None:
+        self._lone: Work | None = None
         self._clients: dict[Hashable, _Client] = {}
         self._tokens: dict[int, int] = {}
         self._no_deadline_before_ns = _NEVER_NS
 
     def __len__(self) -> int:
-        return sum(len(queue.works) for client in self._clients.values() for queue in client.queues.values())
+        queued = sum(len(queue.works) for client in self._clients.values() for queue in client.queues.values())
+        return queued + (self._lone is not None)
 
     def __bool__(self) -> bool:
-        return bool(self._clients)
+        return self._lone is not None or bool(self._clients)
 
     def add(self, work: Work) -> None:
         """Queue a request of at least one token."""
-        self._no_deadline_before_ns = min(self._no_deadline_before_ns, work.deadline_ns)
+        if work.deadline_ns < self._no_deadline_before_ns:
+            self._no_deadline_before_ns = work.deadline_ns
+        if self._lone is None and not self._clients:
+            self._lone = work
+        else:
+            self._queue_lone()
+            self._queue(work)
+
+    def _queue_lone(self) -> None:
+        work, self._lone = self._lone, None
+        if work is not None:
+            self._queue(work)
+
+    def _queue(self, work: Work) -> None:
         client = self._clients.setdefault(work.client, _Client())
         client.queues.setdefault(work.stream, _Queue()).add(work)
         self._tokens[work.layer] = self._tokens.get(work.layer, 0) + work.num_waiting
 
     def remove(self, work: Work) -> bool:
         """Take a request out (cancelled, expired). False if no tokens of it wait any more."""
+        self._queue_lone()
         client = self._clients.get(work.client)
         queue = client.queues.get(work.stream) if client is not None else None
         if queue is None or work not in queue.works:
@@ -126,6 +145,7 @@ class Batcher:
         """Take out the requests that are past their deadline."""
         if now_ns < self._no_deadline_before_ns:
             return []
+        self._queue_lone()
         works = [work for client in self._clients.values() for work in client.works()]
         expired = [work for work in works if work.deadline_ns <= now_ns]
         for work in expired:
@@ -137,6 +157,7 @@ class Batcher:
 
     def clear(self) -> list[Work]:
         """Take everything out, oldest first within a client."""
+        self._queue_lone()
         works = [work for client in self._clients.values() for work in client.works()]
         self._clients.clear()
         self._tokens.clear()
@@ -144,6 +165,9 @@ class Batcher:
 
     def head(self, now_ns: int) -> Head | None:
         """The preferred next layer, or None if nothing waits."""
+        lone = self._lone
+        if lone is not None:
+            return Head(lone.layer, max(0, now_ns - lone.arrived_ns), lone.num_waiting)
         if not self._clients:
             return None
         client = _longest(self._clients.values())
@@ -154,9 +178,13 @@ class Batcher:
 
     def take(self, layer: int, max_tokens: int, now_ns: int) -> list[Slice]:
         """Cut at most `max_tokens` tokens for `layer`, clients in order of waiting, one request each per round."""
-        clients = list(self._clients.values())
-        if len(clients) > 1:
-            clients.sort(key=_Client.waiting_since_ns)
+        lone = self._lone
+        if lone is not None and lone.layer == layer and lone.num_waiting <= max_tokens:
+            piece, self._lone = Slice(lone, lone.num_taken, lone.num_tokens), None
+            lone.num_taken = piece.stop
+            return [piece]
+        self._queue_lone()
+        clients = sorted(self._clients.values(), key=_Client.waiting_since_ns)
         slices: list[Slice] = []
         room = max_tokens
         while clients and room > 0:

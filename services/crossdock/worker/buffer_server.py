@@ -34,6 +34,7 @@ from crossdock.protocol.request_buffer import (
     MAX_BUFFER_BYTES,
     MAX_PACKET_BYTES,
     RepeatedRequests,
+    RoutingCopy,
     SharedMemory,
     SharedRows,
     host_identity,
@@ -328,12 +329,13 @@ class _Buffer:
         validator = self._backend.validator
         if self._rows is None:
             self._rows = validator.rows_in(request, self._memory)
-        tokens, reply = validator.taken(self._rows), functools.partial(self._reply, request.id)
+        tokens, reply = validator.taken(self._rows), functools.partial(self._reply, request.id, self._rows.routing)
         return self._backend.work_of(request, tokens, self.offer.client, self, reply, trace, self._rows)
 
-    def _reply(self, request_id: int, answer: Done | Failure) -> None:
+    def _reply(self, request_id: int, routing: RoutingCopy, answer: Done | Failure) -> None:
         """Any thread."""
         work, self._work = self._work, None
+        routing.turn()  # the step's record has its ids, and the next request may be here before that is written
         if isinstance(answer, Done):  # one at a time
             self._done.id = request_id
             fill(self._done.timing, answer.timing)

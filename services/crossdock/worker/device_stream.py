@@ -69,6 +69,9 @@ def stream_of(device: torch.device) -> DeviceStream:
     return GpuStream(device) if device.type == "cuda" else CpuStream()
 
 
+_NOTHING = nullcontext()
+
+
 class CpuStream:
     """Nothing to copy: host and device are the same."""
 
@@ -83,7 +86,7 @@ class CpuStream:
 
     def running(self) -> AbstractContextManager[object]:
         """See `DeviceStream`."""
-        return nullcontext()
+        return _NOTHING
 
     def copy_in(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """See `DeviceStream`. A single piece is not copied."""

@@ -83,6 +83,7 @@ class Stepper:
     ) -> None:
         self._tables, self._queued = tables, queued
         self._comm, self._experts, config = comm, experts, comm.config
+        self._rank, self._hidden_size, self._rows_per_token = comm.rank, config.hidden_size, comm.size * config.topk
         self._output_dtype = config.resolved_output_dtype
         self._rounds = checks.rounds_sums(config, stream.device.type)
         self._stream = stream
@@ -136,7 +137,8 @@ class Stepper:
         exemplar = next((piece.work.trace.exemplar for piece in batch.slices if piece.work.trace is not None), None)
         if max_tokens not in self._wire_bytes:
             self._wire_bytes[max_tokens] = self._comm.wire_bytes(max_tokens)
-        counts = batch.num_tokens, batch.rows_per_expert.clone(), batch.topk_ids, self._count_remote_rows
+        ids = [part.clone() for part in batch.topk_ids]  # those of a request buffer last until its next answer
+        counts = batch.num_tokens, batch.rows_per_expert.clone(), ids, self._count_remote_rows
         return StepRecord(*counts, *batch.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
 
     def _room(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
@@ -146,14 +148,14 @@ class Stepper:
             work = slices[0].work
             work.y = torch.empty_like(work.x) if work.y is None else work.y
             return work.y
-        return self._stream.room(num_tokens, self._comm.config.hidden_size, self._output_dtype)
+        return self._stream.room(num_tokens, self._hidden_size, self._output_dtype)
 
     def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:
         """Slots of the experts chosen by the tokens of a step."""
         route = self._tables.route(layer) if self._tables is not None else None
         if route is None:
             return ids
-        return [route.slots(torch.cat(ids) if len(ids) > 1 else ids[0], self._comm.rank)]
+        return [route.slots(torch.cat(ids) if len(ids) > 1 else ids[0], self._rank)]
 
     def _dispatch(self, tokens: Tokens, max_tokens: int) -> tuple[DispatchOutput, DispatchHandle, str]:
         x, topk_ids, topk_weights = tokens
@@ -169,14 +171,15 @@ class Stepper:
     ) -> tuple[torch.Tensor, str]:
         """Expert rows [N, H] and "", or NaN and the error of the experts."""
         experts, comm = self._experts, self._comm
-        if experts is None or out.offsets is None or not out.tokens.shape[0]:
+        tokens, offsets = out.tokens, out.offsets
+        if experts is None or offsets is None or not len(tokens):
             return comm.combine_input(handle), ""
         # On a GPU combine reads rows anywhere; on a CPU rows made in its buffer save a copy.
         made_in_place = self._stream.device.type == "cuda" and experts.output_dtype is self._output_dtype
         y = None if made_in_place else comm.combine_input(handle)
-        most_rows = min(out.tokens.shape[0], comm.size * comm.config.topk * max_tokens)
+        most_rows = min(len(tokens), self._rows_per_token * max_tokens)
         try:
-            return experts.forward(layer, out.tokens, out.offsets, out.counts, out=y, num_rows=most_rows), ""
+            return experts.forward(layer, tokens, offsets, out.counts, out=y, num_rows=most_rows), ""
         except Exception as error:  # the peers wait for these rows in any case
             _log.exception("experts failed", layer=layer)
             rows = comm.combine_input(handle) if y is None else y
@@ -193,6 +196,9 @@ class Stepper:
 
 def _parts(slices: Sequence[Slice]) -> list[list[torch.Tensor]]:
     """The rows of all slices, in order: pieces of x, of topk_ids, of topk_weights. Empty without slices."""
+    if len(slices) == 1:
+        x, ids, weights = slices[0].tokens()
+        return [[x], [ids], [weights]]
     rows = [piece.tokens() for piece in slices]
     return [list(part) for part in zip(*rows, strict=True)]
 
