@@ -312,10 +312,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         first = self._dispatches.num_begun - self._config.max_in_flight
         if handle.owner != self._id or handle.epoch != self._epoch:
             return False
-        for number, seq in reversed(self._recent):  # as a rule the last one
-            if seq == handle.seq and number >= first:
-                return True
-        return False
+        return any(seq == handle.seq and number >= first for number, seq in reversed(self._recent))
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
         """float32 [L, slots] | [N]: the weight of every row, for backward passes. Per-expert layouts only."""

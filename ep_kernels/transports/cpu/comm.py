@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 
@@ -28,7 +29,7 @@ class SlotBuffers:
             Layout.RANK_MAJOR: (geometry.ranks, geometry.max_tokens),
         }.get(self.layout, (geometry.capacity,))
         self.output_row_bytes = config.hidden_size * config.resolved_output_dtype.itemsize
-        self.expert_outputs = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.expert_outputs = torch.empty(0, config.hidden_size, dtype=config.resolved_output_dtype, device="cpu")
         self.input = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._tokens: torch.Tensor | None = None
         self._scales: torch.Tensor | None = None
@@ -79,11 +80,8 @@ class SlotBuffers:
 
     def outputs(self, lead: tuple[int, ...]) -> torch.Tensor:
         """The registered expert output buffer, [*lead, H] output dtype."""
-        rows = 1
-        for size in lead:
-            rows *= size
-        raw = self.expert_outputs[: rows * self.output_row_bytes].view(self._config.resolved_output_dtype)
-        return raw.view(*lead, self._config.hidden_size)
+        rows = self.expert_outputs[: math.prod(lead)]
+        return rows if len(lead) == 1 else rows.view(*lead, self._config.hidden_size)
 
 
 class NativeComm:
@@ -110,7 +108,7 @@ class NativeComm:
             self.channel.close_in_child()
         self.__del__()
         for buffers in self.buffers:
-            buffers.expert_outputs = buffers.input = torch.empty(0, dtype=torch.uint8, device="cpu")
+            buffers.expert_outputs, buffers.input = buffers.expert_outputs.new_empty(0), buffers.input.new_empty(0)
         self.close()
         self.region = self.landing = None
 

@@ -87,7 +87,8 @@ class CpuTransport(CpuMember[NativeComm]):
         self.lib.cd_attach_own(comm.pointer, region.bytes.data_ptr())
         for slot, buffers in enumerate(comm.buffers):
             at = self.lib.cd_outputs_offset(ctypes.byref(self.geometry), slot)
-            buffers.expert_outputs = region.bytes[at : at + self.geometry.y_rows * buffers.output_row_bytes]
+            outputs = region.bytes[at : at + self.geometry.y_rows * buffers.output_row_bytes]
+            buffers.expert_outputs = outputs.view(self.config.resolved_output_dtype).view(-1, self.config.hidden_size)
             at = self.lib.cd_input_offset(ctypes.byref(self.geometry), slot)
             buffers.input = region.bytes[at : at + self.geometry.max_tokens * self.geometry.row_bytes]
         if self.config.network is None:

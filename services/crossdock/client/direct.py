@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import select
 import socket
@@ -41,7 +42,7 @@ QUIET_S = 1.0
 """Without an answer for so long, the worker is probed."""
 _OPEN_S, _AGAIN_S, _IDLE_S = 5.0, 5.0, 30.0
 """Time to open a buffer; pause after one was refused; age at which an unused one is closed."""
-_MIN_BYTES = 64 << 10
+_MIN_BYTES, _FEW_BYTES = 64 << 10, 64 << 10
 _FEW = 64
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
@@ -73,9 +74,9 @@ class RequestBuffer:
         """Write the tensors of a request that fits."""
         x, ids, weights = parts
         shared = self._shared = self._memory.rows(x.shape[0], x.shape[1], ids.shape[1], x.dtype)
-        shared.x.copy_(x)
-        shared.ids.copy_(ids if ids.dtype is torch.int32 else _narrow(ids))
-        shared.weights.copy_(weights)
+        _copy(x, shared.x)
+        _copy(ids, shared.ids) if ids.dtype is torch.int32 else _narrow(ids, shared.ids)
+        _copy(weights, shared.weights)
 
     def send(self, layer: int, timeout_s: float, model: str) -> None:
         """Tell the worker of what was written. Raises Unavailable."""
@@ -102,7 +103,7 @@ class RequestBuffer:
             raise from_answer(response.error)
         if response.id != self._id:
             raise Unavailable(f"worker {self.address}: expected the answer to request {self._id}, got {response.id}")
-        out.copy_(self._shared.y)
+        _copy(self._shared.y, out)
         return True
 
     def close(self) -> None:
@@ -117,11 +118,22 @@ class RequestBuffer:
         return Unavailable(f"worker {self.address}: the request buffer was closed")
 
 
-def _narrow(ids: torch.Tensor) -> torch.Tensor:
-    """int64 ids: what no int32 holds becomes another number that the worker refuses."""
-    if ids.numel() <= _FEW and all(_LEAST <= number <= _MOST for row in ids.tolist() for number in row):
-        return ids  # torch's functions would take longer
-    return ids.clamp(_LEAST, _MOST)
+def _copy(rows: torch.Tensor, into: torch.Tensor) -> None:
+    """into, contiguous, becomes rows. torch's function for that takes longer than to copy a few."""
+    plain = type(rows) is torch.Tensor and rows.dtype is into.dtype and rows.is_contiguous() and not rows.is_neg()
+    if plain and into.is_contiguous() and into.nbytes <= _FEW_BYTES:
+        ctypes.memmove(into.data_ptr(), rows.data_ptr(), into.nbytes)
+    else:
+        into.copy_(rows)
+
+
+def _narrow(ids: torch.Tensor, into: torch.Tensor) -> None:
+    """into, int32, becomes int64 ids: what no int32 holds becomes another number that the worker refuses."""
+    few = [number for row in ids.tolist() for number in row] if ids.numel() <= _FEW else []
+    if few and min(few) >= _LEAST and max(few) <= _MOST:  # torch's functions would take longer
+        (ctypes.c_int32 * len(few)).from_address(into.data_ptr())[:] = few
+    else:
+        into.copy_(ids.clamp(_LEAST, _MOST))
 
 
 def _request(
@@ -170,9 +182,11 @@ class BufferPool:
         idle.append(buffer)
         if self._closed:
             buffer.close()
-        with contextlib.suppress(IndexError):
+        try:
             if now - idle[0].used_at > _IDLE_S:
                 idle.popleft().close()
+        except IndexError:  # another thread has taken it
+            pass
 
     def claim(self, address: str, num_bytes: int) -> bool:
         """Whether to open a buffer of that size for a worker now; then no other is, until `open_one` has ended. Not if
@@ -320,7 +334,9 @@ class DirectCall:
         try:
             while self._waiting:
                 share, buffer = self._waiting[-1]
-                if not buffer.read_into(self.out[share.start : share.stop], until - time.monotonic()):
+                whole = share.stop - share.start == len(self.out)
+                rows = self.out if whole else self.out[share.start : share.stop]
+                if not buffer.read_into(rows, until - time.monotonic()):
                     return False
                 self._waiting.pop()
                 self._pool.give_back(buffer)

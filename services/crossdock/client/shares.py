@@ -68,6 +68,8 @@ def split(num_tokens: int, num_workers: int, first: int, max_tokens: int, min_to
         min_tokens: smallest share; fewer workers are used if necessary.
     """
     parts = max(1, min(num_workers, num_tokens // min_tokens))
+    if parts == 1 and num_tokens <= max_tokens:
+        return [Share(first % num_workers, 0, num_tokens)]
     bounds = [part * num_tokens // parts for part in range(parts + 1)]
     return [
         Share((first + part) % num_workers, start, min(start + max_tokens, bounds[part + 1]))
@@ -124,8 +126,10 @@ def _is_layer(value: SupportsIndex) -> bool:
 
 def rows_like(x: torch.Tensor) -> torch.Tensor:
     """Room for the rows of an answer, contiguous whatever x is; any thread may write it."""
-    with torch.inference_mode(False):
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return rows_like(x)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def read_rows(response: Response, out: torch.Tensor) -> None:

@@ -113,8 +113,7 @@ class Batcher:
 
     def add(self, work: Work) -> None:
         """Queue a request of at least one token."""
-        if work.deadline_ns < self._no_deadline_before_ns:
-            self._no_deadline_before_ns = work.deadline_ns
+        self._no_deadline_before_ns = min(self._no_deadline_before_ns, work.deadline_ns)
         if self._lone is None and not self._clients:
             self._lone = work
         else:

@@ -190,7 +190,8 @@ class Engine:
         why: Exception | None = None
         try:
             self._stream.enter()
-            ended = self._loop(comm, Stepper(comm, experts, self._stream, tables, self._request_sockets.arm))
+            with torch.no_grad():  # which saves time in each of torch's functions
+                ended = self._loop(comm, Stepper(comm, experts, self._stream, tables, self._request_sockets.arm))
         except PeerTimeout as error:
             ended, why = Fault(str(error), (error.peer,)), error
         except (EpError, DesyncError) as error:
@@ -212,15 +213,16 @@ class Engine:
 
     def _loop(self, comm: MoECommunicator, stepper: Stepper) -> Left | Fault:
         unconfirmed: Batch | None = None
+        rank = comm.rank
         while True:
             if unconfirmed is None:
                 self._sleep(comm)
             if self._paused:
                 return Fault("the group continues without a lost rank")
             words = comm.exchange(self._propose(unconfirmed).words())
-            proposals = {rank: Proposal.parse(each) for rank, each in enumerate(words) if each is not None}
+            proposals = {sender: Proposal.parse(each) for sender, each in enumerate(words) if each is not None}
             if unconfirmed is not None:
-                self._finish(unconfirmed, [rank for rank, proposal in proposals.items() if proposal.failed])
+                self._finish(unconfirmed, [sender for sender, proposal in proposals.items() if proposal.failed])
                 unconfirmed = None
             if self._tables is not None:
                 self._tables.apply_agreed([proposal.placement for proposal in proposals.values()])
@@ -230,7 +232,7 @@ class Engine:
             if isinstance(decision, Step):
                 batch = self._step(stepper, decision)
                 self._steps_are_long = time.monotonic_ns() - batch.start_ns > _LONG_NS
-                request_trace.stepped(batch, comm.rank, self._epoch, self._num_steps, time.monotonic_ns())
+                request_trace.stepped(batch, rank, self._epoch, self._num_steps, time.monotonic_ns())
                 if batch.unconfirmed:
                     unconfirmed = batch
                 else:
