@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import queue
+import random
+import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from crossdock.common.metrics import WorkerMetrics
+from crossdock.worker import engine as engine_module
 from crossdock.worker.engine import Engine
 from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Work
 from crossdock.worker.worker_telemetry import WorkerTelemetry
@@ -177,6 +181,56 @@ def test_a_request_that_is_being_read_calls_the_others(ranks: list[Rank]) -> Non
     ranks[0].engine.expect()
     ranks[0].engine.submit(asked.work)
     assert isinstance(asked.answers.get(timeout=WAIT_S), Done)
+
+
+@pytest.mark.parametrize("way", ["a socket", "another thread"])
+def test_a_request_that_comes_while_a_rank_falls_asleep_is_served(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Between its last look and its sleep, too: a lost wake-up would cost the longest sleep."""
+    monkeypatch.setattr(engine_module, "_IDLE_S", 10.0 * WAIT_S)
+    monkeypatch.setattr(engine_module, "_NO_LOOK_S", 0.002)  # it looks often
+    sockets, (ours, theirs), asked = ranks[0].engine._request_sockets, socket.socketpair(), list[Asked]()
+    theirs.setblocking(False)
+
+    def read() -> None:
+        theirs.recv(1)
+        ranks[0].engine.expect()
+        ranks[0].engine.submit(asked[-1].work)
+
+    def read_while_armed() -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(sockets, selectors.EVENT_READ)
+            while theirs.fileno() >= 0:
+                if selector.select(0.1):
+                    sockets.poll_selected()
+
+    sockets.add(theirs, read)
+    reader = threading.Thread(target=read_while_armed, daemon=True)
+    reader.start()
+    submit(ranks[1], Asked(1)).check()
+    draw = random.Random(0)
+    for _ in range(300):
+        time.sleep(draw.choice((0.0, draw.uniform(0.0, 0.003), draw.uniform(0.0009, 0.0015))))
+        asked.append(Asked(draw.randint(1, 3)).to_all())
+        if way == "a socket":
+            ours.send(b".")
+        else:
+            ranks[0].engine.submit(asked[-1].work)
+        asked[-1].check()
+    sockets.remove(theirs)
+    theirs.close()
+    ours.close()
+    reader.join(WAIT_S)
+
+
+def test_an_idle_rank_looks_for_a_small_part_of_the_time(ranks: list[Rank]) -> None:
+    submit(ranks[0], Asked(1)).check()
+    began_s, used_s = time.monotonic(), time.process_time()
+    while time.monotonic() - began_s < 0.6:
+        time.sleep(0.05)
+        ranks[0].engine.wake()  # each time it could look again
+    assert time.process_time() - used_s < 0.3 * 0.6, "both ranks, and all other threads of this process"
 
 
 def test_requests_of_both_ranks_are_answered(ranks: list[Rank]) -> None:

@@ -608,6 +608,60 @@ def test_a_copy_of_routing_is_out_of_its_senders_reach() -> None:
     assert rows.first_column.tolist() == [0.0, 1.0, 2.0]
 
 
+def test_what_a_request_chose_stays_until_the_next_answer() -> None:
+    """The record of its step is written after its answer, when the next requests may be here, wrong ones too."""
+    memory, fd = SharedMemory.make(64 * KIB)
+    os.close(fd)
+    rows = memory.rows(3, H, K, torch.float32)
+
+    def took(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows.ids.fill_(number)
+        rows.weights.fill_(number)
+        rows.routing.take()
+        assert rows.routing.id_values.tolist() == [number] * (3 * K)
+        return rows.routing.ids, rows.routing.weights
+
+    first = took(1)
+    rows.routing.turn()
+    refused, second = took(-7), took(2)
+    assert all(torch.equal(part, torch.full_like(part, 1)) for part in first)
+    rows.routing.turn()
+    took(3)
+    assert all(torch.equal(part, torch.full_like(part, 2)) for part in second)
+    assert refused[0].data_ptr() == second[0].data_ptr()
+    assert memory.rows(3, H, K, torch.float32) is rows
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (torch.tensor([[0, -1], [(1 << 31) - 1, -(1 << 31)]]), None),
+        (torch.tensor([[1 << 31, 0]]), [[(1 << 31) - 1, 0]]),
+        (torch.tensor([[1, -(1 << 40)]]), [[1, -(1 << 31)]]),
+        (torch.arange(200).view(100, 2), None),
+        (torch.arange(6).view(2, 3).t(), None),
+    ],
+)
+def test_ids_of_a_client_become_int32_as_they_are(ids: torch.Tensor, expected: list[list[int]] | None) -> None:
+    into = torch.empty(ids.shape, dtype=torch.int32)
+    direct._narrow(ids, into)
+    assert into.tolist() == (ids.tolist() if expected is None else expected)
+
+
+def test_a_client_copies_rows_of_any_kind() -> None:
+    rows = torch.randn(4, 6)
+    negated = torch.complex(rows, rows).conj().imag
+    kinds = [rows, rows.t(), rows[::2], rows[:, 1:4], rows.half(), negated, torch.nn.Parameter(rows), rows.expand(4, 6)]
+    kinds += [torch.randn(300, 200), torch.randn(1, 6)[:, :0]]
+    for each in kinds:
+        into = torch.full(each.shape, torch.nan)
+        direct._copy(each.detach(), into)
+        assert torch.equal(into, each.detach().float())
+    spread = torch.full((4, 12), torch.nan)
+    direct._copy(rows, spread[:, ::2])
+    assert torch.equal(spread[:, ::2], rows)
+
+
 async def test_without_free_descriptors_the_thread_sleeps_and_accepts_later(tmp_path: Path) -> None:
     async with world(tmp_path) as made, Guest(made) as guest:
         offer = await guest.call.read()

@@ -177,3 +177,38 @@ def test_streams_of_one_client_take_turns() -> None:
         heads.append(head.layer)
         cut(batcher, head.layer, 8, now_ns)
     assert heads == [1, 2]
+
+
+class Queueing(Batcher):
+    """Keeps no request apart."""
+
+    def add(self, work: Work) -> None:
+        super().add(work)
+        self._queue_lone()
+
+
+def test_a_request_that_is_kept_apart_is_served_like_any_other() -> None:
+    draw = random.Random(7)
+    for _ in range(300):
+        both = Batcher(), Queueing()
+        pairs = list[tuple[Work, Work]]()
+        for now_ns in range(1, 30):
+            event = draw.choice(("add", "add", "take", "take", "remove", "expire", "clear"))
+            if event == "add":
+                fields = (f"c{draw.randrange(2)}", draw.randrange(2), draw.randint(1, 12), now_ns, draw.randint(5, 60))
+                pairs.append((work(*fields), work(*fields)))
+                for batcher, one in zip(both, pairs[-1], strict=True):
+                    batcher.add(one)
+            elif event == "take":
+                heads = [batcher.head(now_ns) for batcher in both]
+                assert heads[0] == heads[1]
+                layer = heads[0].layer if heads[0] is not None and draw.random() < 0.8 else 1
+                assert cut(both[0], layer, 8, now_ns) == cut(both[1], layer, 8, now_ns)
+            elif event == "remove" and pairs:
+                pair = draw.choice(pairs)
+                assert len({batcher.remove(one) for batcher, one in zip(both, pair, strict=True)}) == 1
+            elif event in ("expire", "clear"):
+                gone = [batcher.expire(now_ns) if event == "expire" else batcher.clear() for batcher in both]
+                assert [one.arrived_ns for one in gone[0]] == [one.arrived_ns for one in gone[1]]
+            assert len(both[0]) == len(both[1])
+            assert bool(both[0]) == bool(both[1])

@@ -1,0 +1,172 @@
+"""Plain operations of the cpu transport by their shortest way, beside the long one; and looks for peers."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_kernels import (
+    AbortedError,
+    ArgumentError,
+    ClosedError,
+    Layout,
+    Mode,
+    MoECommunicator,
+    MoEConfig,
+    StoreGroup,
+)
+from tests.worlds import World
+
+Worlds = Callable[[int], World]
+
+E, H, K, M = 8, 32, 2, 160
+
+
+def make(store: dist.Store, rank: int, size: int) -> MoECommunicator:
+    return MoECommunicator(
+        MoEConfig(
+            group=StoreGroup(store, rank, size),
+            num_experts=E,
+            hidden_size=H,
+            topk=K,
+            max_tokens_per_rank=M,
+            mode=Mode.AUTO,
+            layout=Layout.GROUPED,
+            dtype=torch.float32,
+        )
+    )
+
+
+def drawn(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(tokens, H), torch.randint(-1, E, (tokens, K), dtype=torch.int32), torch.rand(tokens, K)
+
+
+def results(comm: MoECommunicator, given: tuple[torch.Tensor, ...], step_tokens: int | None) -> list[torch.Tensor]:
+    """All that a dispatch and its combines give."""
+    x, ids, weights = given
+    out, handle = comm.dispatch(x, ids, weights, step_tokens=step_tokens)
+    rows = [out.tokens, out.counts, out.offsets, out.valid, out.num_rows, out.num_invalid_ids]
+    found = [part.clone() for part in rows if part is not None]
+    z = comm.combine(comm.combine_input(handle).copy_(out.tokens * (comm.rank + 2)), handle)
+    elsewhere = comm.combine(out.tokens * (comm.rank + 2), handle, out=torch.full_like(z, torch.nan))
+    again = comm.dispatch(x, None, None, previous_handle=handle)[0]
+    return [*found, z, elsewhere, again.tokens.clone(), torch.tensor([handle.mode is Mode.LL])]
+
+
+def both_ways(rank: int, size: int, store: dist.Store) -> None:
+    comm = make(store, rank, size)
+    quick = comm._quick
+    assert quick is not None
+    torch.manual_seed(rank)
+    for tokens, step_tokens in ((0, 1), (3, 5), (M, None), (rank, 2)):
+        given, found = drawn(tokens), []
+        for comm._quick in (quick, None):
+            found.append(results(comm, given, step_tokens))
+        for mine, other in zip(*found, strict=True):
+            assert torch.equal(mine, other)
+        assert bool(found[0][-1]) == (step_tokens is not None), "a step of 160 tokens is HT"
+    comm.barrier()
+    comm.close()
+    with pytest.raises(ClosedError):
+        comm.dispatch(*drawn(1))
+
+
+def test_the_shortest_way_gives_the_same(world: Worlds) -> None:
+    world(2).run(both_ways)
+
+
+def wrong_arguments(rank: int, size: int, store: dist.Store) -> None:
+    comm = make(store, rank, size)
+    quick, (x, ids, weights) = comm._quick, drawn(2)
+    wrong: list[tuple[Any, Any, Any, Any]] = [
+        (x.double(), ids, weights, None), (x[:, :31], ids, weights, None), (x, ids.float(), weights, None),
+        (x, ids, weights[:1], None), (x, ids, weights.t(), None), (x, ids, weights, 1), (x, ids, weights, 1.5),
+        (x, None, weights, None), (torch.randn(H, 2).t(), ids, weights, None), (x, ids, weights, 1 << 20),
+        ([x], ids, weights, None),
+    ]  # fmt: skip
+    for *given, step_tokens in wrong:
+        texts = []
+        for comm._quick in (quick, None):
+            with pytest.raises(ArgumentError) as raised:
+                comm.dispatch(*given, step_tokens=step_tokens)
+            texts.append(str(raised.value))
+        assert texts[0] == texts[1]
+    comm._quick = quick
+    out, handle = comm.dispatch(x, ids, weights)
+    for bad in (out.tokens.double(), out.tokens[:, :3], None):
+        with pytest.raises(ArgumentError):
+            comm.combine(bad, handle)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError):
+        comm.combine(comm.combine_input(handle), handle, out=torch.empty(5, H))
+    comm.combine(comm.combine_input(handle), handle)
+    comm.barrier()
+    comm.close()
+
+
+def test_wrong_arguments_get_the_errors_of_the_long_way(world: Worlds) -> None:
+    world(2).run(wrong_arguments)
+
+
+def beside_pending(rank: int, size: int, store: dist.Store) -> None:
+    """With a request under way an operation takes the long way, which receives it where it must."""
+    comm, given = make(store, rank, size), drawn(4)
+    pending = comm.dispatch_async(*given)
+    later, handle = comm.dispatch(*given)
+    counts = later.counts.clone()
+    assert torch.equal(pending.wait()[0].counts, counts)
+    combined = comm.combine_async(later.tokens.clone(), handle)
+    assert torch.equal(comm.combine(later.tokens.clone(), handle), combined.wait())
+    comm.barrier()
+    comm.close()
+
+
+def test_beside_what_is_under_way(world: Worlds) -> None:
+    world(2).run(beside_pending)
+
+
+def looks(rank: int, size: int, store: dist.Store) -> list[float]:
+    """Seconds that looks of rank 0 took: for a wake before it and during it, in vain, for a descriptor, for a peer."""
+    comm, took = make(store, rank, size), list[float]()
+    readable, writable = os.pipe()
+
+    def look(expected: bool, timeout_s: float = 30.0) -> None:
+        begin = time.monotonic()
+        assert comm.look_for_peer(timeout_s, readable) is expected
+        took.append(time.monotonic() - begin)
+
+    if rank == 0:
+        comm.wake()
+        look(True)
+        threading.Timer(0.02, comm.wake).start()
+        look(True)
+        look(False, 0.01)
+        threading.Timer(0.02, os.write, (writable, b".")).start()
+        look(False)
+        os.read(readable, 1)
+    comm.barrier()
+    if rank == 0:
+        look(True)
+    elif rank == 1:
+        comm.call_exchange()
+    comm.exchange([rank, *range(7)])
+    comm.barrier()
+    if rank == 0:
+        threading.Timer(0.02, comm.abort, ("over",)).start()
+        with pytest.raises(AbortedError):
+            comm.look_for_peer(30, readable)
+    comm.close()
+    return took
+
+
+def test_a_look_ends_as_soon_as_it_has_seen_something(world: Worlds) -> None:
+    took = world(3).run(looks)[0]
+    assert len(took) == 5
+    assert max(took) < 10
+    assert took[2] >= 0.01
