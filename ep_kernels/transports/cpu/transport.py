@@ -28,7 +28,7 @@ from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
 from ep_kernels.transports.cpu.cpu_routing import RoutingState, fresh_state
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of, wire_bytes
 from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch
-from ep_kernels.transports.cpu.quick import CpuQuickCalls, serves
+from ep_kernels.transports.cpu.cpu_quick import CpuQuickCalls, serves
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Mode, PeerTraffic
 

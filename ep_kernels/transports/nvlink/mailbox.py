@@ -37,7 +37,7 @@ _AGREE, _AGREED = 2, 3
 """Blocks beside those of exchanges, 0 and 1."""
 _AGREED_AT = _AGREED * BLOCK_WORDS
 _MASK_WORDS, _MASK_BITS = 4, 63
-_FIRST_NAP_S, _LONGEST_NAP_S, _REDIAL_S = 20e-6, 1e-3, 1.0
+FIRST_NAP_S, _LONGEST_NAP_S, _REDIAL_S = 20e-6, 1e-3, 1.0
 
 
 class Mailbox:
@@ -156,7 +156,7 @@ class Mailbox:
         deadline, bits = time.monotonic() + timeout_s, self._active_bits()
         while self.remote is not None and not self.remote.is_quiet(bits) and time.monotonic() < deadline:
             self.check()
-            time.sleep(_FIRST_NAP_S)
+            time.sleep(FIRST_NAP_S)
 
     def _renew(self, deadline: float) -> None:
         """Connections with active ranks of other hosts that were lost, or that one side had parted from, are made
@@ -194,7 +194,7 @@ class Mailbox:
 
     def _await_all(self, op: str, block: int, number: int, timeout_s: float) -> list[int]:
         """[R] nanoseconds until each rank's words were seen, 0 of this one and of inactive ones."""
-        began_ns, nap, waits_ns = time.monotonic_ns(), _FIRST_NAP_S, [0] * len(self._pages)
+        began_ns, nap, waits_ns = time.monotonic_ns(), FIRST_NAP_S, [0] * len(self._pages)
         deadline = time.monotonic() + timeout_s
         left = [peer for peer, active in enumerate(self._active) if active and peer != self._rank]
         while True:
@@ -235,7 +235,7 @@ class Mailbox:
 
     def wait_for_peer(self, timeout_s: float) -> bool:
         """See `base.Transport`. Raises as `exchange`, without PeerTimeout."""
-        deadline, nap = time.monotonic() + timeout_s, _FIRST_NAP_S
+        deadline, nap = time.monotonic() + timeout_s, FIRST_NAP_S
         while True:
             if any(active and self._seen(peer, 0) > self._number for peer, active in enumerate(self._active)):
                 return True

@@ -20,6 +20,7 @@ from ep_kernels.transports.nvlink import left_out
 from ep_kernels.transports.nvlink.domain import Domain
 from ep_kernels.transports.nvlink.engine import BOTH, Call
 from ep_kernels.transports.nvlink.left_out import Unsent
+from ep_kernels.transports.nvlink.mailbox import FIRST_NAP_S
 from ep_kernels.transports.nvlink.plan import Launch
 from ep_kernels.transports.nvlink.rank_tables import RankTables
 from ep_kernels.transports.nvlink.remote import RemoteRanks
@@ -263,8 +264,8 @@ class NvlinkMember:
         return self._domain.mailbox.wait_for_peer(timeout_s)
 
     def look_for_peer(self, timeout_s: float, fd: int) -> bool:
-        """See `base.MemberTransport`: once."""
-        return self._domain.mailbox.wait_for_peer(0.0)
+        """See `base.MemberTransport`: one nap."""
+        return self._domain.mailbox.wait_for_peer(min(timeout_s, FIRST_NAP_S))
 
     def call_exchange(self) -> None:
         """See `base.MemberTransport`: peers look at intervals."""

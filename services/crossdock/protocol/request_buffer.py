@@ -97,7 +97,7 @@ class RoutingCopy:
 
 def _routing_place(
     num_bytes: int, shape: tuple[int, int]
-) -> tuple[memoryview, torch.Tensor, torch.Tensor, memoryview, memoryview]:
+) -> tuple[memoryview, torch.Tensor, torch.Tensor, memoryview[int], memoryview[float]]:
     half, own, count = num_bytes // 2, bytearray(num_bytes), shape[0] * shape[1]
     with torch.inference_mode(False):  # as shared rows
         ids = torch.frombuffer(own, dtype=torch.int32, count=count).view(shape)

@@ -122,7 +122,8 @@ class Stepper:
             if self._queued is not None and stream.device.type == "cuda":
                 self._queued()
             result = stream.wait()
-        self._comm.check()
+        if stream.device.type == "cuda":  # on a CPU each call raises its own errors
+            self._comm.check()
         why = f"layer {layer}: {error or failed}" if error or failed else ""
         unconfirmed = bool(why) or any(map(math.isnan, _first_column(slices, result.z).tolist()))
         return Batch(

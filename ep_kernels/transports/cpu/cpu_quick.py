@@ -87,24 +87,27 @@ class CpuQuickCalls:
         comm, transport = self._comm(), self._transport
         if comm is None or topk_weights is not None or type(handle) is not DispatchHandle:
             return None
+        z: torch.Tensor
         state, rows = handle.state, handle.num_tokens
         if handle.owner != self._number or handle.epoch != transport.epoch or type(state) is tuple:
             return None
         if not (_is_plain(y, self._out_dtype, self._hidden) and (len(y),) == handle.rows_shape):
             return None
         if out is None:
-            out = checks.made(torch.empty(rows, self._hidden, dtype=self._out_dtype, device=CPU))
-        elif out.dtype not in self._z_dtypes or not _is_plain(out, out.dtype, self._hidden) or len(out) != rows:
+            z = checks.made(torch.empty(rows, self._hidden, dtype=self._out_dtype, device=CPU))
+        elif any(_is_plain(out, dtype, self._hidden) for dtype in self._z_dtypes) and len(out) == rows:
+            z = out
+        else:
             return None
         slot = handle.seq % len(comm.buffers)
         lent = len(y) > 0 and y.data_ptr() == comm.buffers[slot].expert_outputs.data_ptr()
         *routing, _, _, _ = state.addresses()
         op = native.combine_op(
             (*routing, state.origin), (rows, handle.mode is not Mode.LL), (y.data_ptr(), 0), (slot if lent else -1, 1),
-            (out.data_ptr(), 0, native.type_code(out.dtype)),
+            (z.data_ptr(), 0, native.type_code(z.dtype)),
         )  # fmt: skip
         transport.judge(comm.lib.cd_combine(comm.pointer, ctypes.byref(op)))
-        return out
+        return z
 
     def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> None:
         """See `base.QuickCalls`: its halves are apart."""
