@@ -153,6 +153,18 @@ def test_agreement_heals_exchanges_out_of_step(boxes: list[Mailbox]) -> None:
     assert rows == [[(0,) * 8, None, (2,) * 8]] * 2
 
 
+def test_a_rank_whose_rows_alone_are_cut_off_agrees(boxes: list[Mailbox]) -> None:
+    """The end of their connections marks it as dead; those of its words stand."""
+    if boxes[0].remote is None:
+        pytest.skip("rows have connections of their own between hosts only")
+    boxes[0].dead.update({1, 2} if 1 in boxes[0].remote.ranks else {2})  # type: ignore[attr-defined]
+    together([lambda r=r: boxes[r].agree([True] * SIZE, 1, (0, 0, 0), 0, 10) for r in range(SIZE)])  # type: ignore[misc]
+    with pytest.raises(PeerTimeout) as error:
+        boxes[0].exchange(WORDS, 10)
+    assert error.value.gone
+    assert error.value.waited_s < 5
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 2, 5])
 def test_who_was_left_out_hears_of_it(boxes: list[Mailbox], ahead: int) -> None:
     """Whatever the others have exchanged meanwhile, none of it is taken for an answer; all can then meet again."""

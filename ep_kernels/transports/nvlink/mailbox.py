@@ -222,7 +222,7 @@ class Mailbox:
     ) -> None:
         """Raise PeerTimeout where a rank need not be waited for any longer: the deadline has passed, or it is gone."""
         lost = next((rank for rank in self._given_up if self._active[rank]), None)
-        dead, now = next((peer for peer in left if self._gone(peer)), None), time.monotonic()
+        dead, now = next((peer for peer in left if self._is_dead(peer, block)), None), time.monotonic()
         if dead is None and lost is None and now <= deadline:
             return
         peer = left[0] if dead is None else dead
@@ -232,6 +232,11 @@ class Mailbox:
                 peer=silent, op=op, phase="words", expected=number, seen=self._seen(silent, block),
                 waited_s=timeout_s - (deadline - now), gone=dead is not None, given_up=lost is not None,
             )  # fmt: skip
+
+    def _is_dead(self, peer: int, block: int) -> bool:
+        """In set_active the connections of rows alone may have ended, which are made again once all have agreed."""
+        over_network = self.remote is not None and peer in self.remote.ranks and self.remote.is_up(peer)
+        return self._gone(peer) and not (block == _AGREE and over_network)
 
     def _seen(self, peer: int, block: int) -> int:
         """The last exchange that a peer has entered, or the epoch that it would agree to."""
