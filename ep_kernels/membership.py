@@ -141,8 +141,8 @@ class GroupMember(Generic[C, M]):
         return self._run(self._transport.wait_for_peer, timeout_s)
 
     def look_for_peer(self, timeout_s: float, fd: int) -> bool:
-        """As `wait_for_peer`, but looks again and again instead of sleeping, and lets other threads of its processor run
-        in between. False at the timeout, once file descriptor `fd` can be read, or earlier: the caller asks again."""
+        """As `wait_for_peer`, but looks again and again instead of sleeping; in between, other threads of its processor
+        run. False at the timeout, once file descriptor `fd` can be read, or earlier: the caller asks again."""
         self._ready("look_for_peer")
         return self._run(self._transport.look_for_peer, timeout_s, fd)
 

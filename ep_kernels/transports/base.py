@@ -196,8 +196,8 @@ class MemberTransport(Protocol):
         (True), until `wake()` (True; a wake before the call counts) or until the timeout (False)."""
 
     def look_for_peer(self, timeout_s: float, fd: int) -> bool:
-        """As `wait_for_peer`, but spins, and lets other threads of its processor run meanwhile. False, too, once `fd` can
-        be read, and where a transport cannot look so fast: it sleeps for a moment instead."""
+        """As `wait_for_peer`, but spins; in between, other threads of its processor run. False, too, once `fd` can be
+        read, and where a transport cannot look so fast: it sleeps for a moment instead."""
 
     def call_exchange(self) -> None:
         """End the peers' `wait_for_peer`, if that can be done at once: this rank is about to enter an exchange."""

@@ -25,10 +25,10 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
+from ep_kernels.transports.cpu.cpu_quick import CpuQuickCalls, serves
 from ep_kernels.transports.cpu.cpu_routing import RoutingState, fresh_state
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of, wire_bytes
 from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch
-from ep_kernels.transports.cpu.cpu_quick import CpuQuickCalls, serves
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Mode, PeerTraffic
 

@@ -20,7 +20,6 @@ from ep_kernels.transports.nvlink import left_out
 from ep_kernels.transports.nvlink.domain import Domain
 from ep_kernels.transports.nvlink.engine import BOTH, Call
 from ep_kernels.transports.nvlink.left_out import Unsent
-from ep_kernels.transports.nvlink.mailbox import FIRST_NAP_S
 from ep_kernels.transports.nvlink.plan import Launch
 from ep_kernels.transports.nvlink.rank_tables import RankTables
 from ep_kernels.transports.nvlink.remote import RemoteRanks
@@ -29,6 +28,9 @@ from ep_kernels.types import LatencySample, PeerTraffic
 
 _kept: list[Any] = []
 """What graphs of closed communicators still read. The end of a graph is not reported, so it is kept for good."""
+
+_NAP_S = 20e-6
+"""Instead of a look."""
 
 
 def require_cuda() -> None:
@@ -231,11 +233,12 @@ class NvlinkMember:
         self._settle_copies()
         if self._remote is not None:
             self._remote.settle(self._config.timeout_s, mask)
-        answers = mailbox.agree(mask, epoch, self._sequence(), self._config.timeout_s)
-        dispatch, combine, barrier = (1 + max(words[i] for words in answers) for i in range(3))
+        up = 0 if self._remote is None else self._remote.channel.up()
+        answers = mailbox.agree(mask, epoch, self._sequence(), up, self._config.timeout_s)
+        dispatch, combine, barrier = (1 + max(words[i] for words, _ in answers if words) for i in range(3))
         tables.restart(dispatch, combine, barrier)
         if self._remote is not None:
-            self._remote.go_on(mask, epoch, self._config.timeout_s)
+            self._remote.go_on(mask, epoch, [up for _, up in answers], self._config.timeout_s)
             self._remote.restart(dispatch, combine, barrier)
         self._restart(dispatch, combine, mask)
         self._epoch = epoch
@@ -265,7 +268,7 @@ class NvlinkMember:
 
     def look_for_peer(self, timeout_s: float, fd: int) -> bool:
         """See `base.MemberTransport`: one nap."""
-        return self._domain.mailbox.wait_for_peer(min(timeout_s, FIRST_NAP_S))
+        return self._domain.mailbox.wait_for_peer(min(timeout_s, _NAP_S))
 
     def call_exchange(self) -> None:
         """See `base.MemberTransport`: peers look at intervals."""
