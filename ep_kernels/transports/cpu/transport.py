@@ -38,11 +38,10 @@ _PART_S = 0.1
 """What is left to be sent to a rank that is left out gets so long."""
 THREADS = 3
 """Processors for each rank of a host from which on it gets a helper thread: itself, the proxy thread, the helper."""
-SPIN_NS, SHORT_NS, LONG_NS = 100_000, 3_000, 500_000
-"""Where there is a processor for each rank of a host, a wait of dispatch and combine spins this long before it sleeps:
-a sleeper is woken after 50 us or more, a rank that spins sees its peer at once. So does a meeting where there are two:
-a peer that is woken up may want the processor of the rank that has woken it. With a helper, the rows of other
-hosts come in parts, which are further apart."""
+SPIN_NS, LONG_NS = 100_000, 500_000
+"""Where there is a processor for each rank of a host, a wait spins this long before it sleeps, and lets other threads
+run meanwhile: a sleeper is woken after 50 us or more, a rank that spins sees its peer at once. With a helper, the rows
+of other hosts come in parts, which are further apart."""
 _QUIET_S = 0.0002
 """Between two looks whether the network has sent everything."""
 _RENEW_S, _REDIAL_S = 0.05, 1.0
@@ -140,8 +139,7 @@ class CpuTransport(CpuMember[NativeComm]):
         each = 1 if comm.channel is None else 2  # a proxy thread needs its own
         spare = bool(self._remote) and processors >= THREADS * here
         if spare or (here > 1 and processors >= each * here):
-            meet_ns = SPIN_NS if processors >= 2 * each * here else SHORT_NS
-            self.lib.cd_set_spin(comm.pointer, LONG_NS if spare else SPIN_NS, meet_ns)
+            self.lib.cd_set_spin(comm.pointer, LONG_NS if spare else SPIN_NS, SPIN_NS)
         if spare:
             self.lib.cd_start_helper(comm.pointer)  # if there can be no thread, the rank does it all
 

@@ -94,6 +94,20 @@ void Member::wait_for_event(uint32_t seen_events, int64_t limit_ns) {
   mine.waiters.fetch_sub(1, std::memory_order_seq_cst);
 }
 
+bool Member::spins(int64_t waited_ns, int64_t limit_ns) {
+  if (waited_ns >= limit_ns) return false;
+  if (waited_ns < kSpinNs) {
+    relax();
+    return true;
+  }
+  const int64_t before = now_ns();
+  if (before < yields_from_ns.load(std::memory_order_relaxed)) return false;
+  yield();
+  const int64_t after = now_ns();
+  if (after - before > kStallNs) yields_from_ns.store(after + kNoYieldNs, std::memory_order_relaxed);
+  return true;
+}
+
 uint64_t Member::gone_peers(uint64_t among, Want want) const {
   pollfd polls[kMaxRanks];
   int ranks[kMaxRanks], n = 0;

@@ -117,6 +117,8 @@ class SampleRing {
 
 // Spins this long before it sleeps: about what a wake-up costs. More where there is a processor for each rank.
 constexpr int64_t kSpinNs = 3000;
+// A yield that took longer went to a thread that computes; no other until so much later.
+constexpr int64_t kStallNs = 500'000, kNoYieldNs = 20'000'000;
 // Sleeps at most this long between looks at the peers' processes.
 constexpr int64_t kSliceNs = 4'000'000;
 
@@ -150,6 +152,7 @@ struct Member {
   Fault fault{};
   SampleRing samples;
   int64_t step_spin_ns = kSpinNs, meet_spin_ns = kSpinNs;  // of dispatch and combine; where a peer may be asleep
+  std::atomic<int64_t> yields_from_ns{0};
 
   Member(int own_rank, int num_ranks, int64_t deadline_ns, int64_t num_bytes);
   Member(const Member&) = delete;
@@ -177,6 +180,9 @@ struct Member {
   void notify(int r);  // of this host
   void notify_peers();
   void wait_for_event(uint32_t seen_events, int64_t limit_ns);
+  // A moment of a wait that has lasted `waited_ns`; false: it is to sleep. After kSpinNs other threads run in between;
+  // where one of them has kept the processor, waits sleep at once for a while: who sleeps is let in sooner.
+  bool spins(int64_t waited_ns, int64_t limit_ns);
   // The next number of an operation: the proxy reads it to complete the low bits that travel.
   uint64_t upcoming(Op op) const { return __atomic_load_n(&next[int(op)], __ATOMIC_RELAXED); }
   void set_upcoming(Op op, uint64_t seq) { __atomic_store_n(&next[int(op)], seq, __ATOMIC_RELAXED); }
@@ -245,10 +251,7 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
       waiting.began = now_ns();
       continue;
     }
-    if (now - waiting.began < (want.op <= Op::combine ? step_spin_ns : meet_spin_ns)) {
-      relax();
-      continue;
-    }
+    if (spins(now - waiting.began, want.op <= Op::combine ? step_spin_ns : meet_spin_ns)) continue;
     if (now - waiting.started >= timeout_ns) return fail(want, silent, seen(silent), Why::silent, waiting.started);
     if (now - waiting.looked >= kSliceNs) {
       waiting.looked = now;
