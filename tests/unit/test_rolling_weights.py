@@ -105,6 +105,22 @@ def test_a_rank_that_cannot_load_turns_all_back(switched: int) -> None:
     assert manager.load(*NEW, 500.0) == 2, "workers may know number 1 as something that failed"
 
 
+def test_what_layers_still_have_is_known_while_another_one_is_loaded() -> None:
+    """Ranks refuse tables with a checkpoint that they know nothing of, and no epoch could begin with these."""
+    made = group()
+    manager = made.manager
+    manager.load(*NEW, 1.0)
+    made.switch(1)
+    made.tell(1, error="layer 3: unreadable")
+    made.switched = 0
+    made.switch(len(LAYERS))
+    assert not manager.is_moving
+    assert manager.load("/models/third", "cafe", 50.0) == 2
+    manager.form(["a", "b"], 60.0)
+    assert manager.numbers == (1, 0, 0)
+    assert [ref.number for ref in manager.checkpoints.refs] == [1, 2]
+
+
 @pytest.mark.parametrize("switched", [0, 1, 2])
 def test_an_epoch_that_ends_in_between_begins_with_what_was_reached_and_goes_on(switched: int) -> None:
     made = group()

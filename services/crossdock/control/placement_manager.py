@@ -245,7 +245,7 @@ class PlacementManager:
 
     def load(self, path: str, fingerprint: str, now: float) -> int:
         """Start to load another checkpoint in every layer; its number."""
-        self.checkpoints = self.checkpoints.with_next(path, fingerprint, self._highest + 1)
+        self.checkpoints = self.checkpoints.with_next(path, fingerprint, self._highest + 1, self.numbers)
         self._move_to_wanted(now)
         self.last_change = f"loading {path}"
         return self.checkpoints.wanted
