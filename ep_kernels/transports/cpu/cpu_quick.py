@@ -95,7 +95,7 @@ class CpuQuickCalls:
             return None
         if out is None:
             z = checks.made(torch.empty(rows, self._hidden, dtype=self._out_dtype, device=CPU))
-        elif any(_is_plain(out, dtype, self._hidden) for dtype in self._z_dtypes) and len(out) == rows:
+        elif self._is_room(out, rows) and not checks.share_memory(y, out):
             z = out
         else:
             return None
@@ -108,6 +108,9 @@ class CpuQuickCalls:
         )  # fmt: skip
         transport.judge(comm.lib.cd_combine(comm.pointer, ctypes.byref(op)))
         return z
+
+    def _is_room(self, out: Any, rows: int) -> bool:
+        return any(_is_plain(out, dtype, self._hidden) for dtype in self._z_dtypes) and len(out) == rows
 
     def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> None:
         """See `base.QuickCalls`: its halves are apart."""
