@@ -3,9 +3,9 @@
     python -m benchmarks.service.path [--out DIR] [--tokens 1,128] [--seconds S] [--way tcp]
 
 Real workers and a real control plane of this host, with time stamps around the parts of a call: all processes have one
-clock. One client, closed loop, through request buffers in shared memory or, by `--way tcp`, behind a connection; all rows go to one worker, and each chooses an expert of either
-rank. `floor` is what two ranks cannot do without: the same exchange, dispatch and combine in a tight loop, without
-experts, queue, client or other threads.
+clock. One client, closed loop, through request buffers in shared memory or, by `--way tcp`, behind a connection; all
+rows go to one worker, and each chooses an expert of either rank. `floor` is what two ranks cannot do without: the same
+exchange, dispatch and combine in a tight loop, without experts, queue, client or other threads.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import grpc
 
-from crossdock.client.request_buffer import RequestBuffer, RequestConnection, SharedBuffer
+from crossdock.client.opened_buffer import RequestBuffer, RequestConnection, SharedBuffer
 from crossdock.client.stream import WorkerStream
 from crossdock.common import log
 from crossdock.common.addresses import split_address

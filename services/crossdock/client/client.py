@@ -5,9 +5,9 @@
 
 A batch is spread over the ranks, each with a share of the tokens, in requests of at most REQUEST_BYTES. Streams to the
 workers stay open; to a worker of this host the tensors go through shared memory, to others over a TCP connection of
-their own where there is one (buffer_pool.py), without any setting. Views are followed: requests in flight to a lost rank are retried until their deadline (forward is
-idempotent). A request that a worker refuses for lack of resources is retried alone at the next worker, within a budget
-(retry.py).
+their own where there is one (buffer_pool.py), without any setting. Views are followed: requests in flight to a lost
+rank are retried until their deadline (forward is idempotent). A request that a worker refuses for lack of resources is
+retried alone at the next worker, within a budget (retry.py).
 
 Letters: T tokens, H hidden size, K experts per token.
 """

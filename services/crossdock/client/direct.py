@@ -11,7 +11,7 @@ import torch
 
 from crossdock.client.buffer_pool import BufferPool, ready
 from crossdock.client.errors import DeadlineExceeded, Overloaded, Unavailable
-from crossdock.client.request_buffer import RequestBuffer
+from crossdock.client.opened_buffer import RequestBuffer
 from crossdock.client.shares import Parts, Share, rows_like
 
 QUIET_S = 1.0

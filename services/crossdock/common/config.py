@@ -195,7 +195,7 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     max_shared_bytes: Annotated[int, msgspec.Meta(ge=0)] = 128 << 20
     """Memory of request buffers; one client gets a quarter, and uses gRPC beyond it. 0: none."""
     request_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = 0
-    """TCP port beside `listen` for request buffers of other hosts, without `security` only; 0: any. Null: gRPC alone."""
+    """TCP port beside `listen` for request buffers of other hosts; closed with `security`. 0: any. Null: gRPC alone."""
     max_message_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] = 2 << 20
     """Largest message of a client; a larger one ends its stream. `crossdock.client` cuts batches to fit the default."""
     max_calls_per_s: Rate = 100.0
@@ -256,7 +256,7 @@ class HostConfig(_Config, frozen=True, kw_only=True):
         return [self._worker(local_rank) for local_rank in range(self.num_workers)]
 
     def _worker(self, local_rank: int) -> WorkerConfig:
-        shared = self.worker
+        shared, port = self.worker, self.worker.request_port
         return msgspec.structs.replace(
             shared,
             local_rank=shared.local_rank + local_rank,
@@ -265,8 +265,7 @@ class HostConfig(_Config, frozen=True, kw_only=True):
             listen=count_up(shared.listen, local_rank),
             advertise=count_up(shared.advertise, local_rank),
             http_listen=count_up(shared.http_listen, local_rank),
-            request_port=shared.request_port
-            and split_address(count_up(f"request_port:{shared.request_port}", local_rank))[1],
+            request_port=port and split_address(count_up(f"request_port:{port}", local_rank))[1],
             network=shared.network and shared.network.of_worker(local_rank),
         )
 

@@ -1,4 +1,4 @@
-"""Request buffers: requests of clients without gRPC's copies and threads (request_buffer.py and request_connection.py of
+"""Request buffers: requests of clients without gRPC's copies and threads (request_buffer.py, request_connection.py of
 the protocol).
 
 OpenBuffer is a gRPC call like Forward: the same role, permits and connection limits, and as long as it is open, so is

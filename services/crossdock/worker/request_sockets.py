@@ -35,7 +35,7 @@ class RequestSockets:
         return self._outer.fileno()
 
     def add(self, sock: socket.socket, read: Callable[[], None]) -> None:
-        """From now on `read` is called when `sock` has something to read, or as `watch` says, by one thread at a time."""
+        """From now on `read` is called when `sock` has something to read (see `watch`), by one thread at a time."""
         self._readers[sock.fileno()] = read
         self._sockets.register(sock, select.EPOLLIN)
 

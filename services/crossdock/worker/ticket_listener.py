@@ -1,4 +1,4 @@
-"""A listening socket whose connections name themselves by a ticket, before a deadline, and few at a time without one."""
+"""A listening socket whose connections send a ticket before a deadline, and few at a time have sent none."""
 
 from __future__ import annotations
 

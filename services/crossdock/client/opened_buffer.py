@@ -11,6 +11,7 @@ import functools
 import select
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -28,7 +29,7 @@ _FEW = 64
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
 
-class RequestBuffer:
+class RequestBuffer(ABC):
     """One buffer, with at most one request in flight: `write`, `send`, `push` until all is sent, `read_into`. One
     thread at a time; `close` from any.
 
@@ -91,12 +92,13 @@ class RequestBuffer:
                 self._sock.shutdown(socket.SHUT_RDWR)
             self._end()
 
+    @abstractmethod
     def _send(self, packet: bytes) -> None:
-        raise NotImplementedError
+        """Send the message of a request. Raises Unavailable."""
 
+    @abstractmethod
     def _receive(self, out: torch.Tensor) -> bool:
-        """Read what is there of an answer. Whether that was all."""
-        raise NotImplementedError
+        """Read what is there of an answer. Whether that was all. Raises ClientError."""
 
     def _check(self, packet: bytes) -> None:
         """Raises ClientError: an error, or another answer."""
