@@ -27,6 +27,7 @@ import torch
 from benchmarks.service import path
 from benchmarks.service.load import Job, LoadProcesses
 from crossdock.client import Client
+from crossdock.client.buffer_pool import Way
 from crossdock.common.config import WorkerConfig
 from crossdock.worker.process import run_worker
 
@@ -36,6 +37,7 @@ CALLS = {1: 300, 128: 40}
 EIGHT_S = 1.5
 WAYS: dict[str, dict[str, Any]] = {"buffer": {}, "tcp": {"way": "tcp"}, "grpc": {"shared_memory": False}}
 """Arguments of a client, which may be of an older tree."""
+JOB_WAYS: dict[str, Way] = {"buffer": "auto", "tcp": "tcp", "grpc": "grpc"}
 
 
 def _work(_: object, config: WorkerConfig) -> None:
@@ -74,9 +76,7 @@ def serve() -> None:
                     took = one_client(group, int(tokens), way)
                     elapsed = sum(took)
                 else:
-                    job = Job(
-                        group.address, path.SIZES, int(tokens), 0, 8, EIGHT_S, way="auto" if way == "buffer" else way
-                    )
+                    job = Job(group.address, path.SIZES, int(tokens), 0, 8, EIGHT_S, way=JOB_WAYS[way])
                     got = load.run(job)
                     took, elapsed = got.took, got.elapsed
                 us = sorted(1e6 * each for each in took)

@@ -50,7 +50,7 @@ class Sender:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._left: list[bytes | memoryview] = []
+        self._left: list[memoryview] = []
 
     @property
     def pending(self) -> bool:
@@ -59,7 +59,7 @@ class Sender:
 
     def start(self, message: bytes, tensors: Sequence[memoryview] = ()) -> None:
         """Send this next; the bytes of the tensors stay as they are until all is sent."""
-        self._left = [_SIZE.pack(len(message)) + message, *filter(len, tensors)]
+        self._left = [memoryview(_SIZE.pack(len(message)) + message), *filter(len, tensors)]
 
     def push(self) -> bool:
         """Send what the socket takes now. Whether all is sent. Raises OSError."""
@@ -150,10 +150,10 @@ class Receiver:
         return bytes(self._view[_SIZE.size : _SIZE.size + size]) if self._have >= _SIZE.size + size else None
 
 
-def _after(parts: Sequence[bytes | memoryview], count: int) -> list:  # type: ignore[type-arg]
+def _after(parts: Sequence[memoryview], count: int) -> list[memoryview]:
     """What is left of them behind `count` bytes."""
     for index, part in enumerate(parts):
         if count < len(part):
-            return [memoryview(part)[count:], *parts[index + 1 :]]
+            return [part[count:], *parts[index + 1 :]]
         count -= len(part)
     return []
