@@ -65,13 +65,15 @@ async def test_a_client_opens_one_by_itself(tmp_path: Path, way: Way) -> None:
     await until(lambda: made.buffers.num_bytes == 0)
 
 
-async def test_inference_mode_may_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_ways
+async def test_inference_mode_may_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way) -> None:
     """Shared memory and answers are written in and outside of it, and by other threads."""
     monkeypatch.setattr(blocking, "QUIET_S", 0.0)  # each answer is read by the client's own thread
 
     def ask(client: Client) -> None:
-        batch = Batch.random(3)
-        assert torch.equal(client.forward(1, *tensors(batch)), 2 * batch.x)
+        for num_tokens in (3, 300):
+            batch = Batch.random(num_tokens)
+            assert torch.equal(client.forward(1, *tensors(batch)), 2 * batch.x)
 
     def ask_often(client: Client) -> None:
         with torch.inference_mode():
@@ -83,7 +85,7 @@ async def test_inference_mode_may_come_and_go(tmp_path: Path, monkeypatch: pytes
             ask(client)
 
     async with world(tmp_path) as made:
-        client = await asyncio.to_thread(Client, made.address)
+        client = await asyncio.to_thread(functools.partial(Client, made.address, way=way))
         await asyncio.to_thread(ask_often, client)
         assert isinstance(made.engine.seen[-1].stream, ServedBuffer)
         await asyncio.to_thread(client.close)

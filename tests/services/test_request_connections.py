@@ -162,8 +162,7 @@ async def test_who_does_not_read_an_answer_keeps_no_step_waiting(
         guest.write(batch := Batch.random(6000))
         await asyncio.to_thread(guest.tell, 1, 6000)
         await until(lambda: bool(made.engine.seen) and made.engine.seen[0].answered)
-        sender = connection_of(made)._sender  # type: ignore[attr-defined]
-        await until(lambda: sender.pending)
+        await until(lambda: connection_of(made).is_sending)
         if reads:
             assert not (await guest.answer()).HasField("error")
             assert torch.equal(guest.y(6000), 2 * batch.x)
@@ -201,6 +200,20 @@ async def test_a_request_and_its_cancellation_may_come_at_once(tmp_path: Path) -
         guest.sock.sendall(guest.packet(2, 1) + guest.packet(2, 1, cancel=True))
         assert (await guest.answer()).error.code == grpc.StatusCode.CANCELLED.value[0]
         assert made.engine.seen[0].answered
+
+
+async def test_an_answer_that_is_being_sent_outlives_a_worker_that_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer_server, "SOCKET_BYTES", 4 * KIB)
+    async with world(tmp_path) as made, RemoteGuest(made, 4096 * KIB) as guest:
+        await guest.redeem()
+        guest.write(batch := Batch.random(6000))
+        await asyncio.to_thread(guest.tell, 1, 6000)
+        await until(lambda: bool(len(made.buffers)) and connection_of(made).is_sending)
+        made.buffers.close()
+        assert not (await guest.answer()).HasField("error")
+        assert torch.equal(guest.y(6000), 2 * batch.x)
 
 
 @pytest.mark.parametrize("how", ["reset", "left"])

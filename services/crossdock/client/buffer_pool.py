@@ -19,7 +19,7 @@ import grpc
 from crossdock.client.opened_buffer import RequestBuffer, RequestConnection, SharedBuffer
 from crossdock.client.stream import WorkerStream
 from crossdock.common import log
-from crossdock.common.addresses import split_address
+from crossdock.common.addresses import AddressError, split_address
 from crossdock.common.tasks import background, call_in_loop
 from crossdock.protocol.request_buffer import MAX_BUFFER_BYTES, SharedMemory, host_identity
 from crossdock.protocol.request_connection import REDEEMED, prepare
@@ -181,7 +181,7 @@ async def _connected(address: str, offer: expert_pb2.OpenBufferResponse, end: Ca
     try:
         async with asyncio.timeout(_OPEN_S / 2):
             sock = await _dialled(split_address(address)[0], offer.port)
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, AddressError) as error:
         raise _Unreachable(f"port {offer.port}: {error or 'no answer'}") from error
     try:
         sock.send(offer.ticket)

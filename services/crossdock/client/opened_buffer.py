@@ -12,7 +12,7 @@ import select
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from google.protobuf.message import DecodeError
@@ -21,10 +21,20 @@ from crossdock.client.errors import Unavailable, from_answer
 from crossdock.client.shares import Parts
 from crossdock.common.tracing import current_traceparent
 from crossdock.protocol import wire
-from crossdock.protocol.request_buffer import MAX_PACKET_BYTES, RepeatedRequests, RequestRows, SharedMemory, described
+from crossdock.protocol.request_buffer import (
+    MAX_PACKET_BYTES,
+    Places,
+    RepeatedRequests,
+    RequestMemory,
+    RequestRows,
+    SharedMemory,
+    described,
+)
 from crossdock.protocol.request_connection import Receiver, Sender
 from crossdock.protocol.v1 import expert_pb2
 
+_SMALL_BYTES = 64 << 10
+"""Of a request and its answer."""
 _FEW = 64
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
@@ -129,11 +139,8 @@ class SharedBuffer(RequestBuffer):
         """Copy the tensors of a request that fits."""
         super().write(parts)
         dtype, tokens, hidden, topk = self._shape
-        x, ids, weights = parts
-        rows = self._rows = self._memory.rows(tokens, hidden, topk, dtype)
-        rows.x.copy_(x)
-        rows.ids.copy_(ids if ids.dtype is torch.int32 else _narrow(ids))
-        rows.weights.copy_(weights)
+        self._rows = self._memory.rows(tokens, hidden, topk, dtype)
+        _copy(parts, self._rows)
 
     def _send(self, packet: bytes) -> None:
         try:
@@ -154,12 +161,15 @@ class SharedBuffer(RequestBuffer):
 
 
 class RequestConnection(RequestBuffer):
-    """Over TCP: tensors are sent from where their caller has them, and received where it wants them."""
+    """Over TCP: tensors are sent from where their caller has them, and received where it wants them; small ones by
+    memory of its own, since copies of them cost less than views."""
 
     def __init__(self, address: str, sock: socket.socket, num_bytes: int, end: Callable[[], None]) -> None:
         super().__init__(address, sock, num_bytes, end)
         self._sender, self._receiver = Sender(sock), Receiver(sock)
-        self._parts: list[memoryview] = []
+        self._memory = RequestMemory(_SMALL_BYTES)
+        self._rows: RequestRows | None = None
+        self._parts: Sequence[memoryview] = ()
         self._is_answered = False
 
     @property
@@ -170,7 +180,14 @@ class RequestConnection(RequestBuffer):
     def write(self, parts: Parts) -> None:
         """Keep the tensors of a request that fits; they stay as they are until it is sent."""
         super().write(parts)
+        dtype, tokens, hidden, topk = self._shape
         x, ids, weights = parts
+        self._rows = None
+        if Places.of(tokens, hidden, topk, dtype.itemsize).num_bytes <= _SMALL_BYTES:
+            self._rows = self._memory.rows(tokens, hidden, topk, dtype)
+            _copy(parts, self._rows)
+            self._parts = self._rows.sent
+            return
         ids = ids if ids.dtype is torch.int32 else _narrow(ids).to(torch.int32)
         self._parts = [wire.bytes_of(part) for part in (x, ids, weights)]
 
@@ -184,7 +201,7 @@ class RequestConnection(RequestBuffer):
 
     def _send(self, packet: bytes) -> None:
         self._sender.start(packet, self._parts)
-        self._parts = []
+        self._parts = ()
         self.push()
 
     def _receive(self, out: torch.Tensor) -> bool:
@@ -194,12 +211,21 @@ class RequestConnection(RequestBuffer):
                 if packet is None:
                     return False
                 self._check(packet)
-                self._receiver.begin([wire.bytes_of(out)])
+                self._receiver.begin([wire.bytes_of(out) if self._rows is None else self._rows.answered])
                 self._is_answered = True
             self._is_answered = not self._receiver.fill()
         except (EOFError, DecodeError) as error:
             raise self._gone() from error
+        if self._rows is not None and not self._is_answered:
+            out.copy_(self._rows.y)
         return not self._is_answered
+
+
+def _copy(parts: Parts, rows: RequestRows) -> None:
+    x, ids, weights = parts
+    rows.x.copy_(x)
+    rows.ids.copy_(ids if ids.dtype is torch.int32 else _narrow(ids))
+    rows.weights.copy_(weights)
 
 
 def _narrow(ids: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
 from crossdock.protocol.request_buffer import MAX_PACKET_BYTES
+
+Into = TypeVar("Into")
 
 TICKET_BYTES = 32
 REDEEMED = b"."
@@ -36,6 +39,8 @@ _OPTIONS = {
 }
 _READS = 4
 """Of one call; the socket keeps what is left."""
+_FIRST_BYTES = 32 << 10
+"""Of a message and what follows it that are read at once: small requests come in one piece."""
 
 
 def prepare(sock: socket.socket) -> None:
@@ -80,7 +85,7 @@ class Receiver:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._read = bytearray(_SIZE.size + MAX_PACKET_BYTES)
+        self._read = bytearray(_FIRST_BYTES)
         self._view = memoryview(self._read)
         self._have = 0
         self._into: list[memoryview] = []
@@ -99,7 +104,7 @@ class Receiver:
         """
         found = self._whole()
         if found is None:
-            count = self._received([self._view[self._have :]])
+            count = self._received(self._sock.recv_into, self._view[self._have :])
             self._have += count
             found = self._whole() if count else None
         return found
@@ -119,16 +124,20 @@ class Receiver:
     def fill(self) -> bool:
         """Receive tensors as far as they are here. Whether they are whole. Raises EOFError."""
         for _ in range(_READS):
-            count = self._received(self._into) if self._into else 0
+            count = self._received(self._received_into, self._into) if self._into else 0
             if not count:
                 break
             self._into = _after(self._into, count)
         return not self._into
 
-    def _received(self, into: list[memoryview]) -> int:
+    def _received_into(self, parts: list[memoryview]) -> int:
+        return self._sock.recvmsg_into(parts)[0]
+
+    @staticmethod
+    def _received(read: Callable[[Into], int], into: Into) -> int:
         """How many bytes; 0: there are none yet."""
         try:
-            count = self._sock.recvmsg_into(into)[0]
+            count = read(into)
         except BlockingIOError:
             return 0
         except OSError as error:

@@ -119,10 +119,11 @@ class RequestBuffers:
                 del self._held[client]
 
     def close(self) -> None:
-        """End all buffers and offer no more. Idempotent."""
+        """End all buffers, those that send an answer when their call ends, and offer no more. Idempotent."""
         self._closed = True
         for buffer in list(self._open):
-            end(buffer.sock)
+            if not buffer.is_sending:
+                end(buffer.sock)
 
     def _check(self, client: Hashable, request: expert_pb2.OpenBufferRequest) -> bool:
         """Whether it is to be a TCP connection. Raises rpc.CallError."""

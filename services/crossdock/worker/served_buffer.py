@@ -76,6 +76,11 @@ class ServedBuffer:
         self._rows: RequestRows | None = None
         self._done = expert_pb2.ForwardResponse()
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether a part of an answer is not sent yet."""
+        return False
+
     def read(self) -> None:
         """The socket has something, or is at its end."""
         try:

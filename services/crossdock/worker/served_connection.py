@@ -42,6 +42,11 @@ class ServedConnection(ServedBuffer):
         self._sending, self._closed = threading.Lock(), False
         self._read_until = self._sent_until = _NEVER
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether a part of an answer is not sent yet."""
+        return self._sender.pending
+
     def expire(self, now: float) -> None:
         """Also end the connection if its other end takes too long."""
         super().expire(now)
