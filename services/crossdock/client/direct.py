@@ -35,6 +35,7 @@ class DirectCall:
         self.out: torch.Tensor
         self._pool, self._deadline = pool, deadline
         self._waiting: list[tuple[Share, RequestBuffer]] = []
+        self._is_sent = False
 
     def add(self, share: Share, buffer: RequestBuffer) -> None:
         """One more share, before `send`."""
@@ -47,8 +48,8 @@ class DirectCall:
             for share, buffer in self._waiting:  # workers that are told together serve them in one step
                 whole = len(self._waiting) == 1
                 buffer.write(parts if whole else [part[share.start : share.stop] for part in parts])
-            for _, buffer in self._waiting:
-                buffer.send(layer, left_s, model)
+            sent = [buffer.send(layer, left_s, model) for _, buffer in self._waiting]
+            self._is_sent = all(sent)
             self.out = rows_like(parts[0])  # the workers are at it
         except BaseException as error:
             self.abandon()
@@ -67,14 +68,15 @@ class DirectCall:
         """Wait for all answers in this thread. False: some are missing. Raises ClientError."""
         until = min(time.monotonic() + timeout_s, self._deadline)
         try:
-            if not self._sent(until):
+            if not (self._is_sent or self._sent(until)):
                 return False
             while self._waiting:
                 share, buffer = self._waiting[-1]
-                if not buffer.read_into(self.out[share.start : share.stop], until - time.monotonic()):
+                if buffer.read_into(self.out[share.start : share.stop], until - time.monotonic()):
+                    self._waiting.pop()
+                    self._pool.give_back(buffer)
+                elif time.monotonic() >= until:
                     return False
-                self._waiting.pop()
-                self._pool.give_back(buffer)
         except BaseException as error:
             self.refused = error if isinstance(error, Overloaded) else None
             self.abandon()
@@ -104,6 +106,7 @@ class DirectCall:
         while unsent := [buffer for _, buffer in self._waiting if not buffer.push()]:
             if not _are_writable(unsent, until - time.monotonic()):
                 return False
+        self._is_sent = True
         return True
 
     def abandon(self) -> None:

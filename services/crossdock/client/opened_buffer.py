@@ -71,28 +71,23 @@ class RequestBuffer(ABC):
         """For event loops."""
         return self._sock.fileno()
 
+    @abstractmethod
     def write(self, parts: Parts) -> None:
         """Take the tensors of a request that fits."""
-        x, ids, _ = parts
-        self._shape = x.dtype, x.shape[0], x.shape[1], ids.shape[1]
 
-    def send(self, layer: int, timeout_s: float, model: str) -> None:
-        """Send the request of what was written, or the first part of it. Raises Unavailable."""
+    def send(self, layer: int, timeout_s: float, model: str) -> bool:
+        """Send the request of what was written, or the first part of it. Whether all is sent. Raises Unavailable."""
         self._id += 1
         fields = *self._shape, layer, max(1, int(timeout_s * 1000)), model, current_traceparent()
-        self._send(self._requests.packet_of(self._id, fields, functools.partial(_request, *fields)))
+        return self._send(self._requests.packet_of(self._id, fields, functools.partial(_request, *fields)))
 
     def push(self) -> bool:
         """Send more of it. Whether all is sent."""
         return True
 
     def read_into(self, out: torch.Tensor, timeout_s: float) -> bool:
-        """Wait for the answer, and copy its rows. False: not all of it is there yet. Raises ClientError."""
-        until = time.monotonic() + timeout_s
-        while self._poll.poll(max(0.0, 1e3 * (until - time.monotonic()))):
-            if self._receive(out):
-                return True
-        return False
+        """Wait for the answer or a part of it, and copy its rows. Whether it is whole. Raises ClientError."""
+        return bool(self._poll.poll(max(0.0, 1e3 * timeout_s))) and self._receive(out)
 
     def close(self) -> None:
         """End it; a request in flight is withdrawn. Idempotent."""
@@ -103,8 +98,8 @@ class RequestBuffer(ABC):
             self._end()
 
     @abstractmethod
-    def _send(self, packet: bytes) -> None:
-        """Send the message of a request. Raises Unavailable."""
+    def _send(self, packet: bytes) -> bool:
+        """Send the message of a request. Whether all is sent. Raises Unavailable."""
 
     @abstractmethod
     def _receive(self, out: torch.Tensor) -> bool:
@@ -137,16 +132,16 @@ class SharedBuffer(RequestBuffer):
 
     def write(self, parts: Parts) -> None:
         """Copy the tensors of a request that fits."""
-        super().write(parts)
-        dtype, tokens, hidden, topk = self._shape
+        dtype, tokens, hidden, topk = self._shape = _shape_of(parts)
         self._rows = self._memory.rows(tokens, hidden, topk, dtype)
         _copy(parts, self._rows)
 
-    def _send(self, packet: bytes) -> None:
+    def _send(self, packet: bytes) -> bool:
         try:
             self._sock.send(packet)
         except OSError as error:
             raise self._gone() from error
+        return True
 
     def _receive(self, out: torch.Tensor) -> bool:
         try:
@@ -179,8 +174,7 @@ class RequestConnection(RequestBuffer):
 
     def write(self, parts: Parts) -> None:
         """Keep the tensors of a request that fits; they stay as they are until it is sent."""
-        super().write(parts)
-        dtype, tokens, hidden, topk = self._shape
+        dtype, tokens, hidden, topk = self._shape = _shape_of(parts)
         x, ids, weights = parts
         self._rows = None
         if Places.of(tokens, hidden, topk, dtype.itemsize).num_bytes <= _SMALL_BYTES:
@@ -199,10 +193,13 @@ class RequestConnection(RequestBuffer):
             self._sender.drop()
             return True
 
-    def _send(self, packet: bytes) -> None:
-        self._sender.start(packet, self._parts)
-        self._parts = ()
-        self.push()
+    def _send(self, packet: bytes) -> bool:
+        parts, self._parts = self._parts, ()
+        try:
+            return self._sender.start(packet, parts)
+        except OSError:  # as `push`
+            self._sender.drop()
+            return True
 
     def _receive(self, out: torch.Tensor) -> bool:
         try:
@@ -219,6 +216,11 @@ class RequestConnection(RequestBuffer):
         if self._rows is not None and not self._is_answered:
             out.copy_(self._rows.y)
         return not self._is_answered
+
+
+def _shape_of(parts: Parts) -> tuple[torch.dtype, int, int, int]:
+    x, ids, _ = parts
+    return x.dtype, x.shape[0], x.shape[1], ids.shape[1]
 
 
 def _copy(parts: Parts, rows: RequestRows) -> None:

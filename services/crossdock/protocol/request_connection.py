@@ -56,28 +56,32 @@ class Sender:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._left: list[memoryview] = []
+        self._num_left = 0
 
     @property
     def pending(self) -> bool:
         """Whether something is not sent yet."""
-        return bool(self._left)
+        return self._num_left > 0
 
-    def start(self, message: bytes, tensors: Sequence[memoryview] = ()) -> None:
-        """Send this next; the bytes of the tensors stay as they are until all is sent."""
-        self._left = [memoryview(_SIZE.pack(len(message)) + message), *filter(len, tensors)]
+    def start(self, message: bytes, tensors: Sequence[memoryview] = ()) -> bool:
+        """Send this next; the bytes of the tensors stay as they are until all is sent. Returns and raises as `push`."""
+        self._left = [memoryview(_SIZE.pack(len(message)) + message), *tensors]
+        self._num_left = sum(map(len, self._left))
+        return self.push()
 
     def push(self) -> bool:
         """Send what the socket takes now. Whether all is sent. Raises OSError."""
         try:
-            sent = self._sock.sendmsg(self._left) if self._left else 0
+            sent = self._sock.sendmsg(self._left) if self._num_left else 0
         except BlockingIOError:
             return False
-        self._left = _after(self._left, sent)
-        return not self._left
+        self._num_left -= sent
+        self._left = _after(self._left, sent) if self._num_left else []
+        return not self._num_left
 
     def drop(self) -> None:
         """Send no more."""
-        self._left = []
+        self._left, self._num_left = [], 0
 
 
 class Receiver:
@@ -87,7 +91,7 @@ class Receiver:
         self._sock = sock
         self._read = bytearray(_FIRST_BYTES)
         self._view = memoryview(self._read)
-        self._have = 0
+        self._have = self._end = 0
         self._into: list[memoryview] = []
 
     @property
@@ -102,24 +106,25 @@ class Receiver:
             EOFError: the end, or the connection is broken.
             DecodeError: no message is of that size.
         """
-        found = self._whole()
+        found = self._whole() if self._have else None
         if found is None:
-            count = self._received(self._sock.recv_into, self._view[self._have :])
-            self._have += count
-            found = self._whole() if count else None
+            self._have += self._received(self._sock.recv_into, self._view[self._have :])
+            found = self._whole()
         return found
 
     def begin(self, tensors: Sequence[memoryview] = ()) -> None:
         """The tensors that follow the message go there."""
-        size = _SIZE.size + self._size()
-        rest, taken = self._view[size : self._have], 0
+        at, self._into = self._end, []
         for tensor in tensors:
-            part = rest[taken : taken + len(tensor)]
-            tensor[: len(part)] = part
-            taken += len(part)
-        self._into = _after([tensor for tensor in tensors if len(tensor)], taken)
-        self._read[: len(rest) - taken] = bytes(rest[taken:])
-        self._have = len(rest) - taken
+            part = self._view[at : min(at + len(tensor), self._have)]
+            count = len(part)
+            tensor[:count] = part
+            at += count
+            if count < len(tensor):
+                self._into.append(tensor[count:])
+        self._have -= at
+        if self._have:
+            self._read[: self._have] = bytes(self._view[at : at + self._have])
 
     def fill(self) -> bool:
         """Receive tensors as far as they are here. Whether they are whole. Raises EOFError."""
@@ -146,17 +151,14 @@ class Receiver:
             raise EOFError
         return count
 
-    def _size(self) -> int:
-        size: int = _SIZE.unpack_from(self._read)[0]
-        return size
-
     def _whole(self) -> bytes | None:
         if self._have < _SIZE.size:
             return None
-        size = self._size()
+        (size,) = _SIZE.unpack_from(self._read)
         if not 0 < size <= MAX_PACKET_BYTES:
             raise DecodeError(f"message: expected 1..{MAX_PACKET_BYTES} bytes, got {size}")
-        return bytes(self._view[_SIZE.size : _SIZE.size + size]) if self._have >= _SIZE.size + size else None
+        self._end = _SIZE.size + size
+        return bytes(self._view[_SIZE.size : self._end]) if self._have >= self._end else None
 
 
 def _after(parts: Sequence[memoryview], count: int) -> list[memoryview]:

@@ -39,7 +39,7 @@ class ServedConnection(ServedBuffer):
         self._sender, self._receiver = Sender(self.sock), Receiver(self.sock)
         self._request_sockets = request_sockets
         self._asked: expert_pb2.ForwardRequest | None = None
-        self._sending, self._closed = threading.Lock(), False
+        self._sending, self._is_full, self._closed = threading.Lock(), False, False
         self._read_until = self._sent_until = _NEVER
 
     @property
@@ -54,7 +54,7 @@ class ServedConnection(ServedBuffer):
             end(self.sock)
 
     def _receive(self) -> None:
-        if self._sender.pending and not self._push():
+        if self._is_full and not self._push():
             return
         while self._asked is not None or self._next():
             if not self._receiver.fill():
@@ -94,10 +94,9 @@ class ServedConnection(ServedBuffer):
             if self._closed or self._sender.pending:  # a client that does not wait for answers
                 end(self.sock)
                 return
-            self._sender.start(packet, [] if rows is None else [rows.answered])
             try:
-                if not self._sender.push():
-                    self._sent_until = self._deadline()
+                if not self._sender.start(packet, () if rows is None else (rows.answered,)):
+                    self._is_full, self._sent_until = True, self._deadline()
                     self._request_sockets.watch(self.sock, writable=True)
             except OSError:
                 self._sender.drop()
@@ -111,7 +110,7 @@ class ServedConnection(ServedBuffer):
                     return False
             except OSError as error:
                 raise EOFError from error
-            self._sent_until = _NEVER
+            self._is_full, self._sent_until = False, _NEVER
             self._request_sockets.watch(self.sock, writable=False)
             return True
 
