@@ -153,6 +153,8 @@ async def test_a_call_whose_channel_is_closed_is_unavailable() -> None:
                 await channel.close(0.01)
                 with pytest.raises(rpc.Unavailable, match="the channel was closed during the call"):
                     await call
+                with pytest.raises(rpc.Unavailable, match="Channel is closed"):
+                    await rpc.call(channel.unary_unary(ECHO), b"", timeout_s=TIMEOUT_S)
             else:
                 call.cancel()
                 with pytest.raises(asyncio.CancelledError):
