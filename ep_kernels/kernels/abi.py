@@ -103,6 +103,7 @@ Network = _record(
     ("heads_done", "u64", "blocks that have written their part of a dispatch's head"),
     ("popped_seen", "u64", "`popped`, as a kernel last read it"),
     ("tail", "u64", "descriptors that kernels have pushed"),
+    ("exact", "u64", "1 = combine is exact: token metadata say where the token's rows begin in the box"),
 )
 State = _record(
     "State",
@@ -229,12 +230,12 @@ DispatchArgs = _record(
     ("x_scales", "u8*", "[T, S] caller's scales, null = none"),
     ("topk_ids", "i32*", "[T, K] logical experts"),
     ("topk_weights", "f32*", "[T, K]"),
-    ("routes", "Route*", "[T, K] out (cached: in)"),
+    ("routes", "Route*", "[T, K] out (cached: in); exact over a network: behind M * K of them box rows (ll128.cuh)"),
     ("valid", "u8*", "[T] out: 0 where every copy of a chosen expert is gone"),
     ("num_invalid_ids", "i32*", "[1] out"),
     ("dst_rows", "i32*", "[R, M, K] out (HT, cached: in): row that serves (source, position, k), -1 none, -2 dropped"),
     ("weights", "f32*", "[R, M, K] out: weights as sent, 0 where dst_rows are -1"),
-    ("tokens", "i32*", "[R, M] out: token index at its source (HT, cached: not touched)"),
+    ("tokens", "i32*", "[R, M] out: token index at its source, or first row in its box (HT, cached: not touched)"),
     ("source_rows", "i32*", "[R] out (HT, cached: in): rows (positions) that each source sent"),
     ("saved_counts", "i32*", "[2 G + 3] out (HT, cached: in): counts [G], offsets [G + 1], rows, dropped; G = L or R"),
     ("counts", "i32*", "[L] or [R] out: DispatchOutput.counts"),
@@ -322,7 +323,8 @@ class Shape:
         row_packets, metadata_lines: LL: packets of a row, lines of its metadata.
         count_lines: LL: lines of a source's counts per expert; 0 in rank-wise layouts.
         combine_packets, weight_lines: LL: packets of a combine row, lines of the numbers beside it.
-        num_partials: rows of a token in a combine slot: R, or K (exact).
+        exact: whether combine returns each routed row by itself.
+        num_partials: rows of a token in a combine slot: R, or K (exact); in a box 1, or K.
         combine_row_bytes: bytes of each.
         dispatch_slots, combine_slots: D, C.
     """
@@ -342,6 +344,7 @@ class Shape:
     count_lines: int
     combine_packets: int
     weight_lines: int
+    exact: bool
     num_partials: int
     combine_row_bytes: int
     dispatch_slots: int
@@ -391,7 +394,8 @@ def region_map(shape: Shape) -> Any:
 
 def box_map(shape: Shape) -> Any:
     """The byte map of an outbox or inbox: what LL moves of a region with one source; no rows."""
-    one = replace(shape, size=1, num_partials=1, max_tokens=shape.ll_tokens, capacity_rows=0, ll=True, ht=False)
+    partials = shape.topk if shape.exact else 1
+    one = replace(shape, size=1, num_partials=partials, max_tokens=shape.ll_tokens, capacity_rows=0, ll=True, ht=False)
     return region_map(one)
 
 

@@ -15,7 +15,7 @@ import torch
 from ep_kernels import jit
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink import network_plan
-from ep_kernels.types import Layout, Mode
+from ep_kernels.types import Layout, Mode, Overflow
 from tests.cases import RoutingCase, draw_seed
 from tests.emulator.build import build, compiler
 from tests.emulator.machine import Emulated, without_driver
@@ -82,6 +82,20 @@ def test_rows_in_slices(provider: NetworkConfig, layout: Layout, join: Joined, m
     check(loop, case, Mode.LL)
     check(loop, replace(case, seed=draw_seed()), Mode.HT, phases=SPLIT, backward=True)
     check(loop, replace(case, tokens=(2, 0, 34, 3), seed=draw_seed()), Mode.LL)
+
+
+@pytest.mark.parametrize("slice_bytes", [4096, 256 << 10], ids=["slices", "whole"])
+@pytest.mark.parametrize("provider", [TCP, SHUFFLED], ids=["tcp", "shuffled"])
+def test_an_exact_combine(
+    provider: NetworkConfig, slice_bytes: int, join: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network_plan, "SLICE_BYTES", slice_bytes)
+    loop = network.exact_rows(Layout.EXPERT_MAJOR, join, network=provider)
+    assert list(loop.remotes[0].record().slice_rows) == ([2, 4] if slice_bytes == 4096 else [0, 0])
+
+
+def test_an_exact_combine_of_dropped_rows(join: Joined) -> None:
+    network.exact_rows(Layout.EXPERT_MAJOR, join, overflow=Overflow.DROP, max_recv_rows=4)
 
 
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT, Mode.AUTO])

@@ -146,6 +146,7 @@ def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
         count_lines=-(-experts.stride // abi.LINE_INTS) if c.resolved_layout.per_expert else 0,
         combine_packets=_combine_packets(c),
         weight_lines=-(-c.topk // abi.LINE_INTS),
+        exact=c.exact_combine,
         num_partials=c.topk if c.exact_combine else ranks,
         combine_row_bytes=combine_stages(c).combine_row_bytes,
         dispatch_slots=c.max_in_flight + (algorithm(c, c.mode) is not Mode.HT),
@@ -200,7 +201,7 @@ class StateMap:
 
     Attributes:
         routes, dst_rows, tokens, source_rows, saved_counts: as in `abi.DispatchArgs`, in the first buffer, of
-            `routing_bytes`.
+            `routing_bytes`; box rows (exact over a network) behind the routes.
         weights: in the second, whose first words are `abi.DispatchArgs.op`; `carried_bytes`: its size.
     """
 
@@ -217,8 +218,9 @@ class StateMap:
 def state_map(c: MoEConfig, sizes: Sizes) -> StateMap:
     """For T = M; each part 16-byte aligned."""
     positions = c.group.size * c.max_tokens_per_rank
+    box_row_bytes = 4 if c.exact_combine and c.network is not None else 0
     parts = {
-        "routes": c.max_tokens_per_rank * c.topk * ctypes.sizeof(abi.Route),
+        "routes": c.max_tokens_per_rank * c.topk * (ctypes.sizeof(abi.Route) + box_row_bytes),
         "dst_rows": positions * c.topk * 4,
         "tokens": positions * 4,
         "source_rows": c.group.size * 4,
