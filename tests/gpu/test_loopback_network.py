@@ -86,6 +86,24 @@ def test_many_wide_rows(hidden: int, join: Joined) -> None:
             check(loop, replace(case, seed=draw_seed()), Mode.HT)
 
 
+@pytest.mark.parametrize("lanes", [1, 4])
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.GROUPED])
+def test_an_exact_combine(layout: Layout, lanes: int, join: Joined) -> None:
+    network.exact_rows(layout, join, network=replace_lanes(lanes))
+    network.exact_rows(layout, join, network=SHUFFLED, overflow=Overflow.DROP, max_recv_rows=4)
+
+
+@pytest.mark.parametrize("payload", [{}, {"quantize": True}, {"dtype": torch.float32}])
+@pytest.mark.parametrize("tokens", [(700, 0, 513, 1), (128, 128, 128, 128)])
+def test_many_rows_of_an_exact_combine(tokens: tuple[int, ...], payload: dict[str, Any], join: Joined) -> None:
+    """In slices; of more tokens than masks of experts have room for, and of as many as LL brings."""
+    case = RoutingCase(256, 8, 2048, tokens, "uniform", draw_seed(), max_tokens=max(tokens))
+    loop = join(case, mode=Mode.AUTO, layout=Layout.EXPERT_MAJOR, exact_combine=True, **payload)
+    assert all(loop.remotes[0].record().slice_rows)
+    for kind in ("uniform", "repeated", "zipf"):
+        check(loop, replace(case, kind=kind, seed=draw_seed()), Mode.LL)
+
+
 def replace_lanes(lanes: int) -> Any:
     return type(TCP)(listen=TCP.listen, advertise=TCP.advertise, lanes=lanes)
 
