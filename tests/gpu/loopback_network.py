@@ -71,9 +71,9 @@ def exact_rows(layout: Layout, join: Join, **fields: Any) -> Loopback:
     return loop
 
 
-def different_routings_break_nothing(layout: Layout, mode: Mode, join: Join) -> None:
+def different_routings_break_nothing(layout: Layout, mode: Mode, join: Join, exact: bool = False) -> None:
     """Ranks of both hosts hear who brought what, and the group goes on."""
-    loop, case = four(layout, mode, join)
+    loop, case = four(layout, mode, join, exact_combine=exact)
     mine, theirs = check(loop, case, mode), check(loop, replace(case, seed=draw_seed()), mode)
     xs = [case.x(r, torch.bfloat16) for r in range(loop.size)]
     ids, weights = [case.topk_ids(r) for r in range(loop.size)], [case.topk_weights(r) for r in range(loop.size)]
@@ -164,24 +164,26 @@ def a_rank_wakes(op: str, layout: Layout, machine: Machine | None) -> None:
         loop.close()
 
 
-def bytes_are_those_of_theory(layout: Layout, join: Join) -> None:
+def bytes_are_those_of_theory(layout: Layout, join: Join, exact: bool = False) -> None:
     """As the table of docs/network.md. Each row goes once to each rank of the other host that holds an expert of its
-    token, each partial back; counts, metadata and routing beside them."""
-    loop, case = four(layout, Mode.LL, join)
+    token, each partial back, or (exact) a row for each expert; counts, metadata and routing beside them."""
+    loop, case = four(layout, Mode.LL, join, exact_combine=exact)
     counts = 0 if layout in (Layout.FLAT, Layout.RANK_MAJOR) else 128  # of at most 28 experts on a rank
     before = [{t.peer: t for t in remote.peers()} for remote in loop.remotes]
     check(loop, case, Mode.LL)
     shape, stride = loop.engines[0].sizes.shape, loop.configs[0].resolved_expert_map.stride
-    rows = [[0] * 4 for _ in range(4)]  # of source, at rank
+    rows, routed = [[0] * 4 for _ in range(4)], [[0] * 4 for _ in range(4)]  # of source, at rank
     for source in range(4):
         for ids in case.topk_ids(source).tolist():
-            for rank in {loop.configs[0].resolved_expert_map.replicas[e][0][0] for e in ids if e >= 0}:
-                rows[source][rank] += 1
+            ranks = [loop.configs[0].resolved_expert_map.replicas[e][0][0] for e in ids if e >= 0]
+            for rank in range(4):
+                rows[source][rank] += rank in ranks
+                routed[source][rank] += ranks.count(rank)
     assert stride
     for rank, remote in enumerate(loop.remotes):
         traffic = {t.peer: t for t in remote.peers()}
         for peer in remote.ranks:
-            out, home = rows[rank][peer], rows[peer][rank]
+            out, home = rows[rank][peer], (routed if exact else rows)[peer][rank]
             sent = traffic[peer].sent_bytes - before[rank][peer].sent_bytes
             row = shape.row_packets * 1024 + shape.metadata_lines * 128
             assert sent == 16 + counts + out * row + 16 + home * shape.combine_packets * 1024

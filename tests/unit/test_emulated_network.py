@@ -30,6 +30,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 LAYOUTS = [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR]
+WAYS = [(Layout.RANK_MAJOR, False), (Layout.EXPERT_MAJOR, True)]
+"""Layouts, and whether combine is exact."""
 SPLIT, BOTH = (1, 2), (3,)
 
 
@@ -137,8 +139,9 @@ def test_handles_are_used_again(join: Joined) -> None:
     network.handles_are_used_again(Layout.EXPERT_MAJOR, Mode.LL, join)
 
 
-def test_different_routings_break_nothing(join: Joined) -> None:
-    network.different_routings_break_nothing(Layout.RANK_MAJOR, Mode.LL, join)
+@pytest.mark.parametrize(("layout", "exact"), WAYS)
+def test_different_routings_break_nothing(layout: Layout, exact: bool, join: Joined) -> None:
+    network.different_routings_break_nothing(layout, Mode.LL, join, exact)
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine", "barrier", "credit"])
@@ -159,6 +162,6 @@ def test_a_rank_wakes(op: str) -> None:
     network.a_rank_wakes(op, Layout.RANK_MAJOR, Emulated())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_are_those_of_theory(layout: Layout, join: Joined) -> None:
-    network.bytes_are_those_of_theory(layout, join)
+@pytest.mark.parametrize(("layout", "exact"), [(Layout.EXPERT_MAJOR, False), *WAYS])
+def test_bytes_are_those_of_theory(layout: Layout, exact: bool, join: Joined) -> None:
+    network.bytes_are_those_of_theory(layout, join, exact)
