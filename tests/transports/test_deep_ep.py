@@ -110,6 +110,8 @@ def test_what_is_not_offered_says_what_to_do_instead() -> None:
         buffer.low_latency_dispatch(ids.float(), ids, 1, 2, dispatch_wait_recv_cost_stats=ids)
     with pytest.raises(ArgumentError, match=r"combine_wait_recv_cost_stats: expected None .*, got Tensor"):
         buffer.low_latency_combine(ids.float(), ids, ids.float(), None, combine_wait_recv_cost_stats=ids)
+    with pytest.raises(ArgumentError, match="expert_alignment: expected an int >= 1, got 0"):
+        buffer.dispatch(ids.float(), topk_idx=ids, expert_alignment=0)
     with pytest.raises(ArgumentError, match="comm: expected None"):
         deep_ep.Buffer(None, comm=object())
     with pytest.raises(AttributeError, match="has no attribute 'ElasticBuffer': it is DeepEP V2's"):
