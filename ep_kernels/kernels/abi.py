@@ -315,18 +315,15 @@ class Shape:
     """Sizes from which the byte map follows; equal on all ranks.
 
     Attributes:
-        size, max_tokens, topk, num_keys: R, M, K, R * most local experts of any rank.
-        ll_tokens: M', most tokens per rank of a step that runs LL.
+        size, max_tokens, ll_tokens, topk, num_keys: R, M, M', K, R * most local experts of any rank.
         row_bytes, scale_bytes: payload and scales of one row.
         capacity_rows: most rows of `rows` on any rank.
-        ll, ht: whether the mode may come to use it.
+        ll, ht, exact: whether the mode may come to use it; whether combine returns each routed row by itself.
         row_packets, metadata_lines: LL: packets of a row, lines of its metadata.
         count_lines: LL: lines of a source's counts per expert; 0 in rank-wise layouts.
         combine_packets, weight_lines: LL: packets of a combine row, lines of the numbers beside it.
-        exact: whether combine returns each routed row by itself.
         num_partials: rows of a token in a combine slot: R, or K (exact); in a box 1, or K.
-        combine_row_bytes: bytes of each.
-        dispatch_slots, combine_slots: D, C.
+        combine_row_bytes, dispatch_slots, combine_slots: bytes of each; D, C.
     """
 
     size: int
@@ -339,12 +336,12 @@ class Shape:
     capacity_rows: int
     ll: bool
     ht: bool
+    exact: bool
     row_packets: int
     metadata_lines: int
     count_lines: int
     combine_packets: int
     weight_lines: int
-    exact: bool
     num_partials: int
     combine_row_bytes: int
     dispatch_slots: int
@@ -394,9 +391,8 @@ def region_map(shape: Shape) -> Any:
 
 def box_map(shape: Shape) -> Any:
     """The byte map of an outbox or inbox: what LL moves of a region with one source; no rows."""
-    partials = shape.topk if shape.exact else 1
-    one = replace(shape, size=1, num_partials=partials, max_tokens=shape.ll_tokens, capacity_rows=0, ll=True, ht=False)
-    return region_map(one)
+    one = replace(shape, size=1, max_tokens=shape.ll_tokens, capacity_rows=0, ll=True, ht=False)
+    return region_map(one if shape.exact else replace(one, num_partials=1))
 
 
 def box_bytes(shape: Shape) -> int:

@@ -61,10 +61,10 @@ def handles_are_used_again(layout: Layout, mode: Mode, join: Join) -> None:
 def exact_rows(layout: Layout, join: Join, **fields: Any) -> Loopback:
     """Combine brings a row for each (token, k): of tokens that name an expert twice, that have holes, that all go to
     one rank, none; in halves, in HT's name; with row weights; of a handle that is used again."""
-    plain = RoutingCase(9, 3, 520, (33, 4, 1, 0), "single_none", draw_seed(), max_tokens=34)
+    plain = RoutingCase(9, 3, 520, (45, 4, 1, 0), "single_none", draw_seed(), max_tokens=46)
     loop = join(plain, mode=Mode.AUTO, layout=layout, exact_combine=True, **fields)
     handles = check(loop, plain, Mode.LL)
-    for kind, tokens in (("repeated", (33, 0, 34, 5)), ("one_expert", (2, 4, 6, 8)), ("none", (1, 1, 1, 1))):
+    for kind, tokens in (("repeated", (33, 0, 46, 5)), ("one_expert", (2, 4, 6, 8)), ("none", (1, 1, 1, 1))):
         check(loop, replace(plain, kind=kind, tokens=tokens, seed=draw_seed()), Mode.LL)
     check(loop, plain, Mode.LL, again=replace(plain, seed=draw_seed()), previous=handles)
     check(loop, replace(plain, kind="repeated", seed=draw_seed()), Mode.HT, phases=(1, 2), backward=True)

@@ -200,7 +200,7 @@ def test_replayed_graphs(layout: Layout, exact: bool, join: Joined) -> None:
         graph.replay()
         torch.cuda.synchronize()
         loop.check()
-        wanted, step = reference.dispatch(loop.configs[0], [x.cpu() for x in xs], ids, weights)
-        want = reference.combine(step, [expert(out, torch.bfloat16) for out in wanted])[0]
+        wanted, routed = reference.dispatch(loop.configs[0], [x.cpu() for x in xs], ids, weights)
+        want = reference.combine(routed, [expert(out, torch.bfloat16) for out in wanted])[0]
         for r in ranks:
             same_bits(zs[r], want[r], f"z of rank {r}")
