@@ -5,8 +5,9 @@ sockets and pinned memory between the hosts are real.
     python -m tests.gpu.two_hosts                                       # both hosts on one GPU
     ... --other NAME:ll/combine_recv.cuh=FILE                           # other texts of kernels, in turns with today's
 
-Dispatch, combine and the provider's own loop of the same messages take turns; medians of the slowest process, us.
-Results are compared with the reference up to T = 128, and between the texts always.
+Dispatch, combine and the provider's own loop of the same messages take turns; medians of the slowest process, us. Each
+operation begins at once on all GPUs, which were at work just before, as are proxies. Results are compared with the
+reference up to T = 128, and between the texts always.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from benchmarks import network
 from benchmarks.cases import Case
+from benchmarks.gpu.measure import Stopwatch
 from benchmarks.gpu.nodes_network import remote_of, sizes_of
 from ep_kernels import Layout, Mode, jit, reference
 from ep_kernels.network import NetworkConfig
@@ -44,7 +46,9 @@ from tests.gpu.loopback import Bytes, packed
 from tests.gpu.loopback_group import LoopGroup
 
 HOSTS, TOPK, EXPERTS, HIDDEN = 2, 8, 256, 7168
-CONNECT_S, SPIN_US, WARM, MOST_CHECKED = 30.0, 1000, 3, 128
+CONNECT_S, WARM, MOST_CHECKED = 30.0, 3, 128
+SPIN_US = 100_000
+"""Proxies do not sleep between rounds."""
 Texts = Mapping[str, str]
 
 
@@ -53,12 +57,18 @@ class Store:
 
     Attributes:
         rank, size: of this process.
+        device: its GPU, which no other process has.
     """
 
     def __init__(self) -> None:
         self.rank, self.size, self._number, self._store = 0, 1, 0, None
         if dist.is_torchelastic_launched():
             self._store, self.rank, self.size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+        self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+        torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            "nccl", store=self._store or dist.HashStore(), rank=self.rank, world_size=self.size, device_id=self.device
+        )
 
     def gather(self, mine: Any) -> list[Any]:
         """What each process gives, by its rank."""
@@ -122,14 +132,16 @@ class Group:
                 raise found
         return [engine.tables.samples() for engine in self.engines]
 
-    def stages(self, samples: Sequence[Sequence[LatencySample]], op: str) -> tuple[float, float]:
-        """Us until all is staged, until all of the other host has come; means over ranks."""
-        staged, here = [], []
+    def stages(self, samples: Sequence[Sequence[LatencySample]], op: str) -> tuple[float, float, float]:
+        """Us until all is staged; from the first look until all of the other host has come; until the end. Means over
+        ranks."""
+        staged, here, ended = [], [], []
         for rank, ones in zip(self.ranks, samples, strict=True):
             last = [one for one in ones if one.op == op][-1]
             staged.append(last.send_ns / 1e3)
             here.append(max(last.peer_wait_ns[p] for p in remote_of(rank, self.case.num_ranks, HOSTS)) / 1e3)
-        return statistics.mean(staged), statistics.mean(here)
+            ended.append(last.total_ns / 1e3)
+        return statistics.mean(staged), statistics.mean(here), statistics.mean(ended)
 
     def close(self) -> None:
         """Part."""
@@ -206,7 +218,17 @@ class Steps:
         self._between = graph_of(experts)
         calls = [call for call, _ in made]
         self._graphs = {name: (graph_of(sends[name]), graph_of(launcher(calls, text))) for name, text in texts.items()}
-        self._keep = inputs, steps, made, ys
+        self._keep, self._watch = (inputs, steps, made, ys), Stopwatch(torch.device("cuda"))
+
+    def _timed(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Us of what begins on all GPUs at once."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._watch.align()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
 
     def round(self, name: str, times: Times, store: Store, keep: bool) -> None:
         """One step by those texts."""
@@ -215,15 +237,11 @@ class Steps:
         self._group.samples()
         torch.cuda.synchronize()
         store.gather(None)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         dispatch, combine = self._graphs[name]
-        for event, graph in zip(events, (dispatch, self._between, combine), strict=False):
-            event.record()
-            graph.replay()
-        events[3].record()
-        torch.cuda.synchronize()
+        took = self._timed(dispatch)
+        self._between.replay()
+        mine = took, self._timed(combine)
         samples = self._group.samples()
-        mine = events[0].elapsed_time(events[1]) * 1e3, events[2].elapsed_time(events[3]) * 1e3
         dispatched, combined = zip(*store.gather(mine), strict=True)
         if keep:
             times.took.append((max(dispatched), max(combined)))
@@ -312,7 +330,7 @@ def measure(options: argparse.Namespace, store: Store, loops: Loops, texts: Mapp
         stages = [statistics.median(each) for each in zip(*one.stages, strict=True)]
         line = [
             f"{op} {took[i]:8.1f} us, {of[i] / took[i]:.2f} of the loop's {of[i]:8.1f} "
-            f"(staged {stages[2 * i]:6.1f}, here {stages[2 * i + 1]:8.1f})"
+            "(staged {:6.1f}, here {:8.1f}, ended {:8.1f})".format(*stages[3 * i : 3 * i + 3])
             for i, op in enumerate(("dispatch", "combine"))
         ]
         if store.rank == 0:
@@ -330,7 +348,6 @@ def main() -> int:
     parser.add_argument("--other", action="append", default=[], help="NAME:FILE=PATH; a name may have several files")
     options = parser.parse_args()
     store, texts = Store(), {"today": dict[str, str]()}
-    torch.cuda.set_device(store.rank % torch.cuda.device_count())
     for one in options.other:
         name, _, rest = one.partition(":")
         file, _, path = rest.partition("=")
