@@ -67,6 +67,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_outbox": (c_void_p, (c_void_p,)),
     "cn_device": (None, (c_void_p, c_uint64, POINTER(c_uint64))),
     "cn_device_restart": (None, (c_void_p,)),
+    "cn_wake": (None, (c_void_p,)),
     "cn_push": (c_int, (c_void_p, c_int, c_uint64, c_uint32, c_uint32)),
     "cn_bench_box_bytes": (c_uint64, ()),
     "cn_bench_echo": (c_int, (c_void_p, c_void_p, c_int64, c_int64, POINTER(c_int64))),

@@ -390,6 +390,17 @@ def test_a_dead_process_is_seen_at_once_whatever_its_child_does(how: str, one_pr
         assert end.channel.up() == 0
 
 
+def test_a_proxy_wakes_when_kernels_are_launched(one_provider: str) -> None:
+    """It sleeps though its ring is a GPU's, which cannot wake it; after `wake` it looks for work for `spin_us` again."""
+    with End(0, provider=one_provider, spin_us=100_000) as one:
+        asleep = ctypes.c_uint32.from_address(one.channel.for_device(STRIPE).popped + 64)  # native/ring.hpp
+        time.sleep(0.3)
+        assert asleep.value == 1, "also between two looks at the ring"
+        one.channel.wake()
+        End.poll(lambda: asleep.value == 0, WAIT_S)
+        End.poll(lambda: asleep.value == 1, WAIT_S)
+
+
 def rest(pipe: Connection, provider: str) -> None:
     """Two joined ends that have nothing to do, and then two into whose rings a GPU may push: shares of a processor."""
     shares = []

@@ -2,8 +2,9 @@
 // looks once more, and waits in epoll. A rank that has pushed reads `asleep` and writes to the event descriptor. Both
 // put a sequentially consistent operation between their write and their read, so one of them sees the other.
 //
-// A rank on a GPU cannot wake it. Where there is one, the proxy sleeps for a quarter of the time that it has been idle,
-// at most a millisecond, and from a second on 4 ms, and looks at the rings in between.
+// A rank on a GPU cannot wake it; its host does when it launches a kernel that pushes, but not when it replays a graph.
+// Where there is one, the proxy sleeps for a quarter of the time that it has been idle, at most a millisecond, and from
+// a second on 4 ms, and looks at the rings in between.
 #include "proxy.hpp"
 
 #include <errno.h>
