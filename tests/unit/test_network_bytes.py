@@ -391,7 +391,7 @@ def test_a_dead_process_is_seen_at_once_whatever_its_child_does(how: str, one_pr
 
 
 def test_a_proxy_wakes_when_kernels_are_launched(one_provider: str) -> None:
-    """It sleeps though its ring is a GPU's, which cannot wake it; after `wake` it looks for work for `spin_us` again."""
+    """It sleeps though its ring is of a GPU, which cannot wake it; after `wake` it looks for work for `spin_us`."""
     with End(0, provider=one_provider, spin_us=100_000) as one:
         asleep = ctypes.c_uint32.from_address(one.channel.for_device(STRIPE).popped + 64)  # native/ring.hpp
         time.sleep(0.3)
