@@ -13,7 +13,7 @@ all else takes the network, here sockets on the loop-back device and boxes in pi
 * `gbps`: wire bytes over the time. `stream_us`, `stream_gbps`: the provider's own loop, which is the same messages,
   both ways, by proxies alone: no kernel, no copy, memory that caches may hold. `of_stream`: the quotient. Of few tokens
   it says little; there `p50_us` beside `stream_us` does. `of_gpu_stream`: of a loop before each round of which the GPU
-  reads what has come and writes what is to go, as in an operation.
+  reads what has come and writes what is to go, in four places that take turns as an operation's slots do.
 * `staged_us`, `arrived_us`: of the kernels' own records, medians, of a pair both operations together: from the start
   until a rank has pushed all that it sends; until a block has seen that all of the other hosts is here.
 * `proxy_us`: processor time of the proxies by messages sent and received; `proxy_cpu`: share of a processor that one

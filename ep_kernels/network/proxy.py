@@ -79,7 +79,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_bench_sockets": (c_int, (c_int, c_int, c_void_p, c_void_p, c_uint32, c_int64, POINTER(c_int64))),
     "cn_bench_stream": (
         c_int64,
-        (c_void_p, c_void_p, POINTER(c_int32), POINTER(c_uint32), c_int64, c_uint64, c_int64),
+        (c_void_p, c_void_p, POINTER(c_int32), POINTER(c_uint32), c_int64, c_uint64, c_uint64, c_int64),
     ),
     "cn_join": (c_int, (c_void_p, c_int, c_int, POINTER(c_int32), c_int)),
     "cn_leave": (None, (c_void_p, c_int, c_uint64)),

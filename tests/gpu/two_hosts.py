@@ -6,8 +6,9 @@ sockets and pinned memory between the hosts are real.
     ... --other NAME:ll/combine_recv.cuh=FILE                           # other texts of kernels, in turns with today's
 
 Dispatch, combine and the provider's own loop of the same messages take turns; medians of the slowest process, us. Each
-operation begins at once on all GPUs, which were at work just before, as are proxies. Results are compared with the
-reference up to T = 128, and between the texts always.
+operation begins at once on all GPUs, which were at work just before, as are proxies. Alike: the loop of memory that the
+GPU has read and written, in places that take turns as slots do. Results are compared with the reference up to T = 128,
+and between the texts always.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from benchmarks import network
 from benchmarks.cases import Case
 from benchmarks.gpu.measure import Stopwatch
-from benchmarks.gpu.nodes_network import remote_of, sizes_of
+from benchmarks.gpu.nodes_network import PLACES, remote_of, sizes_of
 from ep_kernels import Layout, Mode, jit, reference
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Network
@@ -263,7 +264,7 @@ class Steps:
 
 
 class Loops:
-    """The provider's own loop of the ranks of this process.
+    """The provider's own loop of the ranks of this process, in memory that their GPU reaches.
 
     Args:
         most: bytes that a rank sends, at most.
@@ -272,7 +273,12 @@ class Loops:
     def __init__(self, store: Store, ranks: int, most: int) -> None:
         each = ranks // store.size
         self._store, self._size, self._ranks = store, ranks, range(store.rank * each, (store.rank + 1) * each)
-        self._ends = [network.End(Network(network_of(r)), r, ranks, max(most, 64 << 20)) for r in self._ranks]
+        self._most = most
+        self._ends = [network.End(Network(network_of(r)), r, ranks, PLACES * most) for r in self._ranks]
+        self._memory = [[torch.frombuffer(one, dtype=torch.uint8) for one in end.memory] for end in self._ends]
+        for one in [one for both in self._memory for one in both]:
+            pin(one.data_ptr(), one.numel())
+        self._gpu = torch.zeros(most, dtype=torch.uint8, device="cuda")
         tickets = [t for one in store.gather([end.channel.ticket() for end in self._ends]) for t in one]
         self._pool = ThreadPoolExecutor(each)
 
@@ -294,13 +300,23 @@ class Loops:
             for r in range(size)
         ]  # fmt: skip
 
-    def us(self, sends: Sequence[Sequence[tuple[int, int]]]) -> float:
-        """Of the slowest rank, once."""
+    def touch(self, sends: Sequence[Sequence[tuple[int, int]]], place: int) -> None:
+        """The GPU reads what came, and writes what goes, as in an operation."""
+        for rank, (own, landing) in zip(self._ranks, self._memory, strict=True):
+            first, num_bytes = place * self._most, sum(n for _, n in sends[rank])
+            for peer in remote_of(rank, self._size, HOSTS):
+                self._gpu[:num_bytes].copy_(landing[peer * len(own) + first :][:num_bytes])
+            own[first:][:num_bytes].copy_(self._gpu[:num_bytes])
+        torch.cuda.synchronize()
+
+    def us(self, sends: Sequence[Sequence[tuple[int, int]]], place: int = 0) -> float:
+        """Of the slowest rank, once, in one of PLACES."""
 
         def one(i: int) -> float:
             rank, peers = self._ranks[i], remote_of(self._ranks[i], self._size, HOSTS)
             self._ends[i].stream([(peer, 0) for peer in peers], len(peers), 0)  # all are here
-            return self._ends[i].stream(sends[rank], sum(p == rank for s in sends for p, _ in s), 0) / 1e3
+            expected, offset = sum(p == rank for s in sends for p, _ in s), place * self._most
+            return self._ends[i].stream(sends[rank], expected, 0, offset) / 1e3
 
         slowest = max(self._pool.map(one, range(len(self._ranks))))
         return float(max(self._store.gather(slowest)))
@@ -318,7 +334,11 @@ def measure(options: argparse.Namespace, store: Store, loops: Loops, texts: Mapp
     for number in range(-WARM, rounds):
         for name in list(texts)[:: 1 if number % 2 else -1]:
             steps.round(name, times[name], store, number >= 0)
-        streams.append([loops.us(one) for one in sends])
+        hot = [loops.us(one) for one in sends]
+        place = [(2 * number + op) % PLACES for op in (0, 1)]
+        for one, at in zip(sends, place, strict=True):
+            loops.touch(one, at)
+        streams.append([*hot, *(loops.us(one, at) for one, at in zip(sends, place, strict=True))])
     bits = set().union(*(one.bits for one in times.values()))
     assert len(bits) == 1, f"results differ between texts or rounds: {times}"
     if tokens <= MOST_CHECKED:
@@ -329,8 +349,9 @@ def measure(options: argparse.Namespace, store: Store, loops: Loops, texts: Mapp
         took = [statistics.median(each) for each in zip(*one.took, strict=True)]
         stages = [statistics.median(each) for each in zip(*one.stages, strict=True)]
         line = [
-            f"{op} {took[i]:8.1f} us, {of[i] / took[i]:.2f} of the loop's {of[i]:8.1f} "
-            "(staged {:6.1f}, here {:8.1f}, ended {:8.1f})".format(*stages[3 * i : 3 * i + 3])
+            f"{op} {took[i]:8.1f} us, {of[i] / took[i]:.2f} of the loop's {of[i]:8.1f}, alike "
+            f"{of[2 + i] / took[i]:.2f} of {of[2 + i]:8.1f} (staged {stages[3 * i]:6.1f}, here {stages[3 * i + 1]:8.1f}, "
+            f"ended {stages[3 * i + 2]:8.1f})"
             for i, op in enumerate(("dispatch", "combine"))
         ]
         if store.rank == 0:
@@ -353,7 +374,7 @@ def main() -> int:
         file, _, path = rest.partition("=")
         texts.setdefault(name, {})[file] = Path(path).read_text()
     tokens = [int(t) for t in options.tokens.split(",")]
-    loops = Loops(store, options.ranks, options.ranks * max(tokens) * (HIDDEN * 2 + 2048))
+    loops = Loops(store, options.ranks, options.ranks // HOSTS * max(tokens) * (HIDDEN * 2 + 2048))
     for t in tokens:
         measure(options, store, loops, texts, t)
     return 0
