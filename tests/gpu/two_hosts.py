@@ -350,8 +350,8 @@ def measure(options: argparse.Namespace, store: Store, loops: Loops, texts: Mapp
         stages = [statistics.median(each) for each in zip(*one.stages, strict=True)]
         line = [
             f"{op} {took[i]:8.1f} us, {of[i] / took[i]:.2f} of the loop's {of[i]:8.1f}, alike "
-            f"{of[2 + i] / took[i]:.2f} of {of[2 + i]:8.1f} (staged {stages[3 * i]:6.1f}, here {stages[3 * i + 1]:8.1f}, "
-            f"ended {stages[3 * i + 2]:8.1f})"
+            f"{of[2 + i] / took[i]:.2f} of {of[2 + i]:8.1f} "
+            f"(staged {stages[3 * i]:6.1f}, here {stages[3 * i + 1]:8.1f}, ended {stages[3 * i + 2]:8.1f})"
             for i, op in enumerate(("dispatch", "combine"))
         ]
         if store.rank == 0:
