@@ -31,7 +31,7 @@ import torch.distributed as dist
 from benchmarks import network
 from benchmarks.cases import Case
 from benchmarks.gpu.measure import Stopwatch
-from benchmarks.gpu.nodes_network import PLACES, remote_of, sizes_of
+from benchmarks.gpu.nodes_network import LEAST_BYTES, PLACES, remote_of, sizes_of
 from ep_kernels import Layout, Mode, jit, reference
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Network
@@ -274,7 +274,8 @@ class Loops:
         each = ranks // store.size
         self._store, self._size, self._ranks = store, ranks, range(store.rank * each, (store.rank + 1) * each)
         self._most = most
-        self._ends = [network.End(Network(network_of(r)), r, ranks, PLACES * most) for r in self._ranks]
+        size = max(PLACES * most, LEAST_BYTES)
+        self._ends = [network.End(Network(network_of(r)), r, ranks, size) for r in self._ranks]
         self._memory = [[torch.frombuffer(one, dtype=torch.uint8) for one in end.memory] for end in self._ends]
         for one in [one for both in self._memory for one in both]:
             pin(one.data_ptr(), one.numel())
