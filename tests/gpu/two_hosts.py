@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from benchmarks import network
 from benchmarks.cases import Case
-from benchmarks.gpu.measure import Stopwatch
+from benchmarks.gpu.measure import Stopwatch, events
 from benchmarks.gpu.nodes_network import LEAST_BYTES, PLACES, remote_of, sizes_of
 from ep_kernels import Layout, Mode, jit, reference
 from ep_kernels.network import NetworkConfig
@@ -67,9 +67,8 @@ class Store:
             self._store, self.rank, self.size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
         self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            "nccl", store=self._store or dist.HashStore(), rank=self.rank, world_size=self.size, device_id=self.device
-        )
+        met = self._store or dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("nccl", store=met, rank=self.rank, world_size=self.size, device_id=self.device)
 
     def gather(self, mine: Any) -> list[Any]:
         """What each process gives, by its rank."""
@@ -223,13 +222,13 @@ class Steps:
 
     def _timed(self, graph: torch.cuda.CUDAGraph) -> float:
         """Us of what begins on all GPUs at once."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = events(2)
         self._watch.align()
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) * 1e3
+        return float(begin.elapsed_time(end)) * 1e3
 
     def round(self, name: str, times: Times, store: Store, keep: bool) -> None:
         """One step by those texts."""
@@ -337,8 +336,8 @@ def measure(options: argparse.Namespace, store: Store, loops: Loops, texts: Mapp
             steps.round(name, times[name], store, number >= 0)
         hot = [loops.us(one) for one in sends]
         place = [(2 * number + op) % PLACES for op in (0, 1)]
-        for one, at in zip(sends, place, strict=True):
-            loops.touch(one, at)
+        for messages, at in zip(sends, place, strict=True):
+            loops.touch(messages, at)
         streams.append([*hot, *(loops.us(one, at) for one, at in zip(sends, place, strict=True))])
     bits = set().union(*(one.bits for one in times.values()))
     assert len(bits) == 1, f"results differ between texts or rounds: {times}"
