@@ -216,9 +216,10 @@ class Steps:
                 y.copy_(expert(out, bf16))
 
         self._between = graph_of(experts)
-        calls = [call for call, _ in made]
-        self._graphs = {name: (graph_of(sends[name]), graph_of(launcher(calls, text))) for name, text in texts.items()}
-        self._keep, self._watch = (inputs, steps, made, ys), Stopwatch(torch.device("cuda"))
+        combines = {name: launcher([call for call, _ in made], text) for name, text in texts.items()}
+        self._graphs = {name: (graph_of(sends[name]), graph_of(combines[name])) for name in texts}
+        self._keep = inputs, steps, outs, made, ys, sends, combines  # graphs hold addresses alone
+        self._watch = Stopwatch(torch.device("cuda"))
 
     def _timed(self, graph: torch.cuda.CUDAGraph) -> float:
         """Us of what begins on all GPUs at once."""
