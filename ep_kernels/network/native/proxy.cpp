@@ -31,7 +31,7 @@ constexpr int64_t kShortNapUs = 20, kLongNapUs = 1000, kIdleNapUs = 4000, kIdleN
 // Between questions to epoll while a lane is hot; while what arrives comes by a queue that providers poll themselves.
 constexpr int64_t kAskNs = 2000, kAskPolledNs = 20'000;
 constexpr int64_t kPolledNs = 100'000;  // since the last arrival
-// While a rank is, or may be, within an operation: awake so long after the last work. A kernel does not say when it ends.
+// While a rank is within an operation, or may be as kernels do not say: awake so long after the last work.
 constexpr int64_t kExpectNs = 500'000;
 
 // epoll_wait with a limit in microseconds, -1: none. By number: older C libraries have no name for the call.
