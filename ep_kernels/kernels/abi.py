@@ -103,6 +103,7 @@ Network = _record(
     ("heads_done", "u64", "blocks that have written their part of a dispatch's head"),
     ("popped_seen", "u64", "`popped`, as a kernel last read it"),
     ("tail", "u64", "descriptors that kernels have pushed"),
+    ("slice_lag", "u64", "a slice is read when the one so many later is here, too, or all are"),
 )
 State = _record(
     "State",
