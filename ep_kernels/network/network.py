@@ -168,16 +168,20 @@ class Channel:
         port = network.listener.address[1]
         return NetworkTicket(network.config.provider, network.address, port, self._token, self._secret.hex())
 
-    def connect(self, peers: Mapping[int, NetworkTicket], timeout_s: float) -> None:
+    def connect(self, peers: Mapping[int, NetworkTicket], timeout_s: float, ended: Collection[int] = ()) -> None:
         """Connections with those ranks, where none stands: this rank dials the higher ones and is dialled by the lower.
-        They stand, at both ends, when it returns.
+        They stand, at both ends, when it returns. `ended`: ranks at whose end none stands; this end may not know.
 
         Raises:
             PeerTimeout: a rank that was not reached, did not come, or gave it up, and what to check; or was given up.
             TransportError: another provider there.
             ClosedError, AbortedError: `close` or `abort` was called, meanwhile or before.
         """
-        until, up = time.monotonic() + timeout_s, self.up()
+        until = time.monotonic() + timeout_s
+        for rank in ended:
+            if rank > self._rank:  # a lower one dials, and that replaces what stands here
+                self.leave(rank, 0)
+        up = self.up()
         peers = {rank: ticket for rank, ticket in peers.items() if not up >> rank & 1}
         for rank, ticket in peers.items():
             if ticket.provider != self._network.config.provider:

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.gating import Gating
+from crossdock.worker.open_checkpoints import OpenCheckpoints
+from crossdock.worker.placement import WeightsOf
 from tests.unit.moe_files import (
     Sizes,
     Weights,
@@ -323,3 +325,16 @@ def test_element_types_that_are_not_weights(tmp_path: Path) -> None:
     write_tensors(tmp_path, tensors | {name: torch.zeros(32, 16, dtype=torch.int32)})
     with pytest.raises(CheckpointError, match=rf"{name}: expected one of .* got I32"):
         Checkpoint.open(tmp_path)
+
+
+def test_of_other_checkpoints_the_ones_in_use_stay_open(tmp_path: Path) -> None:
+    """Two that could not be loaded have later numbers than the one that the group returns to."""
+    sizes, known = Sizes(num_experts=2, hidden=32, inner=16, layers=1), []
+    for number in range(4):
+        write_files(tmp_path / f"{number}", "qwen3_moe", sizes, draw_weights(sizes))
+        fingerprint = Checkpoint.open(tmp_path / f"{number}").spec.fingerprint
+        known.append(WeightsOf(number, str(tmp_path / f"{number}"), fingerprint))
+    several = OpenCheckpoints(Checkpoint.open(tmp_path / "0"))
+    for number in (1, 2, 3, 1, 2, 1, 0):
+        assert several.open(known[number]).spec.fingerprint == known[number].fingerprint
+    several.close()

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from ctypes.util import find_library
 from multiprocessing.connection import Connection
 from typing import Any
@@ -262,6 +263,19 @@ def test_who_lost_its_connections_may_come_again(ends: tuple[End, End]) -> None:
     one.push(1, 0, 10, 2)
     two.until(lambda events: last(events) == (0, ARRIVED, 2))
     assert two.arrived(0) == [2]
+
+
+def test_connections_that_the_other_end_has_lost_are_made_anew(ends: tuple[End, End]) -> None:
+    """As `set_active` does it whose words say that they have ended there, though they seem to stand here."""
+    tickets = [end.ticket() for end in ends]
+    for _ in range(3):
+        with ThreadPoolExecutor(2) as both:
+            made = [both.submit(ends[r].channel.connect, {1 - r: tickets[1 - r]}, WAIT_S, [1 - r]) for r in range(2)]
+        assert [one.result() for one in made] == [None, None]
+    ends[0].until(lambda _: ends[0].kinds(1).count(UP) == 4)
+    for end in ends:
+        end.push(1 - end.rank, 0, 8, 5)
+        ends[1 - end.rank].until(lambda _, end=end: ends[1 - end.rank].arrived(end.rank) == [5])
 
 
 def test_close_delivers_what_was_sent(ends: tuple[End, End]) -> None:

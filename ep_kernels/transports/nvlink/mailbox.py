@@ -36,7 +36,8 @@ from ep_kernels.types import LatencySample
 _AGREE, _AGREED = 2, 3
 """Blocks beside those of exchanges, 0 and 1."""
 _AGREED_AT = _AGREED * BLOCK_WORDS
-_MASK_WORDS, _MASK_BITS = 4, 63
+_MASK_WORDS, _MASK_BITS = 2, 32
+"""Of a mask of ranks."""
 _FIRST_NAP_S, _LONGEST_NAP_S, _REDIAL_S = 20e-6, 1e-3, 1.0
 
 
@@ -108,23 +109,26 @@ class Mailbox:
         """Exchanges since the last call, oldest first. Any thread."""
         return [self._samples.popleft() for _ in range(len(self._samples))]
 
-    def agree(self, mask: Sequence[bool], epoch: int, words: Sequence[int], timeout_s: float) -> list[tuple[int, ...]]:
-        """Everybody's words (at most 3) for this epoch; collective of the ranks in `mask`, whose exchanges then go on
-        in step. Raises as `exchange`, and TransportError where ranks bring different masks."""
+    def agree(
+        self, mask: Sequence[bool], epoch: int, words: tuple[int, int, int], up: int, timeout_s: float
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """Each rank's words and mask of ranks `up` for this epoch, () and 0 of ranks outside `mask`; collective of the
+        ranks in `mask`, whose exchanges then go on in step. Raises as `exchange`, and TransportError where ranks bring
+        different masks."""
         self._active = list(mask)
-        bits = _mask_words(mask)
+        bits = _mask_words(self._active_bits())
         self._settle(timeout_s)
-        self._write(_AGREE, epoch, (*words, self._number, *bits))
+        self._write(_AGREE, epoch, (*words, self._number, *_mask_words(up), *bits))
         self._await_all("set_active", _AGREE, epoch, timeout_s)
         self.check()
         answers = self._read(_AGREE)
         for peer, answer in enumerate(answers):
             if answer is not None and (self._vouched(peer, _AGREE) != epoch or answer[-_MASK_WORDS:] != bits):
                 raise _left_out("set_active", peer, self._vouched(peer, _AGREE))
-        self._number = max(answer[len(words)] for answer in answers if answer is not None)
+        self._number = max(answer[3] for answer in answers if answer is not None)
         self._epoch = epoch
         self._write(_AGREED, epoch, ())
-        return [answer for answer in answers if answer is not None]
+        return [((), 0) if answer is None else (answer[:3], _mask_of(answer[4:])) for answer in answers]
 
     def is_ahead(self) -> bool:
         """Whether some rank, active or not, has agreed to an epoch that this rank has not. Any thread."""
@@ -218,7 +222,7 @@ class Mailbox:
     ) -> None:
         """Raise PeerTimeout where a rank need not be waited for any longer: the deadline has passed, or it is gone."""
         lost = next((rank for rank in self._given_up if self._active[rank]), None)
-        dead, now = next((peer for peer in left if self._gone(peer)), None), time.monotonic()
+        dead, now = next((peer for peer in left if self._is_dead(peer, block)), None), time.monotonic()
         if dead is None and lost is None and now <= deadline:
             return
         peer = left[0] if dead is None else dead
@@ -228,6 +232,11 @@ class Mailbox:
                 peer=silent, op=op, phase="words", expected=number, seen=self._seen(silent, block),
                 waited_s=timeout_s - (deadline - now), gone=dead is not None, given_up=lost is not None,
             )  # fmt: skip
+
+    def _is_dead(self, peer: int, block: int) -> bool:
+        """In set_active the connections of rows alone may have ended, which are made again once all have agreed."""
+        over_network = self.remote is not None and peer in self.remote.ranks and self.remote.is_up(peer)
+        return self._gone(peer) and not (block == _AGREE and over_network)
 
     def _seen(self, peer: int, block: int) -> int:
         """The last exchange that a peer has entered, or the epoch that it would agree to."""
@@ -294,9 +303,13 @@ class Mailbox:
         self._pages, self._maps = [], []
 
 
-def _mask_words(mask: Sequence[bool]) -> tuple[int, ...]:
-    bits = sum(1 << rank for rank, alive in enumerate(mask) if alive)
-    return tuple(bits >> (_MASK_BITS * i) & ((1 << _MASK_BITS) - 1) for i in range(_MASK_WORDS))
+def _mask_words(mask: int) -> tuple[int, ...]:
+    return tuple(mask >> (_MASK_BITS * i) & ((1 << _MASK_BITS) - 1) for i in range(_MASK_WORDS))
+
+
+def _mask_of(words: Sequence[int]) -> int:
+    """Of the first words, as `_mask_words` made them."""
+    return sum(words[i] << (_MASK_BITS * i) for i in range(_MASK_WORDS))
 
 
 def _left_out(op: str, peer: int, epoch: int) -> TransportError:

@@ -232,11 +232,12 @@ class NvlinkMember:
         self._settle_copies()
         if self._remote is not None:
             self._remote.settle(self._config.timeout_s, mask)
-        answers = mailbox.agree(mask, epoch, self._sequence(), self._config.timeout_s)
-        dispatch, combine, barrier = (1 + max(words[i] for words in answers) for i in range(3))
+        up = 0 if self._remote is None else self._remote.channel.up()
+        answers = mailbox.agree(mask, epoch, self._sequence(), up, self._config.timeout_s)
+        dispatch, combine, barrier = (1 + max(words[i] for words, _ in answers if words) for i in range(3))
         tables.restart(dispatch, combine, barrier)
         if self._remote is not None:
-            self._remote.go_on(mask, epoch, self._config.timeout_s)
+            self._remote.go_on(mask, epoch, [up for _, up in answers], self._config.timeout_s)
             self._remote.restart(dispatch, combine, barrier)
         self._restart(dispatch, combine, mask)
         self._epoch = epoch

@@ -139,13 +139,15 @@ class RemoteRanks:
         while not self.channel.is_quiet(wanted & self.channel.up()) and time.monotonic() < until:
             time.sleep(_NAP_S)
 
-    def go_on(self, mask: Sequence[bool], epoch: int, timeout_s: float) -> None:
+    def go_on(self, mask: Sequence[bool], epoch: int, up: Sequence[int], timeout_s: float) -> None:
         """Part from ranks that take no part any longer: they hear of the epoch, and write no more. Connect with those
-        of `mask` whose connections have ended. Raises PeerTimeout, TransportError."""
+        of `mask` whose connections have ended, at either end. `up`: `channel.up()` of each rank, 0 of those outside
+        `mask`. Raises PeerTimeout, TransportError."""
         for rank in self.ranks:
             if not mask[rank]:
                 self.channel.leave(rank, epoch)
-        self.channel.connect({rank: self._tickets[rank] for rank in self.ranks if mask[rank]}, timeout_s)
+        wanted = {rank: self._tickets[rank] for rank in self.ranks if mask[rank]}
+        self.channel.connect(wanted, timeout_s, [rank for rank in wanted if not up[rank] >> self._rank & 1])
 
     def restart(self, dispatch: int, combine: int, barrier: int) -> None:
         """All ranks go on from these numbers. No kernel runs, and its counters have restarted (`Tables.restart`)."""

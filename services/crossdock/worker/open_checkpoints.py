@@ -30,11 +30,11 @@ class OpenCheckpoints:
         """
         if not weights.number:
             return self._first
-        if weights not in self._others:
-            self._others[weights] = self._checked(weights)
-            for old in sorted(self._others, key=lambda each: each.number)[:-_MAX_OTHERS]:
-                self._others.pop(old).close()
-        return self._others[weights]
+        found = self._others.pop(weights, None) or self._checked(weights)
+        self._others[weights] = found  # last: the first are those that were asked for longest ago
+        for old in list(self._others)[:-_MAX_OTHERS]:
+            self._others.pop(old).close()
+        return found
 
     def close(self) -> None:
         """Unmap all."""

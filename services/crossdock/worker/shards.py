@@ -16,6 +16,8 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from crossdock.common.small_files import read_small
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -30,14 +32,19 @@ DTYPES: dict[str, torch.dtype] = {
 """Element types that expert weights and their scales may have, by safetensors' name."""
 
 
+_MAX_JSON_BYTES = 64 << 20
+"""An index of 100,000 tensors has ten million bytes."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint directory cannot be served: something is missing, broken or not supported. Says what, and where."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises CheckpointError: missing, unreadable, or not a JSON object."""
+    """Read a JSON object. Raises CheckpointError: missing, unreadable, too large, or not a JSON object."""
+    _check_regular(path)
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_small(path, _MAX_JSON_BYTES))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -45,6 +52,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
     return data
+
+
+def _check_regular(path: Path) -> None:
+    """Raises CheckpointError: opening a pipe would wait for a writer for ever."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: unreadable: expected a regular file")
 
 
 class Shards:
@@ -79,6 +92,7 @@ class Shards:
     def _handle(self, file: str) -> Any:
         if file not in self._open:
             path = self._directory / file
+            _check_regular(path)
             try:
                 handle = safe_open(path, framework="pt")
             except FileNotFoundError as error:
@@ -161,7 +175,7 @@ class Shards:
 
 
 def _is_file_name(name: str) -> bool:
-    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+    return name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 
 class _RawFile:
