@@ -104,8 +104,9 @@ struct Network {
   u64 popped_seen;  // `popped`, as a kernel last read it
   u64 tail;  // descriptors that kernels have pushed
   u64 exact;  // 1 = combine is exact: token metadata say where the token's rows begin in the box
+  u64 slice_lag;  // a slice is read when the one so many later is here, too, or all are
 };
-static_assert(sizeof(Network) == 39816, "Network: host and GPU differ");
+static_assert(sizeof(Network) == 39824, "Network: host and GPU differ");
 struct State {
   u64 items_taken[32];  // LL: work counters of the send warps: of dispatch at 0, of combine at 16
   u64 dispatch_seq;  // dispatches sent; lives on the device, so that a replayed graph goes on counting
@@ -124,7 +125,7 @@ struct State {
   u64 combine_slot_seq[66];  // seq that used a combine slot last
   Network network;  // NETWORK variants: how ranks of other hosts are reached; last, for the others' sake
 };
-static_assert(sizeof(State) == 41232, "State: host and GPU differ");
+static_assert(sizeof(State) == 41240, "State: host and GPU differ");
 struct Postmortem {
   u64 status;  // index into STOPS; written last
   u64 op;  // index into OPS

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from ep_kernels import jit
+from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
-from ep_kernels.transports.nvlink import network_plan
+from ep_kernels.transports.nvlink import network_plan, remote
 from ep_kernels.types import Layout, Mode, Overflow
 from tests.cases import RoutingCase, draw_seed
 from tests.emulator.build import build, compiler
@@ -72,15 +73,22 @@ def test_steps_over_two_hosts(provider: NetworkConfig, layout: Layout, join: Joi
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "provider", [TCP, SHUFFLED, msgspec.structs.replace(TCP, lanes=3)], ids=["tcp", "shuffled", "lanes"]
+    ("provider", "lag"),
+    [(TCP, None), (TCP, 0), (SHUFFLED, 3), (msgspec.structs.replace(TCP, lanes=3), 0)],
+    ids=["tcp", "at-once", "shuffled-lag", "lanes"],
 )
-def test_rows_in_slices(provider: NetworkConfig, layout: Layout, join: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two or three rows; ranks that end within a slice, at its end, with less than one, with no row."""
+def test_rows_in_slices(
+    provider: NetworkConfig, lag: int | None, layout: Layout, join: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two or three rows; ranks that end within a slice, at its end, with less than one, with no row; read when all
+    are here, as over sockets, at once, or when some later ones are."""
     monkeypatch.setattr(network_plan, "SLICE_BYTES", 4096)
+    if lag is not None:
+        monkeypatch.setattr(remote, "slice_lag", lambda _: lag)
     case = RoutingCase(9, 3, 520, (33, 4, 1, 0), "uniform", draw_seed(), max_tokens=34)
     loop = join(case, mode=Mode.AUTO, layout=layout, network=provider)
     record = loop.remotes[0].record()
-    assert list(record.slice_rows) == [2, 2]
+    assert (list(record.slice_rows), record.slice_lag) == ([2, 2], abi.MAX_SLICES if lag is None else lag)
     check(loop, case, Mode.LL)
     check(loop, replace(case, seed=draw_seed()), Mode.HT, phases=SPLIT, backward=True)
     check(loop, replace(case, tokens=(2, 0, 34, 3), seed=draw_seed()), Mode.LL)

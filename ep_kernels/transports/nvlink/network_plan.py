@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
+from ep_kernels.network import NetworkConfig
 
 LEAST, TOKENS_PER_BLOCK = 4, 4
 SLICE_BYTES = 256 << 10
@@ -26,6 +27,12 @@ def slice_rows(most_rows: int, row_bytes: int) -> int:
     """Rows of a slice, which leaves when it is staged and is read when it is here; 0: of so few rows there are none."""
     rows = max(-(-SLICE_BYTES // row_bytes), -(-most_rows // abi.MAX_SLICES))
     return rows if most_rows >= 2 * rows else 0
+
+
+def slice_lag(network: NetworkConfig) -> int:
+    """How many slices later one is read. A GPU that reads beside a processor that receives slows it by 40 %, more than
+    reading takes at the end (docs/network.md), so over sockets all must be here; NICs are not slowed."""
+    return abi.MAX_SLICES if "tcp" in network.carrier else 0
 
 
 def slices_of(shape: abi.Shape, stripe: int) -> tuple[int, int]:
