@@ -117,10 +117,19 @@ def combine_arguments(
     tensor("y", y, (*handle.rows_shape, width), (dtype,), device_type)
     if out is not None:
         other = (config.dtype,) if config.dtype is not dtype and rounds_sums(config, device_type) else ()
-        tensor("out", out, (handle.num_tokens, width), (dtype, *other), device_type)
+        if share_memory(y, tensor("out", out, (handle.num_tokens, width), (dtype, *other), device_type)):
+            raise ArgumentError("out", "memory apart from y", "bytes in common")
     if row_weights is not None:
         each = () if config.resolved_layout.per_expert else (config.topk,)
         tensor("row_weights", row_weights, (*handle.rows_shape, *each), (torch.float32,), device_type)
+
+
+def share_memory(one: object, other: object) -> bool:
+    """Whether two contiguous tensors have a byte in common."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    begins = one.data_ptr(), other.data_ptr()
+    return max(begins) < min(begins[0] + one.nbytes, begins[1] + other.nbytes)
 
 
 def rounds_sums(config: MoEConfig, device_type: str) -> bool:

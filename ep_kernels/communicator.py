@@ -201,7 +201,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             y: expert outputs, contiguous, in the shape of `DispatchOutput.tokens` and the output dtype; anywhere in
                 memory, or what `combine_input(handle)` gave.
             handle: of the dispatch; may be used more than once.
-            out: [T, H] output dtype to write into, or None; transport cpu without AG: or float `config.dtype`.
+            out: [T, H] output dtype to write into, apart from y, or None; cpu without AG: or float `config.dtype`.
             topk_weights: [T, K] float32 to weigh with instead of those of the dispatch, for callers that get them only
                 now. `exact_combine` only, and not inside torch.compile.
 

@@ -58,6 +58,8 @@ def test_the_default_values_keep_to_the_schema() -> None:
         ("worker", {"resourceClaims": [{"resourceClaimTemplateName": "a"}]}),
         ("worker", {"extraVolumes": {"name": "a"}}),
         ("control", {"podLabels": {"a": 1}}),
+        ("worker", {"podLabels": {"app.kubernetes.io/component": "moe"}}),
+        ("worker", {"stopTimeoutSeconds": 86401}),
         ("worker", {"nodeSelector": {"gpu": True}}),
         ("serviceAccount", {"crate": True}),
         ("networkPolicy", {"clients": {"podSelector": {}}}),

@@ -75,6 +75,11 @@ _TEXT: dict[str, Any] = {"type": "string"}
 _SWITCH: dict[str, Any] = {"type": "boolean"}
 _AUTOMATIC: dict[str, Any] = {"type": ["boolean", "null"]}
 _NATURAL: dict[str, Any] = {"type": "integer", "minimum": 1}
+_OWN_LABELS = [
+    *(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "version", "managed-by")),
+    "helm.sh/chart",
+]
+"""Of every pod: a second one of that key is no YAML to some readers, and the last one to others."""
 _COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
 _OBJECT: dict[str, Any] = {"type": "object"}
 _OBJECTS: dict[str, Any] = {"type": "array", "items": _OBJECT}
@@ -97,7 +102,7 @@ _POD = {
     "affinity": _OBJECT,
     "priorityClassName": _TEXT,
     "podAnnotations": _TEXTS,
-    "podLabels": _TEXTS,
+    "podLabels": {**_TEXTS, "propertyNames": {"not": {"enum": _OWN_LABELS}}},
 }
 _ISSUER = _record(name=_TEXT, kind=_TEXT, group=_TEXT)
 _CONTROL = {"replicas": _NATURAL, "extraVolumes": _OBJECTS, "extraVolumeMounts": _OBJECTS}
@@ -113,7 +118,7 @@ _WORKER: dict[str, Any] = {
     "computeDomain": _SWITCH,
     "gpuResource": {"type": "string", "pattern": "^[a-z0-9.-]+/[A-Za-z0-9._-]+$"},
     "model": {**_record(volume=_OBJECT, path=_TEXT), "required": ["volume", "path"]},
-    "stopTimeoutSeconds": _NATURAL,
+    "stopTimeoutSeconds": {**_NATURAL, "maximum": 86400},
     "resourceClaims": {"type": "array", "items": _CLAIM},
     "blockEvictions": _SWITCH,
     "runtimeClassName": _TEXT,

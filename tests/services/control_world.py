@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import grpc.aio
 
@@ -122,7 +123,7 @@ class FakeWorker:
     def id(self) -> pb.WorkerId:
         return pb.WorkerId(uid=self.uid, incarnation=self.incarnation)
 
-    async def register(self, *, boot_id: str = "", **fields: str) -> pb.RegisterResponse:
+    async def register(self, *, boot_id: str = "", **fields: Any) -> pb.RegisterResponse:
         """Register; with its memory of the group when it has one."""
         host, _, local = self.uid.partition("/")
         request = pb.RegisterRequest(

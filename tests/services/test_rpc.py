@@ -133,6 +133,33 @@ async def test_a_silent_server_ends_in_the_callers_deadline() -> None:
             await asyncio.to_thread(rpc.call_sync, blocking.unary_unary(ECHO), b"", timeout_s=0.3)
 
 
+async def test_a_call_whose_channel_is_closed_is_unavailable() -> None:
+    """A worker that fails over closes the channel to a leader that hangs. grpc then raises CancelledError in whoever
+    waits for an answer, which would end that task, and with it the worker."""
+    asked = asyncio.Event()
+
+    async def hang(request: bytes) -> bytes:
+        asked.set()
+        await asyncio.sleep(TIMEOUT_S)
+        return request
+
+    async with echo(hang) as address:
+        for closes in (True, False):
+            channel = rpc.aio_channel(address)
+            asked.clear()
+            call = asyncio.create_task(rpc.call(channel.unary_unary(ECHO), b"", timeout_s=TIMEOUT_S))
+            await asked.wait()
+            if closes:
+                await channel.close(0.01)
+                with pytest.raises(rpc.Unavailable, match="the channel was closed during the call"):
+                    await call
+            else:
+                call.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await call
+                await channel.close(None)
+
+
 async def test_unavailable_is_tried_again_until_somebody_answers() -> None:
     address = f"127.0.0.1:{lasting_port()}"
     async with rpc.aio_channel(address) as channel:

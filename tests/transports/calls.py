@@ -220,6 +220,7 @@ def bad_arguments(comm: MoECommunicator, case: RoutingCase) -> int:
     y = expert(out, comm.config.resolved_output_dtype)
     rows, width = x.shape
     wide = torch.zeros(rows, 2 * width, dtype=x.dtype)
+    room = y.new_empty(y.numel() + (rows - 1) * width)  # of y and an out, with a row in common
     table: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         ("x", (None, ids, weights), {}),
         ("x", (x.float(), ids, weights), {}),
@@ -257,6 +258,7 @@ def bad_arguments(comm: MoECommunicator, case: RoutingCase) -> int:
         ("handle", (y, None), {}),
         ("out", (y, handle), {"out": torch.empty(rows + 1, width, dtype=y.dtype)}),
         ("out", (y, handle), {"out": torch.empty(rows, width, dtype=torch.float64)}),
+        ("out", (room[: y.numel()].view(y.shape), handle), {"out": room[-rows * width :].view(rows, width)}),
     ]
     for name, arguments, options in combines:
         with pytest.raises(ArgumentError, match=f"^{name}: expected .*, got "):

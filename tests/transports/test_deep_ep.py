@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from crossdock import deep_ep
 from crossdock.common.config import FrameworkConfig
 from crossdock.deep_ep.exporter import CountingTimeouts, FrameworkTelemetry, _WatchedCommunicator, telemetry
 from crossdock.deep_ep.guard import EXIT_CODE, GRACE_S, Guard
+from crossdock.deep_ep.low_latency import BufferShape, LowLatency, PreparedStep
 from ep_kernels import ArgumentError, PeerTimeout
 from ep_kernels.telemetry import Samples
 from ep_kernels.types import LatencySample, ScaleFormat
@@ -110,10 +111,22 @@ def test_what_is_not_offered_says_what_to_do_instead() -> None:
         buffer.low_latency_dispatch(ids.float(), ids, 1, 2, dispatch_wait_recv_cost_stats=ids)
     with pytest.raises(ArgumentError, match=r"combine_wait_recv_cost_stats: expected None .*, got Tensor"):
         buffer.low_latency_combine(ids.float(), ids, ids.float(), None, combine_wait_recv_cost_stats=ids)
+    with pytest.raises(ArgumentError, match="expert_alignment: expected an int >= 1, got 0"):
+        buffer.dispatch(ids.float(), topk_idx=ids, expert_alignment=0)
     with pytest.raises(ArgumentError, match="comm: expected None"):
         deep_ep.Buffer(None, comm=object())
     with pytest.raises(AttributeError, match="has no attribute 'ElasticBuffer': it is DeepEP V2's"):
         deep_ep.ElasticBuffer  # noqa: B018
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(4, dtype=torch.int32), torch.zeros(2)], ids=["all experts", "floats"])
+def test_counts_that_cannot_be_added_to_are_refused_before_anything_is_sent(wrong: torch.Tensor) -> None:
+    pool: Any = SimpleNamespace(size=2)
+    shape = BufferShape(8, 16, 4, 2, torch.bfloat16, None)
+    step = PreparedStep(cast(Any, None), shape, 1, torch.ones(1, 2))
+    x, ids = torch.zeros(1, 16, dtype=torch.bfloat16), torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(ArgumentError, match=r"cumulative_local_expert_recv_stats: expected int32 \[2\], got"):
+        LowLatency(pool).dispatch(x, ids, step, wrong, hooked=False)
 
 
 def test_an_event_runs_what_is_to_follow_it_once() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.gating import Gating
+from crossdock.worker.open_checkpoints import OpenCheckpoints
+from crossdock.worker.placement import WeightsOf
+from crossdock.worker.shards import Shards
 from tests.unit.moe_files import (
     Sizes,
     Weights,
@@ -323,3 +327,33 @@ def test_element_types_that_are_not_weights(tmp_path: Path) -> None:
     write_tensors(tmp_path, tensors | {name: torch.zeros(32, 16, dtype=torch.int32)})
     with pytest.raises(CheckpointError, match=rf"{name}: expected one of .* got I32"):
         Checkpoint.open(tmp_path)
+
+
+def test_of_other_checkpoints_the_ones_in_use_stay_open(tmp_path: Path) -> None:
+    """Two that could not be loaded have later numbers than the one that the group returns to."""
+    sizes, known = Sizes(num_experts=2, hidden=32, inner=16, layers=1), []
+    for number in range(4):
+        write_files(tmp_path / f"{number}", "qwen3_moe", sizes, draw_weights(sizes))
+        fingerprint = Checkpoint.open(tmp_path / f"{number}").spec.fingerprint
+        known.append(WeightsOf(number, str(tmp_path / f"{number}"), fingerprint))
+    several = OpenCheckpoints(Checkpoint.open(tmp_path / "0"))
+    for number in (1, 2, 3, 1, 2, 1, 0):
+        assert several.open(known[number]).spec.fingerprint == known[number].fingerprint
+    several.close()
+
+
+def test_a_checkpoint_that_is_closed_during_a_read_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loader of an epoch that has ended may still read while the next one's opens others."""
+    write_files(tmp_path, "qwen3_moe", SIZES, draw_weights(SIZES))
+    shards, mapped = Shards(tmp_path), Shards._mapped
+
+    def closed(self: Shards, file: str) -> Any:
+        found = mapped(self, file)
+        self.close()
+        return found
+
+    monkeypatch.setattr(Shards, "_mapped", closed)
+    name = next(iter(shards))
+    assert shards.read(name).shape == shards.describe(name)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def _refused(path: Path, words: str) -> None:
         ("gpt_oss", {"swiglu_alpha": float("inf")}, "swiglu_alpha: expected a finite number above 0, got inf"),
         ("qwen3_moe", {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"a": 1}}},
          "config_groups: expected groups with equal weights"),
+        ("qwen3_moe", {"quantization_config": "fp8"}, "quantization_config: expected an object, got 'fp8'"),
     ],
 )  # fmt: skip
 def test_config(tmp_path: Path, family: str, fields: dict[str, Any], words: str) -> None:
@@ -55,7 +57,24 @@ def test_config_that_is_nested_too_deeply(tmp_path: Path) -> None:
     _refused(tmp_path, r"config\.json: unreadable")
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../model.safetensors", "a/b", "/etc/passwd", "a\0b"])
+def test_files_without_end(tmp_path: Path) -> None:
+    write_files(tmp_path, "qwen3_moe", SIZES, draw_weights(SIZES), num_shards=2)
+    index = tmp_path / "model.safetensors.index.json"
+    for path in (min(tmp_path.glob("model-*.safetensors")), index, tmp_path / "config.json"):
+        path.unlink()
+        os.mkfifo(path)
+        _refused(tmp_path, f"{path.name}: unreadable: expected a regular file" if path != index else "found")
+    (tmp_path / "config.json").unlink()
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(10 << 30)
+    _refused(tmp_path, r"config\.json: unreadable: expected at most 67108864 bytes, got more")
+
+
+def test_a_path_that_the_system_refuses(tmp_path: Path) -> None:
+    _refused(tmp_path / ("a" * 300), "File name too long")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../model.safetensors", "a/b", "/etc/passwd", "a\0b", "\ud800"])
 def test_a_shard_outside_the_directory(tmp_path: Path, name: str) -> None:
     write_files(tmp_path, "qwen3_moe", SIZES, draw_weights(SIZES), num_shards=2)
     index = tmp_path / "model.safetensors.index.json"

@@ -280,6 +280,7 @@ BAD_Y: dict[str, tuple[Callable[..., Any], str]] = {
     "y with gaps": (lambda y, z: {"y": y.repeat(1, 2)[:, ::2], "out": z}, "y: expected a contiguous tensor"),
     "z of other tokens": (lambda y, z: {"y": y, "out": z[1:]}, r"out: expected shape \[5, 2304\], got \[4, 2304\]"),
     "z of another dtype": (lambda y, z: {"y": y, "out": z.float()}, "out: expected torch.bfloat16, got torch.float32"),
+    "z in y": (lambda y, z: {"y": y, "out": y[3:8]}, "out: expected memory apart from y, got bytes in common"),
     "weights": (lambda y, z: {"y": y, "out": z, "topk_weights": 3}, "topk_weights: expected None unless exact_combine"),
 }
 

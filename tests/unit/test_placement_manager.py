@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -66,6 +67,15 @@ def test_loads_decay_and_are_rows_a_second() -> None:
             manager.record_report(rank, report(manager, rank, HOT), float(second))
     assert manager.rows_per_s(400.0)[0] == pytest.approx(HOT, rel=0.05)
     assert manager.rows_per_s(500.0)[1] == pytest.approx([one / 2 for one in HOT], rel=0.08)
+
+
+def test_loads_are_counted_after_any_pause() -> None:
+    """A group that waits for a worker over a weekend brings no reports."""
+    manager = made()
+    for now in (1.0, 1.0 + 1e4 * CONFIG.load_half_life_s):
+        for rank in range(R):
+            manager.record_report(rank, report(manager, rank, HOT), now)
+    assert manager.rows_per_s(now)[0] == pytest.approx([one * math.log(2) / 100 for one in HOT], rel=0.01)
 
 
 def test_a_move_is_over_when_all_ranks_say_so() -> None:

@@ -105,6 +105,22 @@ def test_a_rank_that_cannot_load_turns_all_back(switched: int) -> None:
     assert manager.load(*NEW, 500.0) == 2, "workers may know number 1 as something that failed"
 
 
+def test_what_layers_still_have_is_known_while_another_one_is_loaded() -> None:
+    """Ranks refuse tables with a checkpoint that they know nothing of, and no epoch could begin with these."""
+    made = group()
+    manager = made.manager
+    manager.load(*NEW, 1.0)
+    made.switch(1)
+    made.tell(1, error="layer 3: unreadable")
+    made.switched = 0
+    made.switch(len(LAYERS))
+    assert not manager.is_moving
+    assert manager.load("/models/third", "cafe", 50.0) == 2
+    manager.form(["a", "b"], 60.0)
+    assert manager.numbers == (1, 0, 0)
+    assert [ref.number for ref in manager.checkpoints.refs] == [1, 2]
+
+
 @pytest.mark.parametrize("switched", [0, 1, 2])
 def test_an_epoch_that_ends_in_between_begins_with_what_was_reached_and_goes_on(switched: int) -> None:
     made = group()
@@ -153,6 +169,40 @@ def test_a_new_leader_that_must_form_at_once_keeps_what_was_settled() -> None:
     old = Checkpoints(1, 0, 0, ())
     new.learn(old)
     assert new.checkpoints == made.manager.checkpoints, "an older state is not learnt"
+
+
+def test_what_a_new_leader_is_told_late_undoes_nothing() -> None:
+    """Its ranks know a state of a high version, of a group that it had to form anew, and repeat it once more."""
+    new = PlacementManager(PlacementConfig(), R)
+    new.set_kind(Kind(E, LAYERS))
+    known = Checkpoints(57, 1, 1, (Ref(1, "/models/before", "f"),))
+    new.learn(known)
+    new.form(["a", "b"], 5.0)
+    assert new.load(*NEW, 6.0) == 2
+    new.learn(known)
+    assert new.checkpoints.wanted == 2
+    made = Group(new)
+    made.arrive()
+    assert new.numbers == (2, 2, 2)
+    assert new.checkpoints.settled == new.checkpoints.wanted == 2
+
+
+@pytest.mark.parametrize("remembers", [False, True], ids=["started again", "cut off"])
+def test_a_group_whose_workers_have_all_left(remembers: bool) -> None:
+    """Those that are started again have the checkpoint of their config, perhaps of another model; those that were only
+    cut off know better."""
+    made = group()
+    manager = made.manager
+    manager.load(*NEW, 1.0)
+    made.arrive()
+    before, known = manager.tables, manager.checkpoints
+    manager.emptied()
+    if remembers:
+        manager.learn(known)
+    manager.form(["a", "b"], 50.0)
+    assert manager.numbers == (int(remembers),) * 3
+    assert [experts_of(table, E) for table in manager.tables] == [experts_of(table, E) for table in before]
+    assert manager.load("/models/third", "cafe", 100.0) == 2, "someone may know number 1"
 
 
 def test_moves_keep_the_checkpoint() -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ep_kernels import jit
+from ep_kernels.checks import share_memory
 from ep_kernels.kernels import abi
 from ep_kernels.lazy_output import lazy_output, recycle
 from ep_kernels.transports.base import Delivered
@@ -288,7 +289,7 @@ class NvlinkQuickCalls:
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
         """See `base.QuickCalls`."""
         state = quick_state(handle, self._origin)
-        if state is None or (type(y) is torch.Tensor and y.is_neg()):
+        if state is None or (type(y) is torch.Tensor and y.is_neg()) or (out is not None and share_memory(y, out)):
             return None
         engine, plans = self._engine, self._of(False, state.mode)
         z = torch.empty_like(self._room(state.tokens)) if out is None else out
@@ -309,7 +310,7 @@ class NvlinkQuickCalls:
     def combine_async(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> QuickCombine | None:
         """See `base.QuickCalls`."""
         state = quick_state(handle, self._origin)
-        if state is None or (type(y) is torch.Tensor and y.is_neg()):
+        if state is None or (type(y) is torch.Tensor and y.is_neg()) or (out is not None and share_memory(y, out)):
             return None
         engine, plans = self._engine, self._of(True, state.mode)
         by, given = plans.combine, tuple[torch.Tensor, ...]()

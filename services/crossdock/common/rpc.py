@@ -239,7 +239,7 @@ async def call(
         more: further keyword arguments of the stub's method: `metadata`.
 
     Raises:
-        CallError: the call's status, as the tree in the module docstring names it.
+        CallError: the call's status, as the tree in the module docstring names it; Unavailable: its channel was closed.
     """
 
     async def attempt() -> Message:
@@ -247,6 +247,11 @@ async def call(
             return await method(request, timeout=timeout_s, **more)
         except grpc.RpcError as error:
             raise error_of(error) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():
+                raise Unavailable("the channel was closed during the call") from None
+            raise
 
     if retry_s <= 0:
         return await attempt()

@@ -8,6 +8,7 @@ Letters: E experts of a layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from crossdock.common import rpc
@@ -42,10 +43,11 @@ class Checkpoints:
     wanted: int = 0
     refs: tuple[Ref, ...] = ()
 
-    def with_next(self, path: str, fingerprint: str, version: int) -> Checkpoints:
-        """Another one is wanted. Numbers are not used again while a worker may know them."""
+    def with_next(self, path: str, fingerprint: str, version: int, held: Iterable[int] = ()) -> Checkpoints:
+        """Another one is wanted; `held`: numbers that layers have. Numbers are not used again while a worker may know
+        them."""
         number = 1 + max((ref.number for ref in self.refs), default=0)
-        kept = tuple(ref for ref in self.refs if ref.number in (self.settled, self.wanted))
+        kept = tuple(ref for ref in self.refs if ref.number in {self.settled, self.wanted, *held})
         return Checkpoints(version, self.settled, number, (*kept, Ref(number, path, fingerprint)))
 
     def given_up(self, version: int) -> Checkpoints:

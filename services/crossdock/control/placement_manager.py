@@ -23,17 +23,19 @@ All of this is soft state: after a restart it is restored from the reports. Unti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from crossdock.common.config import PlacementConfig
 from crossdock.control.balancer import check, filled, first_table
 from crossdock.control.checkpoints import NO_CHECKPOINTS, Checkpoints, experts_of, number_of, weights_of
 from crossdock.control.expert_reports import Goal, Kind, Move, Outcome, Report
 from crossdock.control.plans import Plan, Snapshot
-from crossdock.control.tables import Shape, Table
+from crossdock.control.tables import Shape, Table, numbered
 
 _MAX_WEIGHT = 1e9
+_MAX_HALVINGS = 64.0
+"""At a time: what was counted before that many half-lives is nothing."""
 _SETTLE_S = 2.0
 """Pause between attempts to make all layers have one checkpoint."""
 
@@ -92,18 +94,20 @@ class PlacementManager:
             self._loads = [[0.0] * kind.num_experts for _ in kind.layers]
             self._reports.clear()
 
-    def form(self, domains: Sequence[str], now: float) -> None:
+    def form(self, domains: Sequence[str | None], now: float) -> None:
         """Fix the placement of a forming group.
 
         Args:
-            domains: name of the NVLink domain or host of each rank, in rank order; fewer if ranks are missing.
+            domains: name of the NVLink domain or host of each rank, in rank order; None: that rank is missing.
             now: seconds.
         """
         if self.kind is None:
             return
-        if len(domains) == self.world_size or not self._domains:
-            self._domains = _numbered(domains)
+        if None not in domains or not self._domains:
+            self._domains = numbered(domains)
         reached = self._reached()
+        if not self.checkpoints.version:
+            reached = tuple(weights_of(table, self.kind.num_experts, 0) for table in reached)
         known = max([self._highest, *(report.version for report in self._reports.values())])
         shape = self.shape
         if not reached or any(_slots(table) != shape.num_slots for table in reached):
@@ -119,9 +123,9 @@ class PlacementManager:
         self._move = None
         self._reports.clear()
 
-    def recovered(self, domains: Sequence[str], missing: frozenset[int] = frozenset()) -> None:
+    def recovered(self, domains: Sequence[str | None], missing: frozenset[int] = frozenset()) -> None:
         """The group continued to serve under a new control plane; without the ranks `missing`."""
-        self._domains, self._missing = _numbered(domains), missing
+        self._domains, self._missing = numbered(domains), missing
 
     # Reports.
 
@@ -231,13 +235,17 @@ class PlacementManager:
         return tuple(number_of(table, size) for table in self._tables)
 
     def learn(self, checkpoints: Checkpoints) -> None:
-        """A member knows these: the newest are right."""
+        """A member knows these: the newest are right. Versions given out later are higher."""
         if checkpoints.version > self.checkpoints.version:
-            self.checkpoints = checkpoints
+            self.checkpoints, self._highest = checkpoints, max(checkpoints.version, self._highest)
+
+    def emptied(self) -> None:
+        """No member is left: the next ones have the checkpoint of their config, unless they know better."""
+        self.checkpoints = replace(self.checkpoints, version=0, settled=0, wanted=0)
 
     def load(self, path: str, fingerprint: str, now: float) -> int:
         """Start to load another checkpoint in every layer; its number."""
-        self.checkpoints = self.checkpoints.with_next(path, fingerprint, self._highest + 1)
+        self.checkpoints = self.checkpoints.with_next(path, fingerprint, self._highest + 1, self.numbers)
         self._move_to_wanted(now)
         self.last_change = f"loading {path}"
         return self.checkpoints.wanted
@@ -379,7 +387,7 @@ class PlacementManager:
         """Decay former counts relative to new ones, which get the growing factor `_weight`."""
         self._counting_since = min(self._counting_since, now)
         if self._decayed_at:
-            self._weight *= 2 ** ((now - self._decayed_at) / self.config.load_half_life_s)
+            self._weight *= 2 ** min(_MAX_HALVINGS, (now - self._decayed_at) / self.config.load_half_life_s)
         self._decayed_at = now
         if self._weight > _MAX_WEIGHT:
             self._loads = [[one / self._weight for one in load] for load in self._loads]
@@ -388,9 +396,3 @@ class PlacementManager:
 
 def _slots(table: Table) -> int:
     return sum(len(held) for held in table)
-
-
-def _numbered(names: Sequence[str]) -> tuple[int, ...]:
-    """Numbers of the names, in the order of their first appearance."""
-    numbers: Mapping[str, int] = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return tuple(numbers[name] for name in names)

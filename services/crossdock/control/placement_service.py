@@ -115,14 +115,16 @@ class PlacementService:
     def group_changed(self, before: Group, after: Group) -> None:
         """Update the placement; called before watchers are notified."""
         began = (before.phase, before.epoch) != (after.phase, after.epoch)
-        domains = [member.worker.place.nvlink_domain or member.worker.place.hostname for member in after.members]
+        if before.members and not after.members:
+            self._manager.emptied()
+        places = {member.rank: member.worker.place for member in after.members}
+        held = {rank: place.nvlink_domain or place.hostname for rank, place in places.items()}
+        domains = [held.get(rank) for rank in range(after.settings.world_size)]
         if began and after.phase is Phase.EXCHANGING:
             self._manager.form(domains, self._clock())
         elif began and after.phase is Phase.SERVING and before.recovering:
-            held = {member.rank: domain for member, domain in zip(after.members, domains, strict=True)}
-            by_rank = [held.get(rank, f"rank {rank}") for rank in range(after.settings.world_size)]
             missing = frozenset(range(after.settings.world_size)) - after.taking_part
-            self._manager.recovered(by_rank, missing)
+            self._manager.recovered(domains, missing)
         self._metrics.placement_version.set(self.version)
 
     def check_report(self, group: Group, request: pb.HeartbeatRequest) -> tuple[int, Report] | None:

@@ -173,17 +173,18 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """Renew a lease; record reports of silent ranks and of experts."""
         self._keys.check(request.worker, context)
         report = self._experts.check_report(self._group, request)
+        views.check_stats(request.stats)
         latency_watch.check(request.stats.latency, self._limits.world_size)
         self._apply(views.heartbeat_event(request, self._limits, self._max_epoch()))
         self._metrics.heartbeats_total.inc()
         self._postmortems.record(request)
         if report is not None:
             self._experts.record_report(request.epoch, *report)
-        if request.HasField("stats"):
+        response, member = pb.HeartbeatResponse(epoch=self._group.epoch), self._group.member(request.worker.uid)
+        if request.HasField("stats") and member is not None:  # its own report may have ended its membership
             self._latency.record(self._group, request, self._clock())
             request.stats.DiscardUnknownFields()  # unknown fields would be copied into every view
             self._stats[request.worker.uid] = request.stats
-        response, member = pb.HeartbeatResponse(epoch=self._group.epoch), self._group.member(request.worker.uid)
         bar = self._group.bar_of(member.worker) if member is not None else None
         if bar is not None:
             response.barred.CopyFrom(barred.to_message(bar, self._clock(), self._id))

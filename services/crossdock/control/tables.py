@@ -59,3 +59,10 @@ class Change(NamedTuple):
     other: int
     given: int
     swap: bool
+
+
+def numbered(names: Sequence[str | None]) -> tuple[int, ...]:
+    """Numbers of the names, in the order of their first appearance. Each None has its own."""
+    keys = [place if name is None else name for place, name in enumerate(names)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return tuple(numbers[key] for key in keys)

@@ -6,6 +6,7 @@ large, and no text of a peer can break a log line.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
@@ -40,6 +41,7 @@ MAX_LOST_NAMED = 128
 MAX_GPUS = 64
 MAX_NICS = 64
 MAX_SETTINGS = 64
+MAX_HELD_MODELS = 16
 MAX_SETTINGS_BYTES = 4 << 10
 MAX_AHEAD_S = 600
 """Largest accepted lead of a worker's clock: an incarnation is a start time and the newest one wins, so one from far in
@@ -137,6 +139,16 @@ def heartbeat_event(request: pb.HeartbeatRequest, limits: Limits, max_epoch: int
     _check_epoch("epoch", request.epoch, max_epoch)
     silent = tuple(sorted(set(request.silent_ranks)))
     return Heartbeat(*_worker_id(request.worker), request.epoch, silent, printable(request.fault), request.loaded)
+
+
+def check_stats(stats: pb.WorkerStats) -> None:
+    """Check the statistics of a heartbeat, which are copied into every view. Raises InvalidArgument."""
+    if len(stats.models) > MAX_HELD_MODELS:
+        raise InvalidArgument(f"stats.models: expected at most {MAX_HELD_MODELS}, got {len(stats.models)}")
+    for held in stats.models:
+        _name("stats.models.fingerprint", held.fingerprint)
+    if not (math.isfinite(stats.tokens_per_s) and stats.tokens_per_s >= 0):
+        raise InvalidArgument(f"stats.tokens_per_s: expected a finite number >= 0, got {stats.tokens_per_s}")
 
 
 def leave_event(request: pb.LeaveRequest) -> Leave:

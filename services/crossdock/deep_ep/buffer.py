@@ -150,7 +150,7 @@ class Buffer(Unsupported):
         Returns (rows, or (rows, scales), [N, ...], by source rank and token; local expert ids int64 [N, K], -1 = not
         here; weights [N, K], 0 there; rows per local expert; handle; event). With `handle`: rows, four None, event.
         """
-        payload: Payload = x if isinstance(x, tuple) else (x, None)
+        payload = _payload(x, expert_alignment)
         with self._watched, self._streams.enter(payload[0], previous_event, async_finish) as turn:
             if handle is not None:
                 if topk_idx is not None or topk_weights is not None:
@@ -285,6 +285,13 @@ class Buffer(Unsupported):
                 hook()
 
         return run
+
+
+def _payload(x: Rows, alignment: int) -> Payload:
+    """(x, its scales or None); the alignment, too, is checked before anything is sent."""
+    if type(alignment) is not int or alignment < 1:
+        raise ArgumentError("expert_alignment", "an int >= 1", repr(alignment))
+    return x if isinstance(x, tuple) else (x, None)
 
 
 def _ids(value: torch.Tensor | None) -> torch.Tensor:

@@ -173,6 +173,8 @@ class LowLatency:
         once the hook has been called. `stats` [L] grows by the counts."""
         handle = LowLatencyHandle(prepared)
         comm, shape, _, marks = prepared
+        if stats is not None:
+            _check_stats(stats, shape.num_experts // self._pool.size)
         if not hooked:
             out, handle.inner = comm.dispatch(x, topk_idx, marks)
             counts = out.counts
@@ -222,6 +224,13 @@ class LowLatency:
 
 def nothing() -> None:
     """The hook of a complete operation."""
+
+
+def _check_stats(stats: torch.Tensor, num_local: int) -> None:
+    """Before anything is sent: added to afterwards, others would be one step ahead."""
+    if stats.dtype != torch.int32 or stats.shape != (num_local,):
+        wanted, got = f"int32 [{num_local}]", (list(stats.shape), stats.dtype)
+        raise ArgumentError("cumulative_local_expert_recv_stats", wanted, got)
 
 
 def _pair(tokens: torch.Tensor, scales: torch.Tensor | None) -> Received:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 from rich.console import Console
@@ -37,7 +38,7 @@ def on_runtime(config: HostConfig, runtime: str) -> HostConfig:
 
 
 def run_host(config: HostConfig, console: Console) -> int:
-    """Run the host's processes or containers until SIGINT or SIGTERM, then drain them; the exit status.
+    """Run the host's processes or containers until SIGINT, SIGTERM or SIGHUP, then drain them; the exit status.
 
     Raises:
         ConfigFileError: the model's directory or the transport is not there, or an image or the SDK for containers; or
@@ -51,7 +52,7 @@ def run_host(config: HostConfig, console: Console) -> int:
     check_transport(config)
     check_network(config)
     log.setup(LogConfig(level="warning"))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _interrupt_at_signals()
     log_dir = _log_dir_of(config)
     supervisor = _containers(config, log_dir) if config.docker else _processes(config, log_dir)
     timeout_s = config.control.form_timeout_s if config.control else _JOIN_TIMEOUT_S
@@ -64,11 +65,30 @@ def run_host(config: HostConfig, console: Console) -> int:
                 console.print(line, soft_wrap=True)
             _follow(supervisor, view, console)
     except KeyboardInterrupt:
-        console.print("draining; Ctrl-C again kills")
+        _print_if_open("draining; Ctrl-C again kills", console)
     finally:
         _stop(supervisor, config.stop_timeout_s)
-    console.print("stopped")
+    _print_if_open("stopped", console)
     return 0
+
+
+def _interrupt_at_signals() -> None:
+    """SIGTERM, and SIGHUP unless it is ignored (nohup), act as Ctrl-C. A terminal that closes sends SIGHUP twice, and a
+    second Ctrl-C kills: only the first SIGHUP counts."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def hung_up(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, hung_up)
+
+
+def _print_if_open(words: str, console: Console) -> None:
+    """Print, unless the terminal is closed."""
+    with suppress(OSError):
+        console.print(words)
 
 
 def _log_dir_of(config: HostConfig) -> Path:

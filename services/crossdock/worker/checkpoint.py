@@ -91,14 +91,17 @@ class Checkpoint:
         """Open and check a directory; no weights are read beyond a sample.
 
         Raises:
-            CheckpointError: missing directory, config, shard or tensor; truncated or corrupt shard; wrong shape;
-                unknown model_type, activation or quantisation.
+            CheckpointError: missing directory, config, shard or tensor, or one that the system refuses; truncated or
+                corrupt shard; wrong shape; unknown model_type, activation or quantisation.
         """
         path = Path(directory)
-        if not path.is_dir():
-            raise CheckpointError(f"{path}: no such directory")
-        config = ModelConfig(path / "config.json")
-        return Checkpoint(Shards(path), config)
+        try:
+            if not path.is_dir():
+                raise CheckpointError(f"{path}: no such directory")
+            config = ModelConfig(path / "config.json")
+            return Checkpoint(Shards(path), config)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
 
     def close(self) -> None:
         """Unmap the files."""

@@ -135,7 +135,9 @@ class ModelConfig:
     def quantised(self) -> Format:
         """The format of those of the experts' matrices that are not float. Raises CheckpointError."""
         found = self._data.get("quantization_config") or self._whole.get("quantization_config") or {}
-        method = found.get("quant_method", "fp8") if isinstance(found, dict) else found
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{self.path}: quantization_config: expected an object, got {found!r}")
+        method = found.get("quant_method", "fp8")
         if method == "fp8":
             return Format("fp8", self._block(found.get("weight_block_size", [128, 128])), "_scale_inv")
         if method == "mxfp4":

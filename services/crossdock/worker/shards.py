@@ -16,6 +16,8 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from crossdock.common.small_files import read_small
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -30,14 +32,19 @@ DTYPES: dict[str, torch.dtype] = {
 """Element types that expert weights and their scales may have, by safetensors' name."""
 
 
+_MAX_JSON_BYTES = 64 << 20
+"""An index of 100,000 tensors has ten million bytes."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint directory cannot be served: something is missing, broken or not supported. Says what, and where."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises CheckpointError: missing, unreadable, or not a JSON object."""
+    """Read a JSON object. Raises CheckpointError: missing, unreadable, too large, or not a JSON object."""
+    _check_regular(path)
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_small(path, _MAX_JSON_BYTES))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -45,6 +52,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
     return data
+
+
+def _check_regular(path: Path) -> None:
+    """Raises CheckpointError: opening a pipe would wait for a writer for ever."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: unreadable: expected a regular file")
 
 
 class Shards:
@@ -56,8 +69,8 @@ class Shards:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._open: dict[str, Any] = {}
-        self._keys: dict[str, frozenset[str]] = {}
+        self._open: dict[str, tuple[Any, frozenset[str]]] = {}
+        """Handle and tensor names of each mapped file."""
         self._file_of = self._index()
 
     def _index(self) -> dict[str, str]:
@@ -73,21 +86,23 @@ class Shards:
         if not (self._directory / SINGLE).is_file():
             found = sorted(path.name for path in self._directory.iterdir())[:8]
             raise CheckpointError(f"{self._directory}: expected {SINGLE} or {INDEX}, found {found}")
-        self._handle(SINGLE)
-        return dict.fromkeys(self._keys[SINGLE], SINGLE)
+        _, names = self._mapped(SINGLE)
+        return dict.fromkeys(names, SINGLE)
 
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
+    def _mapped(self, file: str) -> tuple[Any, frozenset[str]]:
+        found = self._open.get(file)
+        if found is None:
             path = self._directory / file
+            _check_regular(path)
             try:
                 handle = safe_open(path, framework="pt")
             except FileNotFoundError as error:
                 raise CheckpointError(f"{path}: missing shard, named by {INDEX}") from error
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: truncated or corrupt shard: {error}") from error
-            self._keys[file] = frozenset(handle.keys())  # type: ignore[no-untyped-call]
-            self._open[file] = handle  # last: a reader in another thread needs both
-        return self._open[file]
+            found = handle, frozenset(handle.keys())  # type: ignore[no-untyped-call]
+            self._open[file] = found
+        return found
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -103,8 +118,8 @@ class Shards:
         file = self._file_of.get(name)
         if file is None:
             raise CheckpointError(f"{self._directory}: tensor {name} is missing")
-        handle = self._handle(file)
-        if name not in self._keys[file]:
+        handle, names = self._mapped(file)  # which another thread may unmap just then
+        if name not in names:
             raise CheckpointError(f"{self._directory / file}: tensor {name} is missing, though {INDEX} puts it here")
         return handle.get_slice(name)
 
@@ -157,11 +172,10 @@ class Shards:
     def close(self) -> None:
         """Unmap every file. The next read maps again."""
         self._open.clear()
-        self._keys.clear()
 
 
 def _is_file_name(name: str) -> bool:
-    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+    return name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 
 class _RawFile:
