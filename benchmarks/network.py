@@ -118,14 +118,14 @@ class End:
         """Other bytes into what it sends."""
         ctypes.memset(self._own, number % 256, len(self._own))
 
-    def stream(self, messages: Sequence[tuple[int, int]], expected: int, nap_ns: int = NAP_NS) -> int:
-        """Send messages of those (rank, bytes) while as many as expected come; ns. `nap_ns`: between looks whether they
-        have; 0: spins."""
+    def stream(self, messages: Sequence[tuple[int, int]], expected: int, nap_ns: int = NAP_NS, offset: int = 0) -> int:
+        """Send messages of those (rank, bytes), side by side from `offset` on, while as many as expected come; ns.
+        `nap_ns`: between looks whether they have; 0: spins."""
         ranks = (ctypes.c_int32 * len(messages))(*[rank for rank, _ in messages])
         sizes = (ctypes.c_uint32 * len(messages))(*[num_bytes for _, num_bytes in messages])
         self._awaited += expected
         took: int = self._network.lib.cn_bench_stream(
-            self.channel.pointer, ctypes.byref(self.mark), ranks, sizes, len(messages), self._awaited, nap_ns
+            self.channel.pointer, ctypes.byref(self.mark), ranks, sizes, len(messages), offset, self._awaited, nap_ns
         )
         if took < 0:
             raise TimeoutError("network: the stream stands still")

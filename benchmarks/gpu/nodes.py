@@ -13,11 +13,13 @@ all else takes the network, here sockets on the loop-back device and boxes in pi
 * `gbps`: wire bytes over the time. `stream_us`, `stream_gbps`: the provider's own loop, which is the same messages,
   both ways, by proxies alone: no kernel, no copy, memory that caches may hold. `of_stream`: the quotient. Of few tokens
   it says little; there `p50_us` beside `stream_us` does. `of_gpu_stream`: of a loop before each round of which the GPU
-  reads what has come and writes what is to go, as in an operation.
+  reads what has come and writes what is to go, in four places that take turns as an operation's slots do.
 * `staged_us`, `arrived_us`: of the kernels' own records, medians, of a pair both operations together: from the start
   until a rank has pushed all that it sends; until a block has seen that all of the other hosts is here.
 * `proxy_us`: processor time of the proxies by messages sent and received; `proxy_cpu`: share of a processor that one
   used meanwhile. A proxy that waits spins for `spin_us`, which both contain.
+* `spin_us`: NetworkConfig.spin_us. Half a millisecond and more lies between two operations that are called (`eager`),
+  none between those of a graph. Where `spin_us` is less, proxies sleep in between, and p50 of few tokens is theirs.
 
 `proxy.csv`: ring and proxy between threads of one process, as `benchmarks/network.py` measures them, and messages of 8
 bytes by all ranks at once.
@@ -64,6 +66,7 @@ class Line:
     ranks: int
     nodes: int
     provider: str
+    spin_us: int
     p50_us: float
     p99_us: float
     rows_per_token: float
@@ -239,7 +242,7 @@ class Session:
         options = self._options
         line = Line(
             case.mode.value, case.layout.value, op, timing, case.tokens, self._ranks, options.nodes, options.provider,
-            round(p50, 2), round(quantile(times.gpu_us, 0.99), 2), round(rows / case.tokens, 4),
+            options.spin_us, round(p50, 2), round(quantile(times.gpu_us, 0.99), 2), round(rows / case.tokens, 4),
             round(sum(wire.rows for wire in wires) / len(wires) / case.tokens, 4), round(num_bytes),
             round(sum(wire.theory for wire in wires)), round(gbps, 3), round(sum(one.staged for one in stages), 2),
             round(sum(one.arrived for one in stages), 2), round(stream_us[0], 2), round(stream, 3),
@@ -274,7 +277,7 @@ class Session:
             print(text, flush=True)
 
 
-SAME = ("ranks", "nodes", "provider")
+SAME = ("ranks", "nodes", "provider", "spin_us")
 """Columns that the screen leaves out."""
 
 

@@ -24,6 +24,9 @@ DEADLINE_S = 120.0
 STREAM_ROUNDS = 24
 LEAST_BYTES = 64 << 20
 """So much has pages of its own, which are pinned."""
+PLACES, MOST_PLACES_BYTES = 4, 256 << 20
+"""Slots of dispatch and combine take turns, so an operation finds memory that was used three operations ago. Beyond so
+many bytes no cache holds even one."""
 HEAD_BYTES, LINE_BYTES, PACKET_BYTES, PACKET_ROOM = 16, 128, 1024, 960
 COUNTS_OF_LINE, CHOICES_OF_LINE = 28, 7
 """What travels: docs/network.md, "GPUs"."""
@@ -93,29 +96,31 @@ class Streams:
     def __init__(self, config: NetworkConfig, rank: int, ranks: int, nodes: int, most_bytes: int) -> None:
         self._rank, self._ranks, self._nodes = rank, ranks, nodes
         self._peers = remote_of(rank, ranks, nodes)
-        self._network, size = Network(config), max(most_bytes, LEAST_BYTES)
+        self._most, self._places = most_bytes, PLACES if PLACES * most_bytes <= MOST_PLACES_BYTES else 1
+        self._network, size = Network(config), max(self._places * most_bytes, LEAST_BYTES)
         self._end = network.End(self._network, rank, ranks, size)
         self._end.write(1)
         self._own, self._landing = (torch.frombuffer(memory, dtype=torch.uint8) for memory in self._end.memory)
         for memory in (self._own, self._landing):
             boxes.pin(memory.data_ptr(), memory.numel())
-        self._gpu = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        self._gpu = torch.zeros(most_bytes, dtype=torch.uint8, device="cuda")
         tickets: list[Any] = [None] * ranks
         dist.all_gather_object(tickets, self._end.channel.ticket())
         self._end.channel.connect({peer: tickets[peer] for peer in self._peers}, DEADLINE_S)
 
     def us(self, messages: Sequence[tuple[int, int]], expected: int, rounds: int, *, of_gpu: bool = False) -> float:
         """Median of the rounds' slowest ranks, each of which sends those (rank, bytes). `of_gpu`: the GPU has read what
-        came, and has written what goes, before each round."""
+        came, and has written what goes, before each round, in places that take turns."""
         took, num_bytes = [], sum(size for _, size in messages)
-        for _ in range(rounds + 2):
+        for number in range(rounds + 2):
+            place = number % self._places * self._most if of_gpu else 0
             if of_gpu:
                 for peer in self._peers:
-                    self._gpu[:num_bytes].copy_(self._landing[peer * len(self._own) :][:num_bytes])
-                self._own[:num_bytes].copy_(self._gpu[:num_bytes])
+                    self._gpu[:num_bytes].copy_(self._landing[peer * len(self._own) + place :][:num_bytes])
+                self._own[place:][:num_bytes].copy_(self._gpu[:num_bytes])
                 torch.cuda.synchronize()
             self._end.stream([(peer, 0) for peer in self._peers], len(self._peers), 0)  # all are here
-            took.append(self._end.stream(messages, expected, 0) / 1e3)
+            took.append(self._end.stream(messages, expected, 0, place) / 1e3)
         slowest = torch.tensor(took[2:], device="cuda")
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return quantile(slowest.tolist(), 0.5)

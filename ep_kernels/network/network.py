@@ -244,6 +244,10 @@ class Channel:
             raise ArgumentError("rank", f"0..{self._ranks - 1}", rank)
         return bool(self._call(1, self._lib.cn_push, rank, offset, num_bytes, imm))
 
+    def wake(self) -> None:
+        """Kernels are about to push, which cannot wake the proxy: it sleeps no longer, and `spin_us` begins anew."""
+        self._call(None, self._lib.cn_wake)
+
     def is_quiet(self, mask: int) -> bool:
         """Whether nothing of this rank's region is still to be sent to the ranks of `mask`."""
         return bool(self._call(1, self._lib.cn_quiet, mask))

@@ -67,6 +67,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_outbox": (c_void_p, (c_void_p,)),
     "cn_device": (None, (c_void_p, c_uint64, POINTER(c_uint64))),
     "cn_device_restart": (None, (c_void_p,)),
+    "cn_wake": (None, (c_void_p,)),
     "cn_push": (c_int, (c_void_p, c_int, c_uint64, c_uint32, c_uint32)),
     "cn_bench_box_bytes": (c_uint64, ()),
     "cn_bench_echo": (c_int, (c_void_p, c_void_p, c_int64, c_int64, POINTER(c_int64))),
@@ -78,7 +79,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cn_bench_sockets": (c_int, (c_int, c_int, c_void_p, c_void_p, c_uint32, c_int64, POINTER(c_int64))),
     "cn_bench_stream": (
         c_int64,
-        (c_void_p, c_void_p, POINTER(c_int32), POINTER(c_uint32), c_int64, c_uint64, c_int64),
+        (c_void_p, c_void_p, POINTER(c_int32), POINTER(c_uint32), c_int64, c_uint64, c_uint64, c_int64),
     ),
     "cn_join": (c_int, (c_void_p, c_int, c_int, POINTER(c_int32), c_int)),
     "cn_leave": (None, (c_void_p, c_int, c_uint64)),

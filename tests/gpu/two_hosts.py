@@ -5,8 +5,10 @@ sockets and pinned memory between the hosts are real.
     python -m tests.gpu.two_hosts                                       # both hosts on one GPU
     ... --other NAME:ll/combine_recv.cuh=FILE                           # other texts of kernels, in turns with today's
 
-Dispatch, combine and the provider's own loop of the same messages take turns; medians of the slowest process, us.
-Results are compared with the reference up to T = 128, and between the texts always.
+Dispatch, combine and the provider's own loop of the same messages take turns; medians of the slowest process, us. Each
+operation begins at once on all GPUs, which were at work just before, as are proxies. Alike: the loop of memory that the
+GPU has read and written, in places that take turns as slots do. Results are compared with the reference up to T = 128,
+and between the texts always.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ import torch.distributed as dist
 
 from benchmarks import network
 from benchmarks.cases import Case
-from benchmarks.gpu.nodes_network import remote_of, sizes_of
+from benchmarks.gpu.measure import Stopwatch, events
+from benchmarks.gpu.nodes_network import LEAST_BYTES, PLACES, remote_of, sizes_of
 from ep_kernels import Layout, Mode, jit, reference
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Network
@@ -44,7 +47,9 @@ from tests.gpu.loopback import Bytes, packed
 from tests.gpu.loopback_group import LoopGroup
 
 HOSTS, TOPK, EXPERTS, HIDDEN = 2, 8, 256, 7168
-CONNECT_S, SPIN_US, WARM, MOST_CHECKED = 30.0, 1000, 3, 128
+CONNECT_S, WARM, MOST_CHECKED = 30.0, 3, 128
+SPIN_US = 100_000
+"""Proxies do not sleep between rounds."""
 Texts = Mapping[str, str]
 
 
@@ -53,12 +58,17 @@ class Store:
 
     Attributes:
         rank, size: of this process.
+        device: its GPU, which no other process has.
     """
 
     def __init__(self) -> None:
         self.rank, self.size, self._number, self._store = 0, 1, 0, None
         if dist.is_torchelastic_launched():
             self._store, self.rank, self.size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+        self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+        torch.cuda.set_device(self.device)
+        met = self._store or dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("nccl", store=met, rank=self.rank, world_size=self.size, device_id=self.device)
 
     def gather(self, mine: Any) -> list[Any]:
         """What each process gives, by its rank."""
@@ -122,14 +132,16 @@ class Group:
                 raise found
         return [engine.tables.samples() for engine in self.engines]
 
-    def stages(self, samples: Sequence[Sequence[LatencySample]], op: str) -> tuple[float, float]:
-        """Us until all is staged, until all of the other host has come; means over ranks."""
-        staged, here = [], []
+    def stages(self, samples: Sequence[Sequence[LatencySample]], op: str) -> tuple[float, float, float]:
+        """Us until all is staged; from the first look until all of the other host has come; until the end. Means over
+        ranks."""
+        staged, here, ended = [], [], []
         for rank, ones in zip(self.ranks, samples, strict=True):
             last = [one for one in ones if one.op == op][-1]
             staged.append(last.send_ns / 1e3)
             here.append(max(last.peer_wait_ns[p] for p in remote_of(rank, self.case.num_ranks, HOSTS)) / 1e3)
-        return statistics.mean(staged), statistics.mean(here)
+            ended.append(last.total_ns / 1e3)
+        return statistics.mean(staged), statistics.mean(here), statistics.mean(ended)
 
     def close(self) -> None:
         """Part."""
@@ -204,9 +216,20 @@ class Steps:
                 y.copy_(expert(out, bf16))
 
         self._between = graph_of(experts)
-        calls = [call for call, _ in made]
-        self._graphs = {name: (graph_of(sends[name]), graph_of(launcher(calls, text))) for name, text in texts.items()}
-        self._keep = inputs, steps, made, ys
+        combines = {name: launcher([call for call, _ in made], text) for name, text in texts.items()}
+        self._graphs = {name: (graph_of(sends[name]), graph_of(combines[name])) for name in texts}
+        self._keep = inputs, steps, outs, made, ys, sends, combines  # graphs hold addresses alone
+        self._watch = Stopwatch(torch.device("cuda"))
+
+    def _timed(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Us of what begins on all GPUs at once."""
+        begin, end = events(2)
+        self._watch.align()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
 
     def round(self, name: str, times: Times, store: Store, keep: bool) -> None:
         """One step by those texts."""
@@ -215,15 +238,11 @@ class Steps:
         self._group.samples()
         torch.cuda.synchronize()
         store.gather(None)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         dispatch, combine = self._graphs[name]
-        for event, graph in zip(events, (dispatch, self._between, combine), strict=False):
-            event.record()
-            graph.replay()
-        events[3].record()
-        torch.cuda.synchronize()
+        took = self._timed(dispatch)
+        self._between.replay()
+        mine = took, self._timed(combine)
         samples = self._group.samples()
-        mine = events[0].elapsed_time(events[1]) * 1e3, events[2].elapsed_time(events[3]) * 1e3
         dispatched, combined = zip(*store.gather(mine), strict=True)
         if keep:
             times.took.append((max(dispatched), max(combined)))
@@ -245,7 +264,7 @@ class Steps:
 
 
 class Loops:
-    """The provider's own loop of the ranks of this process.
+    """The provider's own loop of the ranks of this process, in memory that their GPU reaches.
 
     Args:
         most: bytes that a rank sends, at most.
@@ -254,7 +273,13 @@ class Loops:
     def __init__(self, store: Store, ranks: int, most: int) -> None:
         each = ranks // store.size
         self._store, self._size, self._ranks = store, ranks, range(store.rank * each, (store.rank + 1) * each)
-        self._ends = [network.End(Network(network_of(r)), r, ranks, max(most, 64 << 20)) for r in self._ranks]
+        self._most = most
+        size = max(PLACES * most, LEAST_BYTES)
+        self._ends = [network.End(Network(network_of(r)), r, ranks, size) for r in self._ranks]
+        self._memory = [[torch.frombuffer(one, dtype=torch.uint8) for one in end.memory] for end in self._ends]
+        for one in [one for both in self._memory for one in both]:
+            pin(one.data_ptr(), one.numel())
+        self._gpu = torch.zeros(most, dtype=torch.uint8, device="cuda")
         tickets = [t for one in store.gather([end.channel.ticket() for end in self._ends]) for t in one]
         self._pool = ThreadPoolExecutor(each)
 
@@ -276,13 +301,23 @@ class Loops:
             for r in range(size)
         ]  # fmt: skip
 
-    def us(self, sends: Sequence[Sequence[tuple[int, int]]]) -> float:
-        """Of the slowest rank, once."""
+    def touch(self, sends: Sequence[Sequence[tuple[int, int]]], place: int) -> None:
+        """The GPU reads what came, and writes what goes, as in an operation."""
+        for rank, (own, landing) in zip(self._ranks, self._memory, strict=True):
+            first, num_bytes = place * self._most, sum(n for _, n in sends[rank])
+            for peer in remote_of(rank, self._size, HOSTS):
+                self._gpu[:num_bytes].copy_(landing[peer * len(own) + first :][:num_bytes])
+            own[first:][:num_bytes].copy_(self._gpu[:num_bytes])
+        torch.cuda.synchronize()
+
+    def us(self, sends: Sequence[Sequence[tuple[int, int]]], place: int = 0) -> float:
+        """Of the slowest rank, once, in one of PLACES."""
 
         def one(i: int) -> float:
             rank, peers = self._ranks[i], remote_of(self._ranks[i], self._size, HOSTS)
             self._ends[i].stream([(peer, 0) for peer in peers], len(peers), 0)  # all are here
-            return self._ends[i].stream(sends[rank], sum(p == rank for s in sends for p, _ in s), 0) / 1e3
+            expected, offset = sum(p == rank for s in sends for p, _ in s), place * self._most
+            return self._ends[i].stream(sends[rank], expected, 0, offset) / 1e3
 
         slowest = max(self._pool.map(one, range(len(self._ranks))))
         return float(max(self._store.gather(slowest)))
@@ -300,7 +335,11 @@ def measure(options: argparse.Namespace, store: Store, loops: Loops, texts: Mapp
     for number in range(-WARM, rounds):
         for name in list(texts)[:: 1 if number % 2 else -1]:
             steps.round(name, times[name], store, number >= 0)
-        streams.append([loops.us(one) for one in sends])
+        hot = [loops.us(one) for one in sends]
+        place = [(2 * number + op) % PLACES for op in (0, 1)]
+        for messages, at in zip(sends, place, strict=True):
+            loops.touch(messages, at)
+        streams.append([*hot, *(loops.us(one, at) for one, at in zip(sends, place, strict=True))])
     bits = set().union(*(one.bits for one in times.values()))
     assert len(bits) == 1, f"results differ between texts or rounds: {times}"
     if tokens <= MOST_CHECKED:
@@ -311,8 +350,9 @@ def measure(options: argparse.Namespace, store: Store, loops: Loops, texts: Mapp
         took = [statistics.median(each) for each in zip(*one.took, strict=True)]
         stages = [statistics.median(each) for each in zip(*one.stages, strict=True)]
         line = [
-            f"{op} {took[i]:8.1f} us, {of[i] / took[i]:.2f} of the loop's {of[i]:8.1f} "
-            f"(staged {stages[2 * i]:6.1f}, here {stages[2 * i + 1]:8.1f})"
+            f"{op} {took[i]:8.1f} us, {of[i] / took[i]:.2f} of the loop's {of[i]:8.1f}, alike "
+            f"{of[2 + i] / took[i]:.2f} of {of[2 + i]:8.1f} "
+            f"(staged {stages[3 * i]:6.1f}, here {stages[3 * i + 1]:8.1f}, ended {stages[3 * i + 2]:8.1f})"
             for i, op in enumerate(("dispatch", "combine"))
         ]
         if store.rank == 0:
@@ -330,13 +370,12 @@ def main() -> int:
     parser.add_argument("--other", action="append", default=[], help="NAME:FILE=PATH; a name may have several files")
     options = parser.parse_args()
     store, texts = Store(), {"today": dict[str, str]()}
-    torch.cuda.set_device(store.rank % torch.cuda.device_count())
     for one in options.other:
         name, _, rest = one.partition(":")
         file, _, path = rest.partition("=")
         texts.setdefault(name, {})[file] = Path(path).read_text()
     tokens = [int(t) for t in options.tokens.split(",")]
-    loops = Loops(store, options.ranks, options.ranks * max(tokens) * (HIDDEN * 2 + 2048))
+    loops = Loops(store, options.ranks, options.ranks // HOSTS * max(tokens) * (HIDDEN * 2 + 2048))
     for t in tokens:
         measure(options, store, loops, texts, t)
     return 0

@@ -97,7 +97,7 @@ class Side:
         """Of a stream, until all of it has been acknowledged."""
         to, sizes = (ctypes.c_int32 * COUNT)(*[1] * COUNT), (ctypes.c_uint32 * COUNT)(*[BULK_BYTES] * COUNT)
         stream = self.network.lib.cn_bench_stream
-        took = stream(self.channel.pointer, ctypes.byref(Mark()), to, sizes, COUNT, 0, NAP_NS)
+        took = stream(self.channel.pointer, ctypes.byref(Mark()), to, sizes, COUNT, 0, 0, NAP_NS)
         if took < 0:
             raise TimeoutError(self.channel.why(1))
         return COUNT * BULK_BYTES / MIB / (took / 1e9)

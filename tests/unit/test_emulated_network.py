@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from ep_kernels import jit
+from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
-from ep_kernels.transports.nvlink import network_plan
-from ep_kernels.types import Layout, Mode
+from ep_kernels.transports.nvlink import network_plan, remote
+from ep_kernels.types import Layout, Mode, Overflow
 from tests.cases import RoutingCase, draw_seed
 from tests.emulator.build import build, compiler
 from tests.emulator.machine import Emulated, without_driver
@@ -30,6 +31,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 LAYOUTS = [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR]
+WAYS = [(Layout.RANK_MAJOR, False), (Layout.EXPERT_MAJOR, True)]
+"""Layouts, and whether combine is exact."""
 SPLIT, BOTH = (1, 2), (3,)
 
 
@@ -70,18 +73,40 @@ def test_steps_over_two_hosts(provider: NetworkConfig, layout: Layout, join: Joi
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "provider", [TCP, SHUFFLED, msgspec.structs.replace(TCP, lanes=3)], ids=["tcp", "shuffled", "lanes"]
+    ("provider", "lag"),
+    [(TCP, None), (TCP, 0), (SHUFFLED, 3), (msgspec.structs.replace(TCP, lanes=3), 0)],
+    ids=["tcp", "at-once", "shuffled-lag", "lanes"],
 )
-def test_rows_in_slices(provider: NetworkConfig, layout: Layout, join: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two or three rows; ranks that end within a slice, at its end, with less than one, with no row."""
+def test_rows_in_slices(
+    provider: NetworkConfig, lag: int | None, layout: Layout, join: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two or three rows; ranks that end within a slice, at its end, with less than one, with no row; read when all
+    are here, as over sockets, at once, or when some later ones are."""
     monkeypatch.setattr(network_plan, "SLICE_BYTES", 4096)
+    if lag is not None:
+        monkeypatch.setattr(remote, "slice_lag", lambda _: lag)
     case = RoutingCase(9, 3, 520, (33, 4, 1, 0), "uniform", draw_seed(), max_tokens=34)
     loop = join(case, mode=Mode.AUTO, layout=layout, network=provider)
     record = loop.remotes[0].record()
-    assert list(record.slice_rows) == [2, 2]
+    assert (list(record.slice_rows), record.slice_lag) == ([2, 2], abi.MAX_SLICES if lag is None else lag)
     check(loop, case, Mode.LL)
     check(loop, replace(case, seed=draw_seed()), Mode.HT, phases=SPLIT, backward=True)
     check(loop, replace(case, tokens=(2, 0, 34, 3), seed=draw_seed()), Mode.LL)
+
+
+@pytest.mark.parametrize(
+    ("provider", "slice_bytes", "rows"), [(TCP, 256 << 10, [0, 0]), (SHUFFLED, 4096, [2, 5])], ids=["whole", "slices"]
+)
+def test_an_exact_combine(
+    provider: NetworkConfig, slice_bytes: int, rows: list[int], join: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network_plan, "SLICE_BYTES", slice_bytes)
+    loop = network.exact_rows(Layout.EXPERT_MAJOR, join, network=provider)
+    assert list(loop.remotes[0].record().slice_rows) == rows
+
+
+def test_an_exact_combine_of_dropped_rows(join: Joined) -> None:
+    network.exact_rows(Layout.EXPERT_MAJOR, join, overflow=Overflow.DROP, max_recv_rows=4)
 
 
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT, Mode.AUTO])
@@ -122,8 +147,9 @@ def test_handles_are_used_again(join: Joined) -> None:
     network.handles_are_used_again(Layout.EXPERT_MAJOR, Mode.LL, join)
 
 
-def test_different_routings_break_nothing(join: Joined) -> None:
-    network.different_routings_break_nothing(Layout.RANK_MAJOR, Mode.LL, join)
+@pytest.mark.parametrize(("layout", "exact"), WAYS)
+def test_different_routings_break_nothing(layout: Layout, exact: bool, join: Joined) -> None:
+    network.different_routings_break_nothing(layout, Mode.LL, join, exact)
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine", "barrier", "credit"])
@@ -144,6 +170,6 @@ def test_a_rank_wakes(op: str) -> None:
     network.a_rank_wakes(op, Layout.RANK_MAJOR, Emulated())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_are_those_of_theory(layout: Layout, join: Joined) -> None:
-    network.bytes_are_those_of_theory(layout, join)
+@pytest.mark.parametrize(("layout", "exact"), [(Layout.EXPERT_MAJOR, False), *WAYS])
+def test_bytes_are_those_of_theory(layout: Layout, exact: bool, join: Joined) -> None:
+    network.bytes_are_those_of_theory(layout, join, exact)

@@ -404,6 +404,23 @@ def test_a_dead_process_is_seen_at_once_whatever_its_child_does(how: str, one_pr
         assert end.channel.up() == 0
 
 
+def test_a_proxy_wakes_when_kernels_are_launched(one_provider: str) -> None:
+    """It sleeps though its ring is of a GPU, which cannot wake it; after `wake` it looks for work for `spin_us`, and
+    for half a millisecond at least: kernels that it cannot see may be within an operation."""
+    with End(0, provider=one_provider, spin_us=0) as one:
+        asleep = ctypes.c_uint32.from_address(one.channel.for_device(STRIPE).popped + 64)  # native/ring.hpp
+        time.sleep(0.1)
+        assert asleep.value == 1, "also between two looks at the ring"
+        longest_s, until = 0.0, time.monotonic() + WAIT_S
+        while longest_s < 400e-6 and time.monotonic() < until:
+            one.channel.wake()
+            time.sleep(50e-6)
+            begun = time.monotonic()
+            while not asleep.value:
+                longest_s = max(longest_s, time.monotonic() - begun)
+        assert longest_s >= 400e-6
+
+
 def rest(pipe: Connection, provider: str) -> None:
     """Two joined ends that have nothing to do, and then two into whose rings a GPU may push: shares of a processor."""
     shares = []

@@ -21,6 +21,7 @@ from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import links, sharing, watch
 from ep_kernels.transports.nvlink.domain import Domain
 from ep_kernels.transports.nvlink.mailbox import Mailbox
+from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember
 from ep_kernels.transports.nvlink.remote_pages import BLOCK_WORDS
 from tests.gpu.loopback_group import LoopGroup
 
@@ -323,3 +324,15 @@ def test_only_who_knows_the_nonce_gets_them() -> None:
     desk.close()
     for fd in (read, write):
         os.close(fd)
+
+
+def test_a_launch_wakes_the_proxy_first() -> None:
+    """Of ranks that have one; kernels that push cannot."""
+    did: list[str] = []
+    operation = SimpleNamespace(start=lambda *_: did.append("launch"))
+    channel = SimpleNamespace(wake=lambda: did.append("wake"))
+    for remote, wanted in ((None, ["launch"]), (SimpleNamespace(channel=channel), ["wake", "launch"])):
+        member: Any = SimpleNamespace(_remote=remote)
+        NvlinkMember._start(member, SimpleNamespace(operation=operation), None, 0)  # type: ignore[arg-type]
+        assert did == wanted
+        did.clear()

@@ -230,10 +230,13 @@ __device__ __forceinline__ void init_arrived() {
   if (threadIdx.x == 0) *looks_at_slices() = 0;
 }
 
-// The slice of a position; all of them, where rows come in one part.
-__device__ __forceinline__ u32 slice_of(const World& world, u32 which, i32 position) {
+// The slices that must be here before the row at a position is read: its own and the one `slice_lag` later; all of them,
+// where no operation has that one, or rows come in one part.
+__device__ __forceinline__ u32 slices_for(const World& world, u32 which, i32 position) {
   const u64 rows = slice_rows(world, which);
-  return rows != 0 ? 1u << (position / static_cast<i32>(rows)) : kAllSlices;
+  if (rows == 0) return kAllSlices;
+  const u64 slice = position / static_cast<i32>(rows), later = slice + world.state->network.slice_lag;
+  return later < MAX_SLICES ? 1u << slice | 1u << later : kAllSlices;
 }
 
 // Whether `wanted` slices of what `source` sends in operation `seq` are here; true for ranks that are mapped, whose

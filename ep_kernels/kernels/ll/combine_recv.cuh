@@ -61,7 +61,7 @@ __device__ __forceinline__ void write_columns(const CombineArgs& args, i64 token
 // The partials of a token that are not yet summed, in the order of their sum: by rank, or (exact) by k.
 struct Partials {
   u64 left;            // mask of ranks, or of ks
-  i32 rank, position;  // of this lane's k
+  i32 rank, position;  // of this lane's k; exact: of a remote rank, row of the box
   f32 weight;          // likewise
 };
 
@@ -77,6 +77,11 @@ __device__ __forceinline__ Partials list_partials(const CombineArgs& args, const
     partials.left = __ballot_sync(~0u, routed);
     if (routed && args.apply_weights)
       partials.weight = args.topk_weights[static_cast<i64>(token) * args.world.topk + lane_idx()];
+#if NETWORK
+    if (routed && is_remote(args.world, route.rank))
+      partials.position =
+          box_rows_of(args.world, args.routes)[static_cast<i64>(token) * args.world.topk + lane_idx()];
+#endif
     return partials;
   }
   partials.left = __reduce_or_sync(~0u, routed && route.rank < 32 ? 1u << route.rank : 0);
@@ -94,6 +99,10 @@ __device__ __forceinline__ void take_partial(const CombineArgs& args, Partials& 
   if (KIND == EXACT) {
     *expert_rank = __shfl_sync(~0u, partials.rank, next);
     *row = token * args.world.topk + next;
+#if NETWORK
+    const i32 position = __shfl_sync(~0u, partials.position, next);
+    if (is_remote(args.world, *expert_rank)) *row = line_position(args.world, *expert_rank, position);
+#endif
     *weight = __shfl_sync(~0u, partials.weight, next);
     return;
   }
@@ -132,7 +141,7 @@ __device__ __forceinline__ bool reduce_packet(const CombineArgs& args, Partials 
       for (i32 j = 0; j < kPollUnroll; ++j) {
         if (j >= count || !is_remote(world, expert_rank[j])) continue;
         const i32 position = number[j] / world.combine_packets - line_position(world, expert_rank[j], 0);
-        const u32 wanted = net::slice_of(world, net::kCombine, position);
+        const u32 wanted = net::slices_for(world, net::kCombine, position);
         if (net::warp_has_arrived(world, net::kCombine, expert_rank[j], seq, wanted)) continue;
         missing = expert_rank[j];
         return false;
@@ -251,17 +260,19 @@ __device__ __forceinline__ void poison_packet(const CombineArgs& args, i64 token
     args.z_weights[token * args.world.topk + lane_idx()] = nan;
 }
 
-// Calls visit(routes, token, index) for every packet of this warp.
+// Calls visit(routes, token, index) for every packet of this warp. NETWORK: a block's last warp has none, since it waits
+// for the routing ids, which other hosts send last.
 template <class Visit>
 __device__ __forceinline__ void for_packets(const CombineArgs& args, Team team, Visit visit) {
   const Divisor packets = divisor_of(args.world.combine_packets);
+  if (NETWORK && warp_idx() == num_warps() - 1) return;
   i32 item = first_item(team), next_token = divide(item, packets);
   Route next = load_route(args, next_token);
 #pragma unroll 1
   while (next_token < args.num_tokens) {
     const i32 token = next_token, index = item - next_token * packets.value;
     const Route route = next;
-    item += num_items_at_once(team);
+    item += NETWORK ? num_items_at_once(team) - team.num_blocks : num_items_at_once(team);
     next_token = divide(item, packets);
     next = load_route(args, next_token);
     visit(route, token, index);

@@ -130,7 +130,7 @@ __device__ __forceinline__ void poll(const DispatchArgs& args, Arrival& arrival,
   const World& world = args.world;
 #if NETWORK
   u32 wanted = net::kHead;
-  if (!is_metadata(world, arrival)) wanted |= net::slice_of(world, net::kDispatch, arrival.item.position);
+  if (!is_metadata(world, arrival)) wanted |= net::slices_for(world, net::kDispatch, arrival.item.position);
   if (!net::warp_has_arrived(world, net::kDispatch, source_of_item(world, arrival.item), seq, wanted)) {
     arrival.ready = false;
     return;

@@ -111,6 +111,8 @@ CN_API void cn_device(cd::NetChannel* c, uint64_t stripe, uint64_t* out) {
 }
 // No kernel runs, and kernels count from 0 again: those that gave up have left places of the ring empty.
 CN_API void cn_device_restart(cd::NetChannel* c) { c->proxy->restart_ring(c); }
+// Descriptors are about to be pushed by those that cannot wake the proxy.
+CN_API void cn_wake(cd::NetChannel* c) { cd::wake(*c->outbox); }
 // What a rank's native half does by itself; for tests and benchmarks. 0: the ring is full.
 CN_API int cn_push(cd::NetChannel* c, int rank, uint64_t offset, uint32_t bytes, uint32_t imm) {
   const bool pushed = c->outbox->push(rank, offset, bytes, imm);

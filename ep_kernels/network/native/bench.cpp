@@ -161,13 +161,13 @@ CN_API int cn_bench_sockets(int out, int in, const void* from, void* to, uint32_
   return 0;
 }
 
-// Sends `count` messages, each to its rank and from the end of the one before, and waits until `until` have come here
-// in all and the own are gone. `nap_ns`: between looks; 0: spins. Nanoseconds, -1: it took too long.
+// Sends `count` messages, each to its rank and from the end of the one before, the first from `offset`, and waits until
+// `until` have come here in all and the own are gone. `nap_ns`: between looks; 0: spins. Nanoseconds, -1: it took too
+// long.
 CN_API int64_t cn_bench_stream(cd::NetChannel* c, void* here, const int32_t* ranks, const uint32_t* bytes,
-                               int64_t count, uint64_t until, int64_t nap_ns) {
+                               int64_t count, uint64_t offset, uint64_t until, int64_t nap_ns) {
   Mark& m = *static_cast<Mark*>(here);
   const int64_t begun = cd::now_ns();
-  uint64_t offset = 0;
   for (int64_t i = 0; i < count; ++i) {
     spin_until([&] { return c->outbox->push(ranks[i], offset, bytes[i], 0); });
     cd::wake(*c->outbox);

@@ -2,8 +2,9 @@
 // looks once more, and waits in epoll. A rank that has pushed reads `asleep` and writes to the event descriptor. Both
 // put a sequentially consistent operation between their write and their read, so one of them sees the other.
 //
-// A rank on a GPU cannot wake it. Where there is one, the proxy sleeps for a quarter of the time that it has been idle,
-// at most a millisecond, and from a second on 4 ms, and looks at the rings in between.
+// A rank on a GPU cannot wake it; its host does when it launches a kernel that pushes, but not when it replays a graph.
+// Where there is one, the proxy is awake for half a millisecond after the last work, and then sleeps for a quarter of
+// the time that it has been idle, at most a millisecond, and from a second on 4 ms, and looks at the rings in between.
 #include "proxy.hpp"
 
 #include <errno.h>
@@ -30,7 +31,7 @@ constexpr int64_t kShortNapUs = 20, kLongNapUs = 1000, kIdleNapUs = 4000, kIdleN
 // Between questions to epoll while a lane is hot; while what arrives comes by a queue that providers poll themselves.
 constexpr int64_t kAskNs = 2000, kAskPolledNs = 20'000;
 constexpr int64_t kPolledNs = 100'000;  // since the last arrival
-// While a rank is within an operation: awake so long after the last work.
+// While a rank is within an operation, or may be as kernels do not say: awake so long after the last work.
 constexpr int64_t kExpectNs = 500'000;
 
 // epoll_wait with a limit in microseconds, -1: none. By number: older C libraries have no name for the call.
@@ -287,7 +288,9 @@ bool Proxy::has_devices() const {
 
 bool Proxy::expects() const {
   bool any = false;
-  for_each([&](const NetChannel& c) { any |= c.outbox->expects.load(std::memory_order_relaxed); });
+  for_each([&](const NetChannel& c) {
+    any |= c.outbox->expects.load(std::memory_order_relaxed) || c.outbox->device.load(std::memory_order_relaxed);
+  });
   return any;
 }
 

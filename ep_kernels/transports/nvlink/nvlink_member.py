@@ -174,6 +174,8 @@ class NvlinkMember:
         self._start(call, call.args, stream.cuda_stream)
 
     def _start(self, call: Call, args: Any, stream: int) -> None:
+        if self._remote is not None:
+            self._remote.channel.wake()
         operation = call.operation
         start = None if operation is None else operation.start
         if start is None:

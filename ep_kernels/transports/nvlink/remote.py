@@ -30,7 +30,7 @@ from ep_kernels.network.network import Channel, Network
 from ep_kernels.transports.nvlink import launch
 from ep_kernels.transports.nvlink.boxes import Boxes, pin, unpin
 from ep_kernels.transports.nvlink.host_page import HostPage
-from ep_kernels.transports.nvlink.network_plan import slices_of
+from ep_kernels.transports.nvlink.network_plan import slice_lag, slices_of
 from ep_kernels.types import CombineOrder, PeerTraffic
 
 _ONE_LANE = 1 << 30
@@ -71,7 +71,7 @@ class RemoteRanks:
         self._rank, self._size, self._boxes = rank, size, boxes
         self._register, self._unregister = register, unregister
         self._tickets: dict[int, NetworkTicket] = {}
-        self._map = abi.box_map(shape)
+        self._map, self._exact = abi.box_map(shape), shape.exact
         self.box_bytes = abi.box_bytes(shape)
         total = size * self.box_bytes
         self._outboxes = boxes.reserve(2 * total)
@@ -92,7 +92,7 @@ class RemoteRanks:
         self._ring, self._is_pinned = self.channel.for_device(stripe_of(self.box_bytes, network.lanes)), False
         assert self._ring.size == abi.RING_SIZE
         self._check_stripe()
-        self._slice_rows = slices_of(shape, self._ring.stripe)
+        self._slice_rows, self._slice_lag = slices_of(shape, self._ring.stripe), slice_lag(network)
 
     def _check_stripe(self) -> None:
         most = self._ring.stripe * _STRIPES
@@ -128,7 +128,7 @@ class RemoteRanks:
             remote=sum(1 << rank for rank in self.ranks), outboxes=self._outboxes, inboxes=self._inboxes,
             stride=self.box_bytes, stripe=self._ring.stripe, words=self.words.data_ptr(), ring=self._ring.ring,
             popped=self._ring.popped, map=self._map, slice_words=self._slices.data_ptr(),
-            slice_rows=(ctypes.c_uint64 * 2)(*self._slice_rows),
+            slice_rows=(ctypes.c_uint64 * 2)(*self._slice_rows), exact=self._exact, slice_lag=self._slice_lag,
         )  # fmt: skip
 
     def settle(self, timeout_s: float, mask: Sequence[bool] | None = None) -> None:
@@ -195,7 +195,5 @@ def stripe_of(box_bytes: int, lanes: int) -> int:
 def check(config: MoEConfig) -> None:
     """Raise ConfigError for what GPUs cannot do over a network."""
     where = "with transport nvlink over a network; transport cpu has it"
-    if config.exact_combine:
-        raise ConfigError("exact_combine", f"False {where}", True)
     if config.combine_order is not CombineOrder.RANK:
         raise ConfigError("combine_order", f"CombineOrder.RANK {where}", config.combine_order)
