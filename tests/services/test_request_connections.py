@@ -133,7 +133,7 @@ async def test_garbage_ends_its_connection_and_no_other(tmp_path: Path) -> None:
 
 async def test_who_stops_in_the_middle_of_a_request_is_given_up(tmp_path: Path) -> None:
     """And keeps nobody waiting meanwhile."""
-    async with world(tmp_path, request_timeout_s=1.0) as made, RemoteGuest(made) as guest, RemoteGuest(made) as other:
+    async with world(tmp_path) as made, RemoteGuest(made) as guest, RemoteGuest(made) as other:
         await guest.redeem()
         await other.redeem()
         guest.write(Batch.random(50))
@@ -143,11 +143,13 @@ async def test_who_stops_in_the_middle_of_a_request_is_given_up(tmp_path: Path) 
         for number in range(3):
             assert not (await other.ask(number, 5)).HasField("error")
         assert made.buffers.num_connections == 2
+        for late_s, left in ((-TIMEOUT_S, 2), (1.0, 1)):  # to be idle is no reason
+            made.buffers._expire(time.monotonic() + made.config.request_timeout_s + late_s)
+            await until(lambda left=left: made.buffers.num_connections == left)  # type: ignore[misc]
         with pytest.raises(ENDED):
             await guest.answer()
         await until(lambda: made.buffers.num_bytes == 64 * KIB)
         assert len(made.engine.seen) == 3
-        await asyncio.sleep(1.0)  # to be idle is no reason
         assert not (await other.ask(9, 5)).HasField("error")
 
 
@@ -156,8 +158,7 @@ async def test_who_does_not_read_an_answer_keeps_no_step_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
     monkeypatch.setattr(buffer_server, "SOCKET_BYTES", 4 * KIB)
-    settings = {"request_timeout_s": TIMEOUT_S if reads else 1.0}
-    async with world(tmp_path, **settings) as made, RemoteGuest(made, 4096 * KIB) as guest:
+    async with world(tmp_path) as made, RemoteGuest(made, 4096 * KIB) as guest:
         await guest.redeem()
         guest.write(batch := Batch.random(6000))
         await asyncio.to_thread(guest.tell, 1, 6000)
@@ -168,6 +169,7 @@ async def test_who_does_not_read_an_answer_keeps_no_step_waiting(
             assert torch.equal(guest.y(6000), 2 * batch.x)
             assert not (await guest.ask(2, 6000)).HasField("error")
         else:
+            made.buffers._expire(time.monotonic() + made.config.request_timeout_s + 1.0)
             await until(lambda: made.buffers.num_bytes == 0)
 
 

@@ -183,7 +183,7 @@ class RequestConnection(RequestBuffer):
             _copy(parts, self._rows)
             self._parts = self._rows.sent
             return
-        ids = ids if ids.dtype is torch.int32 else _narrow(ids, torch.empty(ids.shape, dtype=torch.int32))
+        ids = ids if ids.dtype is torch.int32 else _narrow(ids, torch.empty(ids.shape, dtype=torch.int32, device="cpu"))
         self._parts = [wire.bytes_of(part) for part in (x, ids, weights)]
 
     def push(self) -> bool:
