@@ -52,8 +52,9 @@ def regroup(loop: Loopback, mask: Sequence[bool] = REST, epoch: int = EPOCH) -> 
         engine.restart_flags(dispatch, combine)
         engine.tables.set_active(mask)
         engine.restart_slots()
+    up = [remote.channel.up() if active else 0 for remote, active in zip(loop.remotes, mask, strict=False)]
     for remote in remotes:
-        remote.go_on(mask, epoch, _SETTLE_S)
+        remote.go_on(mask, epoch, up, _SETTLE_S)
         remote.restart(dispatch, combine, barrier)
 
     def unsent() -> list[Unsent]:
