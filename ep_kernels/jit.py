@@ -149,8 +149,7 @@ def all_variants() -> Iterator[Variant]:
 def network_variants() -> Iterator[Variant]:
     """Those for groups that are not of one domain: the variants of LL, which carries their HT, too."""
     for variant in all_variants():
-        exact = ("KIND", "2") in variant.constants
-        if variant.kernel == "barrier" or (variant.kernel.startswith("ll_") and not exact):
+        if variant.kernel == "barrier" or variant.kernel.startswith("ll_"):
             yield replace(variant, network=True)
 
 

@@ -39,8 +39,7 @@ def is_over_hosts(name: str) -> bool:
 
 def lacks(name: str, overrides: dict[str, Any]) -> bool:
     """Whether the options ask for what GPUs do not do over a network."""
-    asks = overrides.get("exact_combine") or overrides.get("combine_order", CombineOrder.RANK) is not CombineOrder.RANK
-    return name in GPUS and bool(asks)
+    return name in GPUS and overrides.get("combine_order", CombineOrder.RANK) is not CombineOrder.RANK
 
 
 def asks_for_ag(given: Mapping[str, Any]) -> bool:

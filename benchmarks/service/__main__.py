@@ -7,7 +7,8 @@ and open loop (`load.py`). Beside them, in the same run: the same experts in one
 bytes, and tokens per second of a `transformers` model with its own experts and through `attach`. Two shapes: `model`
 has experts that cost something, `path` wide rows and experts that cost nearly nothing, so that the way to them is what
 is measured. Where the time goes is from the workers' own metrics: means of a request. With `far` among `--paths`, the
-group and an echo are also put into another network namespace, behind a pair of virtual devices, and reached by gRPC.
+group and an echo are also put into another network namespace, behind a pair of virtual devices, and reached as a client
+picks it, which is a TCP connection of its own, and by gRPC. `tcp` is that connection on one host.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks.service.load import Job, LoadProcesses, Measured, Sizes
 from benchmarks.service.model import write_experts
 from benchmarks.service.rolling import load_checkpoint
 from benchmarks.service.rows import Row
+from crossdock.client.buffer_pool import Way
 from crossdock.common.config import WorkerConfig
 from crossdock.common.cpus import usable_cpus
 from crossdock.demo.hosts import HostPlace, become, namespaces
@@ -48,6 +50,8 @@ OPEN_SHARE = 0.6
 FORM_S = 120.0
 Places = tuple[HostPlace, HostPlace]
 INSIDE = "--inside"
+WAYS: dict[str, Way] = {"shared": "auto", "tcp": "tcp", "grpc": "grpc", "far tcp": "auto", "far grpc": "grpc"}
+"""Of the clients, by path."""
 ROLLING_CLIENTS, ROLLING_TOKENS, ROLLING_S = 4, 8, 5.0
 
 
@@ -83,7 +87,7 @@ class Bench:
             yield from self._in_process(seconds)
         if "echo" in self._arguments.paths:
             yield from self._echo("echo", EchoProcess(), seconds)
-        paths = [path for path in ("shared", "grpc", "rolling") if path in self._arguments.paths.split(",")]
+        paths = [path for path in ("shared", "tcp", "grpc", "rolling") if path in self._arguments.paths.split(",")]
         if paths:
             with self._group("127.0.0.1", HostPlace("127.0.0.1")) as target:
                 for path in paths:
@@ -92,7 +96,8 @@ class Bench:
             here, there = self._places
             yield from self._echo("far echo", EchoProcess(there.address, there.namespace), seconds)
             with self._group(here.address, there) as target:
-                yield from self._service("far grpc", target, seconds)
+                for path in ("far tcp", "far grpc"):
+                    yield from self._service(path, target, seconds)
 
     @contextlib.contextmanager
     def _group(self, here: str, there: HostPlace) -> Iterator[str]:
@@ -129,14 +134,14 @@ class Bench:
     def _service(self, path: str, target: str, seconds: float) -> Iterator[Row]:
         for tokens in self._arguments.tokens:
             for clients in self._arguments.clients:
-                job = Job(target, self.sizes, tokens, LAYER, clients, seconds, shared=path == "shared")
+                job = Job(target, self.sizes, tokens, LAYER, clients, seconds, way=WAYS[path])
                 closed = self._measured(path, job)
                 yield closed
                 if self._arguments.open:
                     rate = OPEN_SHARE * closed.rows_per_s / tokens
                     yield self._measured(path, replace(job, rate=rate))
         if self.shape == "model" and self._arguments.attach:
-            own, attached = tokens_per_s(self.model, target, path == "shared")
+            own, attached = tokens_per_s(self.model, target, WAYS[path])
             yield Row(self.shape, "own experts, tokens/s", "", 1, 0, 0, 0, round(own, 1))
             yield Row(self.shape, f"attached by {path}, tokens/s", "", 1, 0, 0, 0, round(attached, 1))
 
@@ -189,7 +194,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--commit", help="where the tree has no history of its own")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each case")
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--paths", default="in-process,echo,shared,grpc,rolling,far")
+    parser.add_argument("--paths", default="in-process,echo,shared,tcp,grpc,rolling,far")
     parser.add_argument("--tokens", type=numbers, default=TOKENS)
     parser.add_argument("--clients", type=numbers, default=CLIENTS)
     parser.add_argument("--open", type=int, default=1, help="0: no open loop")

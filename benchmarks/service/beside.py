@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.service.load import Sizes
 from crossdock.client import Client, attach
+from crossdock.client.buffer_pool import Way
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.expert_mlps import ExpertMLPs
 
@@ -107,7 +108,7 @@ class InProcess:
         return took[2:]
 
 
-def tokens_per_s(model: Path, target: str, shared: bool) -> tuple[float, float]:
+def tokens_per_s(model: Path, target: str, way: Way) -> tuple[float, float]:
     """Of a `transformers` model that generates: with its own experts, and attached to the service."""
     from transformers import AutoModelForCausalLM
 
@@ -123,6 +124,6 @@ def tokens_per_s(model: Path, target: str, shared: bool) -> tuple[float, float]:
 
     generate()
     own = generate()
-    with Client(target, shared_memory=shared) as client, attach(made, client, verify=False, keep_local=True):
+    with Client(target, way=way) as client, attach(made, client, verify=False, keep_local=True):
         generate()
         return own, generate()

@@ -10,7 +10,9 @@ from benchmarks.service.rows import Row
 ABOVE_MS = {1: 0.15, 128: 1.0}
 """By tokens: p50 of a call by request buffer, less that of the experts in one process."""
 MANY, TIMES, OF_ECHO = 128, 5.0, 0.8
-"""Rows per second at that many tokens, of those by gRPC; rows per second of another host, of those of an echo."""
+"""Rows per second at that many tokens, of those by gRPC; speed of a call to another host, of an echo's."""
+PICKED = "far tcp"
+"""The way of a client of another host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +30,9 @@ class Goal:
 def goals_of(rows: Sequence[Row]) -> list[Goal]:
     """As far as the rows are there."""
     found = [*_above(rows), *_times(rows)]
-    for where in ("", "far "):
+    for path in ("tcp", "grpc", PICKED, "far grpc"):
         for tokens in sorted({row.tokens for row in rows}):
-            found += _of_echo(rows, where, tokens)
+            found += _of_echo(rows, path, tokens)
     return found
 
 
@@ -56,18 +58,24 @@ def _times(rows: Sequence[Row]) -> list[Goal]:
     return [Goal("request buffer: rows/s of those by gRPC", MANY, value, "x", TIMES, value >= TIMES)]
 
 
-def _of_echo(rows: Sequence[Row], where: str, tokens: int) -> list[Goal]:
-    """Also of one client's calls, with the time of their experts taken out: an echo has none."""
-    service, echo = (_rate(rows, path, tokens) for path in (f"{where}grpc", f"{where}echo"))
+def _of_echo(rows: Sequence[Row], path: str, tokens: int) -> list[Goal]:
+    """Rows per second of all clients; and the speed of one client's calls with the time of their experts taken out: an
+    echo has none."""
+    echo_path = "far echo" if path.startswith("far ") else "echo"
+    service, echo = _rate(rows, path, tokens), _rate(rows, echo_path, tokens)
     if not (service and echo):
         return []
-    value, target = round(service / echo, 3), OF_ECHO if where else None
-    goals = [Goal(f"{where}grpc: rows/s of the echo", tokens, value, "x", target, value >= OF_ECHO if where else None)]
-    calls = [row for row in _of(rows, f"{where}grpc", tokens) if row.clients == 1]
-    echoes = [row for row in _of(rows, f"{where}echo", tokens) if row.clients == 1]
+    target = OF_ECHO if path == PICKED else None
+
+    def goal(what: str, value: float) -> Goal:
+        return Goal(
+            f"{path}: {what}", tokens, round(value, 3), "x", target, None if target is None else value >= target
+        )
+
+    goals = [goal("rows/s of the echo", service / echo)]
+    calls, echoes = ([row for row in _of(rows, each, tokens) if row.clients == 1] for each in (path, echo_path))
     for call, one in zip(calls, echoes, strict=False):
-        share = round(one.p50_ms / _apart_ms(call), 3)
-        goals.append(Goal(f"{where}grpc: of the echo's speed, without the experts", tokens, share, "x"))
+        goals.append(goal("of the echo's speed, without the experts", one.p50_ms / _apart_ms(call)))
     return goals
 
 

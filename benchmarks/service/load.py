@@ -22,6 +22,7 @@ import grpc
 import torch
 
 from crossdock.client import AsyncClient, Client
+from crossdock.client.buffer_pool import Way
 
 DEADLINE_S = 120.0
 WARM_CALLS, FEW_WARM_CALLS, MANY_CLIENTS, WARM_PAUSE_S = 5, 2, 16, 0.02
@@ -60,7 +61,7 @@ class Job:
         seconds: no call begins after that.
         rate: calls a second of all clients, open loop; 0: closed loop.
         echo: send bytes to the bare gRPC echo.
-        shared: clients may share memory with workers of this host.
+        way: of the tensors, as of `crossdock.client.Client`.
     """
 
     target: str
@@ -71,7 +72,7 @@ class Job:
     seconds: float
     rate: float = 0.0
     echo: bool = False
-    shared: bool = True
+    way: Way = "auto"
 
 
 @dataclass(slots=True)
@@ -164,7 +165,7 @@ def _closed(job: Job, clients: int) -> Measured:
 
 class _Caller:
     def __init__(self, job: Job) -> None:
-        self._client = Client(job.target, shared_memory=job.shared)
+        self._client = Client(job.target, way=job.way)
         self._layer, self._drawn = job.layer, itertools.cycle([job.sizes.draw(job.tokens) for _ in range(4)])
 
     def call(self) -> None:
@@ -209,7 +210,7 @@ def _asked(job: Job, clients: int, parts: int) -> Measured:
 
 
 async def _at_random_times(job: Job, clients: int, rate: float) -> Measured:
-    made = [AsyncClient(job.target, shared_memory=job.shared) for _ in range(clients)]
+    made = [AsyncClient(job.target, way=job.way) for _ in range(clients)]
     drawn, took = itertools.cycle([job.sizes.draw(job.tokens) for _ in range(4)]), list[float]()
     for _ in range(_warm_calls(clients)):
         for client in made:

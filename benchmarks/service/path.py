@@ -1,11 +1,11 @@
 """Where the time of one call goes: a client, a worker that serves it, and a worker that takes part.
 
-    python -m benchmarks.service.path [--out DIR] [--tokens 1,128] [--seconds S]
+    python -m benchmarks.service.path [--out DIR] [--tokens 1,128] [--seconds S] [--way tcp]
 
 Real workers and a real control plane of this host, with time stamps around the parts of a call: all processes have one
-clock. One client, closed loop, through request buffers; all rows go to one worker, and each chooses an expert of either
-rank. `floor` is what two ranks cannot do without: the same exchange, dispatch and combine in a tight loop, without
-experts, queue, client or other threads.
+clock. One client, closed loop, through request buffers in shared memory or, by `--way tcp`, behind a connection; all
+rows go to one worker, and each chooses an expert of either rank. `floor` is what two ranks cannot do without: the same
+exchange, dispatch and combine in a tight loop, without experts, queue, client or other threads.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ from benchmarks.service.control import ControlProcess, free_port
 from benchmarks.service.load import Sizes
 from benchmarks.service.model import write_experts
 from crossdock.client import Client
+from crossdock.client.buffer_pool import Way
 from crossdock.common import rpc
 from crossdock.common.config import LogConfig, WorkerConfig
 from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1.control_pb2 import SERVING
-from crossdock.worker import buffer_server
 from crossdock.worker.engine import Engine
 from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.process import run_worker
+from crossdock.worker.served_buffer import ServedBuffer
+from crossdock.worker.served_connection import ServedConnection
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
 
 WORKERS, SIZES, INNER = 2, Sizes(7168, 8, 2), 16
@@ -81,13 +83,14 @@ def _work(pipe: Connection, config: WorkerConfig) -> None:
     """A worker process that answers each message of the pipe with its stamps since the last."""
     stamps: Stamps = []
     for owner, name, part in (
-        (buffer_server._Buffer, "read", "read"),
+        (ServedBuffer, "read", "read"),
         (Engine, "submit", "submit"),
         (MoECommunicator, "exchange", "exchange"),
         (MoECommunicator, "dispatch", "dispatch"),
         (ExpertMLPs, "forward", "experts"),
         (MoECommunicator, "combine", "combine"),
-        (buffer_server._Buffer, "_send_packet", "answer"),
+        (ServedBuffer, "_send_packet", "answer"),
+        (ServedConnection, "_send_packet", "answer"),
     ):
         stamp(stamps, owner, name, part)
 
@@ -143,10 +146,10 @@ def of_both_ranks(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return x, torch.randint(each, (tokens, WORKERS)) + each * torch.arange(WORKERS), weights
 
 
-def calls(group: Group, tokens: int, seconds: float) -> list[tuple[float, float]]:
+def calls(group: Group, tokens: int, seconds: float, way: Way) -> list[tuple[float, float]]:
     """(begin, end) of each call of one client, which is warm."""
     found, own = list[tuple[float, float]](), of_both_ranks(tokens)
-    with Client(group.address, min_tokens_per_worker=tokens) as client:
+    with Client(group.address, min_tokens_per_worker=tokens, way=way) as client:
         for _ in range(100):
             client.forward(0, *own)
         group.taken()
@@ -219,10 +222,10 @@ def floor(tokens: int) -> list[float]:
     return took
 
 
-def measured(group: Group, tokens: int, seconds: float) -> Iterator[Row]:
+def measured(group: Group, tokens: int, seconds: float, way: Way) -> Iterator[Row]:
     """All rows of one number of tokens."""
     torch.set_num_threads(1)
-    got = calls(group, tokens, seconds)
+    got = calls(group, tokens, seconds, way)
     stamps = [sorted(each, key=lambda one: one[1]) for each in group.taken()]
     parts = [found for call in got for each in stamps if (found := parts_of(call, each))]
     for part in parts[0] if parts else ():
@@ -241,6 +244,7 @@ def main() -> None:
     parser.add_argument("--commit", help="where the tree has no history of its own")
     parser.add_argument("--tokens", default="1,128")
     parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--way", choices=("auto", "tcp"), default="auto")
     arguments = parser.parse_args()
     rows = list[Row]()
     with tempfile.TemporaryDirectory() as name:
@@ -248,7 +252,7 @@ def main() -> None:
         try:
             _wait_serving(group)
             for tokens in map(int, arguments.tokens.split(",")):
-                for row in measured(group, tokens, arguments.seconds):
+                for row in measured(group, tokens, arguments.seconds, arguments.way):
                     rows.append(row)
                     print(
                         f"T={row.tokens:<4} {row.part:32} p50 {row.p50_us:9.1f} us, mean {row.mean_us:9.1f}", flush=True
@@ -256,7 +260,9 @@ def main() -> None:
         finally:
             group.stop()
     if arguments.out:
-        found = facts.of_this_run({"seconds": arguments.seconds}, arguments.commit, "benchmarks.service.path")
+        found = facts.of_this_run(
+            {"seconds": arguments.seconds, "way": arguments.way}, arguments.commit, "benchmarks.service.path"
+        )
         facts.keep(arguments.out, "path", Row, rows, found)
 
 

@@ -1,6 +1,6 @@
 """Two states of the source tree in turns: the same calls to a group of each, both alive side by side.
 
-    python -m benchmarks.service.turns BEFORE AFTER [--rounds N] [--ways buffer,grpc] [--tokens 1,128] [--out FILE]
+    python -m benchmarks.service.turns BEFORE AFTER [--rounds N] [--ways buffer,tcp,grpc] [--tokens 1,128] [--out FILE]
 
 BEFORE and AFTER are trees with their libraries built. Each has a process of its own with the group of `path.py`, its
 own client and its own service; all else is this tree's. A round asks each of them for the same number of calls, in
@@ -20,13 +20,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import torch
 
 from benchmarks.service import path
 from benchmarks.service.load import Job, LoadProcesses
 from crossdock.client import Client
+from crossdock.client.buffer_pool import Way
 from crossdock.common.config import WorkerConfig
 from crossdock.worker.process import run_worker
 
@@ -34,6 +35,9 @@ SERVE, WARM_CALLS = "--serve", 40
 CALLS = {1: 300, 128: 40}
 """Of one client in a round; others: 100."""
 EIGHT_S = 1.5
+WAYS: dict[str, dict[str, Any]] = {"buffer": {}, "tcp": {"way": "tcp"}, "grpc": {"shared_memory": False}}
+"""Arguments of a client, which may be of an older tree."""
+JOB_WAYS: dict[str, Way] = {"buffer": "auto", "tcp": "tcp", "grpc": "grpc"}
 
 
 def _work(_: object, config: WorkerConfig) -> None:
@@ -41,10 +45,10 @@ def _work(_: object, config: WorkerConfig) -> None:
     run_worker(config)
 
 
-def one_client(group: path.Group, tokens: int, shared: bool) -> list[float]:
+def one_client(group: path.Group, tokens: int, way: str) -> list[float]:
     """Seconds of each call; all rows go to one worker and choose experts of either rank."""
     own, took = path.of_both_ranks(tokens), list[float]()
-    with Client(group.address, min_tokens_per_worker=tokens, shared_memory=shared) as client:
+    with Client(group.address, min_tokens_per_worker=tokens, **WAYS[way]) as client:
         for number in range(WARM_CALLS + CALLS.get(tokens, 100)):
             begin = time.monotonic()
             client.forward(0, *own)
@@ -69,10 +73,10 @@ def serve() -> None:
                     took = group.experts.measure(path.SIZES, 0, int(tokens), EIGHT_S / 3)
                     elapsed = sum(took)
                 elif clients == "one":
-                    took = one_client(group, int(tokens), way == "buffer")
+                    took = one_client(group, int(tokens), way)
                     elapsed = sum(took)
                 else:
-                    job = Job(group.address, path.SIZES, int(tokens), 0, 8, EIGHT_S, shared=way == "buffer")
+                    job = Job(group.address, path.SIZES, int(tokens), 0, 8, EIGHT_S, way=JOB_WAYS[way])
                     got = load.run(job)
                     took, elapsed = got.took, got.elapsed
                 us = sorted(1e6 * each for each in took)
@@ -136,7 +140,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Calls to the services of two trees, in turns.")
     parser.add_argument("trees", type=Path, nargs="+")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--ways", default="buffer,grpc")
+    parser.add_argument("--ways", default="buffer,tcp,grpc")
     parser.add_argument("--tokens", default="1,128")
     parser.add_argument("--clients", default="one")
     parser.add_argument("--out", type=Path, help="file for the table")

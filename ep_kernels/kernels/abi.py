@@ -103,6 +103,7 @@ Network = _record(
     ("heads_done", "u64", "blocks that have written their part of a dispatch's head"),
     ("popped_seen", "u64", "`popped`, as a kernel last read it"),
     ("tail", "u64", "descriptors that kernels have pushed"),
+    ("exact", "u64", "1 = combine is exact: token metadata say where the token's rows begin in the box"),
     ("slice_lag", "u64", "a slice is read when the one so many later is here, too, or all are"),
 )
 State = _record(
@@ -230,12 +231,12 @@ DispatchArgs = _record(
     ("x_scales", "u8*", "[T, S] caller's scales, null = none"),
     ("topk_ids", "i32*", "[T, K] logical experts"),
     ("topk_weights", "f32*", "[T, K]"),
-    ("routes", "Route*", "[T, K] out (cached: in)"),
+    ("routes", "Route*", "[T, K] out (cached: in); exact over a network: behind M * K of them box rows (ll128.cuh)"),
     ("valid", "u8*", "[T] out: 0 where every copy of a chosen expert is gone"),
     ("num_invalid_ids", "i32*", "[1] out"),
     ("dst_rows", "i32*", "[R, M, K] out (HT, cached: in): row that serves (source, position, k), -1 none, -2 dropped"),
     ("weights", "f32*", "[R, M, K] out: weights as sent, 0 where dst_rows are -1"),
-    ("tokens", "i32*", "[R, M] out: token index at its source (HT, cached: not touched)"),
+    ("tokens", "i32*", "[R, M] out: token index at its source, or first row in its box (HT, cached: not touched)"),
     ("source_rows", "i32*", "[R] out (HT, cached: in): rows (positions) that each source sent"),
     ("saved_counts", "i32*", "[2 G + 3] out (HT, cached: in): counts [G], offsets [G + 1], rows, dropped; G = L or R"),
     ("counts", "i32*", "[L] or [R] out: DispatchOutput.counts"),
@@ -314,17 +315,15 @@ class Shape:
     """Sizes from which the byte map follows; equal on all ranks.
 
     Attributes:
-        size, max_tokens, topk, num_keys: R, M, K, R * most local experts of any rank.
-        ll_tokens: M', most tokens per rank of a step that runs LL.
+        size, max_tokens, ll_tokens, topk, num_keys: R, M, M', K, R * most local experts of any rank.
         row_bytes, scale_bytes: payload and scales of one row.
         capacity_rows: most rows of `rows` on any rank.
-        ll, ht: whether the mode may come to use it.
+        ll, ht, exact: whether the mode may come to use it; whether combine returns each routed row by itself.
         row_packets, metadata_lines: LL: packets of a row, lines of its metadata.
         count_lines: LL: lines of a source's counts per expert; 0 in rank-wise layouts.
         combine_packets, weight_lines: LL: packets of a combine row, lines of the numbers beside it.
-        num_partials: rows of a token in a combine slot: R, or K (exact).
-        combine_row_bytes: bytes of each.
-        dispatch_slots, combine_slots: D, C.
+        num_partials: rows of a token in a combine slot: R, or K (exact); in a box 1, or K.
+        combine_row_bytes, dispatch_slots, combine_slots: bytes of each; D, C.
     """
 
     size: int
@@ -337,6 +336,7 @@ class Shape:
     capacity_rows: int
     ll: bool
     ht: bool
+    exact: bool
     row_packets: int
     metadata_lines: int
     count_lines: int
@@ -391,8 +391,8 @@ def region_map(shape: Shape) -> Any:
 
 def box_map(shape: Shape) -> Any:
     """The byte map of an outbox or inbox: what LL moves of a region with one source; no rows."""
-    one = replace(shape, size=1, num_partials=1, max_tokens=shape.ll_tokens, capacity_rows=0, ll=True, ht=False)
-    return region_map(one)
+    one = replace(shape, size=1, max_tokens=shape.ll_tokens, capacity_rows=0, ll=True, ht=False)
+    return region_map(one if shape.exact else replace(one, num_partials=1))
 
 
 def box_bytes(shape: Shape) -> int:

@@ -103,9 +103,10 @@ struct Network {
   u64 heads_done;  // blocks that have written their part of a dispatch's head
   u64 popped_seen;  // `popped`, as a kernel last read it
   u64 tail;  // descriptors that kernels have pushed
+  u64 exact;  // 1 = combine is exact: token metadata say where the token's rows begin in the box
   u64 slice_lag;  // a slice is read when the one so many later is here, too, or all are
 };
-static_assert(sizeof(Network) == 39816, "Network: host and GPU differ");
+static_assert(sizeof(Network) == 39824, "Network: host and GPU differ");
 struct State {
   u64 items_taken[32];  // LL: work counters of the send warps: of dispatch at 0, of combine at 16
   u64 dispatch_seq;  // dispatches sent; lives on the device, so that a replayed graph goes on counting
@@ -124,7 +125,7 @@ struct State {
   u64 combine_slot_seq[66];  // seq that used a combine slot last
   Network network;  // NETWORK variants: how ranks of other hosts are reached; last, for the others' sake
 };
-static_assert(sizeof(State) == 41232, "State: host and GPU differ");
+static_assert(sizeof(State) == 41240, "State: host and GPU differ");
 struct Postmortem {
   u64 status;  // index into STOPS; written last
   u64 op;  // index into OPS
@@ -229,12 +230,12 @@ struct DispatchArgs {
   u8* x_scales;  // [T, S] caller's scales, null = none
   i32* topk_ids;  // [T, K] logical experts
   f32* topk_weights;  // [T, K]
-  Route* routes;  // [T, K] out (cached: in)
+  Route* routes;  // [T, K] out (cached: in); exact over a network: behind M * K of them box rows (ll128.cuh)
   u8* valid;  // [T] out: 0 where every copy of a chosen expert is gone
   i32* num_invalid_ids;  // [1] out
   i32* dst_rows;  // [R, M, K] out (HT, cached: in): row that serves (source, position, k), -1 none, -2 dropped
   f32* weights;  // [R, M, K] out: weights as sent, 0 where dst_rows are -1
-  i32* tokens;  // [R, M] out: token index at its source (HT, cached: not touched)
+  i32* tokens;  // [R, M] out: token index at its source, or first row in its box (HT, cached: not touched)
   i32* source_rows;  // [R] out (HT, cached: in): rows (positions) that each source sent
   i32* saved_counts;  // [2 G + 3] out (HT, cached: in): counts [G], offsets [G + 1], rows, dropped; G = L or R
   i32* counts;  // [L] or [R] out: DispatchOutput.counts

@@ -125,6 +125,7 @@ def test_the_rendered_configs_load(tmp_path: Path) -> None:
     assert (control.world_size, control.lease_s, control.log.level) == (3, 2.0, "debug")
     assert (host.num_workers, host.control, host.worker.model, host.worker.dtype) == (3, None, "/models/a/b", "float32")
     assert host.worker.control == "moe-control:7400"
+    assert [w.request_port for w in host.worker_configs()] == [7800, 7801, 7802]
     assert [w.advertise for w in host.worker_configs()] == [f"10.0.0.1:{7500 + i}" for i in range(3)]
     assert [w.advertise for w in sixth.worker_configs()] == [f"[fd00::7]:{7500 + i}" for i in range(3)]
 
@@ -137,6 +138,7 @@ def test_ports_probes_and_grace_fit_the_configs() -> None:
     host = yaml.safe_load(made["ConfigMap/moe-worker"]["data"]["host.yaml"])
     assert ports["health"] == split_address(host["http_listen"])[1]
     assert [ports[f"grpc-{i}"] for i in range(3)] == [7500, 7501, 7502]
+    assert [ports[f"requests-{i}"] for i in range(3)] == [7800, 7801, 7802]
     assert pod["terminationGracePeriodSeconds"] > host["stop_timeout_s"]
     assert pod["securityContext"]["runAsNonRoot"]
 
@@ -194,7 +196,7 @@ def test_only_this_release_and_who_is_named_reaches_the_ports() -> None:
     ask, scrape = render(*named)["NetworkPolicy/moe"]["spec"]["ingress"]
     assert ask["from"] == [*alone["from"], client]
     assert alone["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "moe"
-    assert [port["port"] for port in alone["ports"]] == [port["port"] for port in ask["ports"]] == [7400, 7500]
+    assert [port["port"] for port in alone["ports"]] == [port["port"] for port in ask["ports"]] == [7400, 7500, 7800]
     assert scrape["from"] == [scraper]
     assert [port["port"] for port in scrape["ports"]] == [7401, 7402]
     assert "NetworkPolicy/moe" not in render("--set", "networkPolicy.enabled=false")
@@ -239,6 +241,7 @@ def test_several_control_planes_stand_for_election_and_may_hold_one_lease(tmp_pa
 def test_tls_is_told_to_every_part_and_certificates_are_made_where_there_is_an_issuer(tmp_path: Path) -> None:
     on = ("--set", "tls.enabled=true", "--set", "control.config.security.access.client_names={crossdock-client}")
     made, issued = render(*on), render(*on, "--set", "tls.issuer.name=mine")
+    assert "7800" not in json.dumps(made), "with certificates there are no plain connections"
     (tmp_path / "c.yaml").write_text(made["ConfigMap/moe-control"]["data"]["control.yaml"])
     (tmp_path / "h.yaml").write_text(made["ConfigMap/moe-worker"]["data"]["host.yaml"])
     control = load(ControlConfig, tmp_path / "c.yaml").security

@@ -55,7 +55,7 @@ def test_pods_of_several_hosts_are_one_group(ip: str, tmp_path: Path) -> None:
 @needs_helm
 def test_only_workers_of_the_group_reach_the_data_ports() -> None:
     ask, data = render(*HOSTS)["NetworkPolicy/moe"]["spec"]["ingress"]
-    assert {port["port"] for port in ask["ports"]} == {7400, 7500}
+    assert {port["port"] for port in ask["ports"]} == {7400, 7500, 7800}
     assert data["ports"] == [{"port": 7700, "endPort": 7701}]
     (who,) = data["from"]
     labels = who["podSelector"]["matchLabels"]

@@ -72,7 +72,7 @@ def test_prometheus_in_a_cluster_scrapes_the_ports_that_the_chart_names_and_no_o
     chart = ROOT / "helm" / "crossdock" / "templates"
     pods = "".join((chart / name).read_text() for name in ("deployment-control.yaml", "_worker.tpl"))
     named = {re.sub(r"{{.*?}}", "11", name) for name in re.findall(r"{name: (\S+?(?: \$i }})?), containerPort", pods)}
-    assert named == {"grpc", "http", "health", "grpc-11", "data-11"}
+    assert named == {"grpc", "http", "health", "grpc-11", "requests-11", "data-11"}
     assert {name for name in named if re.fullmatch(ports, name)} == {"http", "health"}
 
 
@@ -88,7 +88,8 @@ def test_compose_publishes_what_clients_need_and_on_loopback_only(host: HostConf
             published |= set(range(int(first), int(last or first) + 1))
     assert services["worker-gpu"]["ports"] == services["worker-cpu"]["ports"]
     assert host.control is None
-    assert {7400, *(port(w.advertise) for w in host.worker_configs())} <= published
+    workers = host.worker_configs()
+    assert {7400, *(port(w.advertise) for w in workers), *(w.request_port for w in workers)} <= published
 
 
 def test_workers_join_the_control_plane_of_the_compose_file(host: HostConfig) -> None:

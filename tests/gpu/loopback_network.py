@@ -58,9 +58,22 @@ def handles_are_used_again(layout: Layout, mode: Mode, join: Join) -> None:
     check(loop, case, mode, backward=True)
 
 
-def different_routings_break_nothing(layout: Layout, mode: Mode, join: Join) -> None:
+def exact_rows(layout: Layout, join: Join, **fields: Any) -> Loopback:
+    """Combine brings a row for each (token, k): of tokens that name an expert twice, that have holes, that all go to
+    one rank, none; in halves, in HT's name; with row weights; of a handle that is used again."""
+    plain = RoutingCase(9, 3, 520, (45, 4, 1, 0), "single_none", draw_seed(), max_tokens=46)
+    loop = join(plain, mode=Mode.AUTO, layout=layout, exact_combine=True, **fields)
+    handles = check(loop, plain, Mode.LL)
+    for kind, tokens in (("repeated", (33, 0, 46, 5)), ("one_expert", (2, 4, 6, 8)), ("none", (1, 1, 1, 1))):
+        check(loop, replace(plain, kind=kind, tokens=tokens, seed=draw_seed()), Mode.LL)
+    check(loop, plain, Mode.LL, again=replace(plain, seed=draw_seed()), previous=handles)
+    check(loop, replace(plain, kind="repeated", seed=draw_seed()), Mode.HT, phases=(1, 2), backward=True)
+    return loop
+
+
+def different_routings_break_nothing(layout: Layout, mode: Mode, join: Join, exact: bool = False) -> None:
     """Ranks of both hosts hear who brought what, and the group goes on."""
-    loop, case = four(layout, mode, join)
+    loop, case = four(layout, mode, join, exact_combine=exact)
     mine, theirs = check(loop, case, mode), check(loop, replace(case, seed=draw_seed()), mode)
     xs = [case.x(r, torch.bfloat16) for r in range(loop.size)]
     ids, weights = [case.topk_ids(r) for r in range(loop.size)], [case.topk_weights(r) for r in range(loop.size)]
@@ -151,24 +164,26 @@ def a_rank_wakes(op: str, layout: Layout, machine: Machine | None) -> None:
         loop.close()
 
 
-def bytes_are_those_of_theory(layout: Layout, join: Join) -> None:
+def bytes_are_those_of_theory(layout: Layout, join: Join, exact: bool = False) -> None:
     """As the table of docs/network.md. Each row goes once to each rank of the other host that holds an expert of its
-    token, each partial back; counts, metadata and routing beside them."""
-    loop, case = four(layout, Mode.LL, join)
+    token, each partial back, or (exact) a row for each expert; counts, metadata and routing beside them."""
+    loop, case = four(layout, Mode.LL, join, exact_combine=exact)
     counts = 0 if layout in (Layout.FLAT, Layout.RANK_MAJOR) else 128  # of at most 28 experts on a rank
     before = [{t.peer: t for t in remote.peers()} for remote in loop.remotes]
     check(loop, case, Mode.LL)
     shape, stride = loop.engines[0].sizes.shape, loop.configs[0].resolved_expert_map.stride
-    rows = [[0] * 4 for _ in range(4)]  # of source, at rank
+    rows, routed = [[0] * 4 for _ in range(4)], [[0] * 4 for _ in range(4)]  # of source, at rank
     for source in range(4):
         for ids in case.topk_ids(source).tolist():
-            for rank in {loop.configs[0].resolved_expert_map.replicas[e][0][0] for e in ids if e >= 0}:
-                rows[source][rank] += 1
+            ranks = [loop.configs[0].resolved_expert_map.replicas[e][0][0] for e in ids if e >= 0]
+            for rank in range(4):
+                rows[source][rank] += rank in ranks
+                routed[source][rank] += ranks.count(rank)
     assert stride
     for rank, remote in enumerate(loop.remotes):
         traffic = {t.peer: t for t in remote.peers()}
         for peer in remote.ranks:
-            out, home = rows[rank][peer], rows[peer][rank]
+            out, home = rows[rank][peer], (routed if exact else rows)[peer][rank]
             sent = traffic[peer].sent_bytes - before[rank][peer].sent_bytes
             row = shape.row_packets * 1024 + shape.metadata_lines * 128
             assert sent == 16 + counts + out * row + 16 + home * shape.combine_packets * 1024

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.gpu(1)
 SPLIT = (1, 2)
 FP8 = torch.float8_e4m3fn
 MODES = [Mode.LL, Mode.HT]
+WAYS = [(layout, False) for layout in Layout] + [(Layout.EXPERT_MAJOR, True), (Layout.GROUPED, True)]
+"""Layouts, and whether combine is exact."""
 
 
 @pytest.fixture
@@ -86,6 +88,23 @@ def test_many_wide_rows(hidden: int, join: Joined) -> None:
             check(loop, replace(case, seed=draw_seed()), Mode.HT)
 
 
+@pytest.mark.parametrize("lanes", [1, 4])
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.GROUPED])
+def test_an_exact_combine(layout: Layout, lanes: int, join: Joined) -> None:
+    network.exact_rows(layout, join, network=replace_lanes(lanes))
+    network.exact_rows(layout, join, network=SHUFFLED, overflow=Overflow.DROP, max_recv_rows=4)
+
+
+@pytest.mark.parametrize("payload", [{}, {"quantize": True}, {"dtype": torch.float32}])
+def test_many_rows_of_an_exact_combine(payload: dict[str, Any], join: Joined) -> None:
+    """In slices."""
+    case = RoutingCase(16, 8, 2048, (128, 0, 97, 1), "uniform", draw_seed(), max_tokens=128)
+    loop = join(case, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, exact_combine=True, **payload)
+    assert all(loop.remotes[0].record().slice_rows)
+    for kind in ("uniform", "repeated"):
+        check(loop, replace(case, kind=kind, seed=draw_seed()), Mode.LL)
+
+
 def replace_lanes(lanes: int) -> Any:
     return type(TCP)(listen=TCP.listen, advertise=TCP.advertise, lanes=lanes)
 
@@ -106,9 +125,9 @@ def test_handles_are_used_again(layout: Layout, mode: Mode, join: Joined) -> Non
     network.handles_are_used_again(layout, mode, join)
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-def test_different_routings_break_nothing(layout: Layout, join: Joined) -> None:
-    network.different_routings_break_nothing(layout, Mode.LL, join)
+@pytest.mark.parametrize(("layout", "exact"), WAYS)
+def test_different_routings_break_nothing(layout: Layout, exact: bool, join: Joined) -> None:
+    network.different_routings_break_nothing(layout, Mode.LL, join, exact)
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine", "barrier", "credit"])
@@ -130,9 +149,9 @@ def test_a_rank_wakes(op: str, layout: Layout) -> None:
     network.a_rank_wakes(op, layout, None)
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-def test_bytes_are_those_of_theory(layout: Layout, join: Joined) -> None:
-    network.bytes_are_those_of_theory(layout, join)
+@pytest.mark.parametrize(("layout", "exact"), WAYS)
+def test_bytes_are_those_of_theory(layout: Layout, exact: bool, join: Joined) -> None:
+    network.bytes_are_those_of_theory(layout, join, exact)
 
 
 def test_many_steps(join: Joined) -> None:
@@ -144,11 +163,13 @@ def test_many_steps(join: Joined) -> None:
         check(loop, replace(case, seed=draw_seed()), Mode.LL)
 
 
-@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR])
-def test_replayed_graphs(layout: Layout, join: Joined) -> None:
+@pytest.mark.parametrize(
+    ("layout", "exact"), [(Layout.EXPERT_MAJOR, False), (Layout.RANK_MAJOR, False), (Layout.EXPERT_MAJOR, True)]
+)
+def test_replayed_graphs(layout: Layout, exact: bool, join: Joined) -> None:
     """Kernels push by themselves: a replay needs nothing of the host. New rows in the same places each time."""
     case = RoutingCase(9, 3, 272, (5, 0, 6, 2), "uniform", draw_seed(), max_tokens=6)
-    loop = join(case, mode=Mode.LL, layout=layout)
+    loop = join(case, mode=Mode.LL, layout=layout, exact_combine=exact)
     check(loop, case, Mode.LL)  # compiled and loaded
     machine = loop._machine
     assert isinstance(machine, Gpu)
@@ -179,7 +200,7 @@ def test_replayed_graphs(layout: Layout, join: Joined) -> None:
         graph.replay()
         torch.cuda.synchronize()
         loop.check()
-        wanted, step = reference.dispatch(loop.configs[0], [x.cpu() for x in xs], ids, weights)
-        want = reference.combine(step, [expert(out, torch.bfloat16) for out in wanted])[0]
+        wanted, routed = reference.dispatch(loop.configs[0], [x.cpu() for x in xs], ids, weights)
+        want = reference.combine(routed, [expert(out, torch.bfloat16) for out in wanted])[0]
         for r in ranks:
             same_bits(zs[r], want[r], f"z of rank {r}")

@@ -133,6 +133,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (
                 ("crossdock_open_streams{}", f"{_NAME} streams"),
                 ("crossdock_open_request_buffers{}", f"{_NAME} buffers"),
+                ("crossdock_open_request_connections{}", f"{_NAME} connections"),
             ),
         ),
         Panel("Shared with clients", "bytes", (("crossdock_shared_bytes{}", _NAME),)),

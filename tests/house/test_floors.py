@@ -10,7 +10,9 @@ import pytest
 
 from tests.house.tree import PRODUCT, imports_of, module_of, name_of, python_files
 
-WIRE = {f"crossdock.protocol.{name}" for name in ("v1", "wire", "request_buffer", "tensor_messages")}
+WIRE = {
+    f"crossdock.protocol.{name}" for name in ("v1", "wire", "request_buffer", "request_connection", "tensor_messages")
+}
 """Messages with tensors."""
 FLOORS: dict[str, set[str]] = {
     "ep_kernels": set(),
@@ -19,6 +21,7 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.protocol.v1": set(),
     "crossdock.protocol.wire": {"crossdock.protocol.v1"},
     "crossdock.protocol.request_buffer": {"crossdock.protocol.v1", "crossdock.protocol.wire"},
+    "crossdock.protocol.request_connection": {"crossdock.protocol.request_buffer"},
     "crossdock.protocol.tensor_messages": {"crossdock.protocol.v1", "crossdock.protocol.wire"},
     "crossdock.common": {"crossdock.protocol.v1"},
     "crossdock.control": {"crossdock.common", "crossdock.protocol.v1"},

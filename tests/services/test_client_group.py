@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from crossdock.client import Client, InvalidRequest, Unavailable
+from crossdock.client.buffer_pool import Way
 from crossdock.common.config import ControlConfig, WorkerConfig
 from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import FORMING
@@ -54,19 +57,26 @@ def _assert_serves(client: Client, experts: ExpertMLPs, num_tokens: int) -> None
         )
 
 
-def test_rows_are_the_dense_models(group: tuple[Supervisor, ExpertMLPs]) -> None:
+@pytest.mark.parametrize("way", ["auto", "tcp"])
+def test_rows_are_the_dense_models(group: tuple[Supervisor, ExpertMLPs], way: Way) -> None:
     supervisor, experts = group
-    with Client(supervisor.control_address, min_tokens_per_worker=8) as client:
+    with Client(supervisor.control_address, min_tokens_per_worker=8, way=way) as client:
         for num_tokens in (1, 7, 64, 333):
             _assert_serves(client, experts, num_tokens)
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda n: _assert_serves(client, experts, 10 + n), range(12)))
+        names = ("request_buffers", "request_connections")
+        for view in supervisor.views():  # heartbeats say it, sooner or later
+            used = [name for name in names if any(getattr(member.stats, name) for member in view.members)]
+            if used == [names[way == "tcp"]]:
+                break
 
 
-def test_bad_requests_leave_the_service_up(group: tuple[Supervisor, ExpertMLPs]) -> None:
+@pytest.mark.parametrize("way", ["auto", "tcp"])
+def test_bad_requests_leave_the_service_up(group: tuple[Supervisor, ExpertMLPs], way: Way) -> None:
     supervisor, experts = group
     x, ids, weights = _batch(5)
-    with Client(supervisor.control_address) as client:
+    with Client(supervisor.control_address, way=way) as client:
         for layer, batch in (
             (9, (x, ids, weights)),
             (0, (x[:, :32], ids, weights)),
@@ -84,8 +94,19 @@ def test_a_killed_worker_costs_only_time(group: tuple[Supervisor, ExpertMLPs]) -
     supervisor, experts = group
     patient = Client(supervisor.control_address, min_tokens_per_worker=8)
     hasty = Client(supervisor.control_address, min_tokens_per_worker=8, retry=False)
-    with patient, hasty:
+    remote, ended = Client(supervisor.control_address, min_tokens_per_worker=8, way="tcp"), threading.Event()
+
+    def ask_all_the_while() -> int:
+        calls = 0
+        while not ended.is_set():
+            _assert_serves(remote, experts, 40)
+            calls += 1
+        return calls
+
+    with patient, hasty, remote, ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as at_last:
+        at_last.callback(ended.set)
         _assert_serves(patient, experts, 40)
+        all_the_while = pool.submit(ask_all_the_while)
         before = patient.describe().epoch
         with without_successors(supervisor, 1):
             os.kill(supervisor.worker_pids()[1], signal.SIGKILL)
@@ -97,6 +118,8 @@ def test_a_killed_worker_costs_only_time(group: tuple[Supervisor, ExpertMLPs]) -
                     lost.update(error.lost_ranks)
         _assert_serves(patient, experts, 40)
         assert patient.describe().epoch > before
+        ended.set()
+        assert all_the_while.result() > 0
 
 
 def test_a_worker_that_stood_still_takes_its_place_again(group: tuple[Supervisor, ExpertMLPs]) -> None:

@@ -1,4 +1,4 @@
-"""Request buffers: a client of this host shares memory with a worker, and what a wrong one can do with it."""
+"""Request buffers: what a client and a worker share, and what a wrong client can do with it; by both ways."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,197 +28,52 @@ from crossdock.client import (
     blocking,
     direct,
 )
-from crossdock.client.direct import BufferPool
+from crossdock.client.buffer_pool import BufferPool, Way
 from crossdock.client.directory import ServingWorkers
 from crossdock.client.retry import RetryBudget
 from crossdock.common import rpc
-from crossdock.common.access import METHODS, RateLimiter
-from crossdock.common.config import WorkerConfig
-from crossdock.common.metrics import WorkerMetrics
-from crossdock.protocol.request_buffer import Places, RepeatedRequests, SharedMemory, described, host_identity
+from crossdock.common.access import METHODS
+from crossdock.protocol.request_buffer import Places, RepeatedRequests, SharedMemory, described
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
-from crossdock.worker import buffer_server
+from crossdock.worker import buffer_server, served_buffer, ticket_listener
 from crossdock.worker.admission import RequestValidator
 from crossdock.worker.backend import Backend
-from crossdock.worker.budget import Budget
-from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.engine import Engine
-from crossdock.worker.service import ExpertService
-from crossdock.worker.work import Done, Failure, Refused, Work
-from crossdock.worker.worker_telemetry import WorkerTelemetry
-from tests.services.cluster import Batch, E, H, K, write_model
+from crossdock.worker.served_buffer import ServedBuffer
+from crossdock.worker.work import Failure, Refused, Work
+from tests.services.cluster import Batch, E, H, K
 from tests.services.control_world import TIMEOUT_S, until
+from tests.services.request_world import EXHAUSTED, INVALID, KIB, LATE, Guest, RemoteGuest, tensors, warm, world
 
-KIB = 1 << 10
-INVALID, EXHAUSTED, LATE = 3, 8, 4
-
-
-class Doubling(Engine):
-    """Answers each request with twice its rows, once it is let go; remembers what came."""
-
-    def __init__(self, telemetry: WorkerTelemetry) -> None:
-        super().__init__(64, telemetry)
-        self.go, self.seen = threading.Event(), list[Work]()
-        self.go.set()
-
-    def submit(self, work: Work) -> None:
-        self.seen.append(work)
-        threading.Thread(target=self._serve, args=(work,), daemon=True).start()
-
-    def _serve(self, work: Work) -> None:
-        self.go.wait(TIMEOUT_S)
-        work.y = torch.empty_like(work.x) if work.y is None else work.y
-        if not work.answered:
-            work.y.copy_(2 * work.x)
-            self._answer([work], Done(work.y, work.timing))
+both_ways = pytest.mark.parametrize("way", ["shared", "tcp"])
+Kind = type[Guest] | type[RemoteGuest]
+both_kinds = pytest.mark.parametrize("kind", [Guest, RemoteGuest])
 
 
-class World:
-    """A worker without a group."""
-
-    def __init__(self, folder: Path, **settings: object) -> None:
-        write_model(folder)
-        telemetry = self._telemetry = WorkerTelemetry(WorkerMetrics(), (H * 4, H * 4))
-        self.engine = Doubling(telemetry)
-        config = WorkerConfig(model=str(folder), **settings)  # type: ignore[arg-type]
-        validator = RequestValidator(Checkpoint.open(folder).spec, torch.float32)
-        backend = Backend(config, validator, self.engine, telemetry, Budget(1 << 20, 64 << 20), RateLimiter(0))
-
-        async def drain() -> None:
-            raise AssertionError("nobody asks for it")
-
-        self.service = ExpertService(backend, expert_pb2.DescribeResponse, drain)
-        self.buffers = self.service.buffers
-
-    async def start(self) -> None:
-        self.server = await rpc.server(8 << 20, rpc.Health([]))
-        expert_pb2_grpc.add_ExpertServiceServicer_to_server(self.service, self.server)
-        self.address = rpc.bind(self.server, "127.0.0.1:0")
-        await self.server.start()
-
-    async def stop(self) -> None:
-        self.buffers.close()
-        await self.server.stop(0)
-        self._telemetry.close()
-
-
-@contextlib.asynccontextmanager
-async def world(folder: Path, **settings: object) -> AsyncIterator[World]:
-    made = World(folder, **settings)
-    await made.start()
-    try:
-        yield made
-    finally:
-        made.engine.go.set()
-        await made.stop()
-
-
-class Guest:
-    """A buffer without `crossdock.client`."""
-
-    def __init__(self, world: World, num_bytes: int = 64 * KIB, host: str | None = None) -> None:
-        self._channel = rpc.aio_channel(world.address)
-        stub = expert_pb2_grpc.ExpertServiceStub(self._channel)
-        host = host_identity() if host is None else host
-        self.call = stub.OpenBuffer(expert_pb2.OpenBufferRequest(host=host, num_bytes=num_bytes), timeout=TIMEOUT_S)
-        self.sock: socket.socket | None = None
-
-    async def __aenter__(self) -> Guest:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self.sock is not None:
-            self.sock.close()
-        await self._channel.close(0)
-
-    async def redeem(self, ticket: bytes | None = None) -> Guest:
-        """Raises OSError: no memory came."""
-        self.offer = await self.call.read()
-        self.sock = self.dial(self.offer.socket)
-        self.sock.send(self.offer.ticket if ticket is None else ticket)
-        _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, self.sock, 1, 1)
-        if not fds:
-            raise OSError("no memory")
-        self.fd = fds[0]
-        self.memory = SharedMemory(self.fd, self.offer.num_bytes)
-        return self
-
-    @staticmethod
-    def dial(name: str) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.settimeout(TIMEOUT_S)
-        sock.connect(f"\0{name}")
-        return sock
-
-    def write(self, batch: Batch) -> Places:
-        places = Places.of(len(batch.x), H, K, 4)
-        few = (len(batch.x), K)
-        self.memory.tensor(torch.float32, (len(batch.x), H), places.x).copy_(batch.x)
-        self.memory.tensor(torch.int32, few, places.ids).copy_(batch.ids)
-        self.memory.tensor(torch.float32, few, places.weights).copy_(batch.weights)
-        return places
-
-    async def ask(self, request_id: int, num_tokens: int, **fields: object) -> expert_pb2.ForwardResponse:
-        self.tell(request_id, num_tokens, **fields)
-        return await self.answer()
-
-    def tell(self, request_id: int, num_tokens: int, **fields: object) -> None:
-        assert self.sock is not None
-        request = expert_pb2.ForwardRequest(
-            id=request_id,
-            layer=1,
-            x=described(torch.float32, (num_tokens, H)),
-            topk_ids=described(torch.int32, (num_tokens, K)),
-            topk_weights=described(torch.float32, (num_tokens, K)),
-        )
-        for name, value in fields.items():
-            if isinstance(value, expert_pb2.Tensor):
-                getattr(request, name).CopyFrom(value)
-            else:
-                setattr(request, name, value)
-        self.sock.send(request.SerializeToString())
-
-    async def answer(self) -> expert_pb2.ForwardResponse:
-        assert self.sock is not None
-        packet = await asyncio.to_thread(self.sock.recv, 4096)
-        if not packet:
-            raise EOFError
-        return expert_pb2.ForwardResponse.FromString(packet)
-
-
-async def warm(client: AsyncClient, world: World) -> None:
-    """Calls until the client has a buffer."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while not len(world.buffers):
-            await client.forward(1, *_tensors(Batch.random(3)))
-            await asyncio.sleep(0.01)
-
-
-def _tensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return batch.x, batch.ids, batch.weights
-
-
-async def test_a_client_of_this_host_opens_one_by_itself(tmp_path: Path) -> None:
-    async with world(tmp_path) as made, AsyncClient(made.address) as client:
+@pytest.mark.parametrize("way", ["auto", "shared", "tcp"])
+async def test_a_client_opens_one_by_itself(tmp_path: Path, way: Way) -> None:
+    async with world(tmp_path) as made, AsyncClient(made.address, way=way) as client:
         await warm(client, made)
         for num_tokens in (1, 7, 64, 2000, 3):  # the fourth needs a larger one, and goes by gRPC meanwhile
             batch = Batch.random(num_tokens)
-            assert torch.equal(await client.forward(1, *_tensors(batch)), 2 * batch.x)
+            assert torch.equal(await client.forward(1, *tensors(batch)), 2 * batch.x)
             work = made.engine.seen[-1]
             assert torch.equal(work.topk_ids, batch.ids.int())
             assert torch.equal(work.topk_weights, batch.weights)
-        answers = await asyncio.gather(*(client.forward(1, *_tensors(Batch.random(5))) for _ in range(20)))
+        answers = await asyncio.gather(*(client.forward(1, *tensors(Batch.random(5))) for _ in range(20)))
         assert len(answers) == 20
+        assert made.buffers.num_connections == (len(made.buffers) if way == "tcp" else 0)
     await until(lambda: made.buffers.num_bytes == 0)
 
 
-async def test_inference_mode_may_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_ways
+async def test_inference_mode_may_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way) -> None:
     """Shared memory and answers are written in and outside of it, and by other threads."""
     monkeypatch.setattr(blocking, "QUIET_S", 0.0)  # each answer is read by the client's own thread
 
     def ask(client: Client) -> None:
-        batch = Batch.random(3)
-        assert torch.equal(client.forward(1, *_tensors(batch)), 2 * batch.x)
+        for num_tokens in (3, 300):
+            batch = Batch.random(num_tokens)
+            assert torch.equal(client.forward(1, *tensors(batch)), 2 * batch.x)
 
     def ask_often(client: Client) -> None:
         with torch.inference_mode():
@@ -231,9 +85,9 @@ async def test_inference_mode_may_come_and_go(tmp_path: Path, monkeypatch: pytes
             ask(client)
 
     async with world(tmp_path) as made:
-        client = await asyncio.to_thread(Client, made.address)
+        client = await asyncio.to_thread(functools.partial(Client, made.address, way=way))
         await asyncio.to_thread(ask_often, client)
-        assert isinstance(made.engine.seen[-1].stream, buffer_server._Buffer)
+        assert isinstance(made.engine.seen[-1].stream, ServedBuffer)
         await asyncio.to_thread(client.close)
 
 
@@ -243,31 +97,33 @@ async def test_all_buffers_that_a_call_lacks_are_opened_at_once(monkeypatch: pyt
     workers = ServingWorkers(1, ((0, "a:1"), (1, "b:1"), (2, "c:1")))
     client._directory, client._pool = SimpleNamespace(now=workers), BufferPool(asyncio.get_running_loop())  # type: ignore[assignment]
     monkeypatch.setattr(client, "_open_buffer", lambda service, worker, num_bytes: opened.append(worker))
-    assert client.begin(client.batch_of(1, _tensors(Batch.random(3)), TIMEOUT_S)) is None
+    assert client.begin(client.batch_of(1, tensors(Batch.random(3)), TIMEOUT_S)) is None
     await until(lambda: len(opened) == 3)
     assert sorted(opened) == [0, 1, 2]
 
 
-async def test_threads_share_one_client(tmp_path: Path) -> None:
+@both_ways
+async def test_threads_share_one_client(tmp_path: Path, way: Way) -> None:
     def ask(client: Client) -> None:
         for _ in range(40):
             batch = Batch.random(int(torch.randint(1, 50, ())))
-            assert torch.equal(client.forward(1, *_tensors(batch)), 2 * batch.x)
+            assert torch.equal(client.forward(1, *tensors(batch)), 2 * batch.x)
 
     async with world(tmp_path) as made:
-        client = await asyncio.to_thread(Client, made.address)
+        client = await asyncio.to_thread(functools.partial(Client, made.address, way=way))
         await asyncio.gather(*(asyncio.to_thread(ask, client) for _ in range(4)))
         await until(lambda: 1 <= len(made.buffers) <= 4)  # one that was too small may just be closing
-        assert any(isinstance(work.stream, buffer_server._Buffer) for work in made.engine.seen)
+        assert any(isinstance(work.stream, ServedBuffer) for work in made.engine.seen)
         await asyncio.to_thread(client.close)
 
 
 @pytest.mark.parametrize("settings", [{"max_shared_bytes": 0}, {"max_shared_bytes": 4 * 63 * KIB}])
-async def test_without_room_calls_go_by_grpc(tmp_path: Path, settings: dict[str, int]) -> None:
-    async with world(tmp_path, **settings) as made, AsyncClient(made.address) as client:
+@both_ways
+async def test_without_room_calls_go_by_grpc(tmp_path: Path, settings: dict[str, int], way: Way) -> None:
+    async with world(tmp_path, **settings) as made, AsyncClient(made.address, way=way) as client:
         for _ in range(3):
             batch = Batch.random(9)
-            assert torch.equal(await client.forward(1, *_tensors(batch)), 2 * batch.x)
+            assert torch.equal(await client.forward(1, *tensors(batch)), 2 * batch.x)
             await asyncio.sleep(0.02)
         assert not len(made.buffers)
         async with Guest(made) as guest:
@@ -275,10 +131,11 @@ async def test_without_room_calls_go_by_grpc(tmp_path: Path, settings: dict[str,
                 await guest.redeem()
 
 
-async def test_of_one_client_a_quarter(tmp_path: Path) -> None:
+@both_kinds
+async def test_of_one_client_a_quarter(tmp_path: Path, kind: Kind) -> None:
     async with world(tmp_path, max_shared_bytes=4 * 130 * KIB) as made, contextlib.AsyncExitStack() as held:
-        guests = [await (await held.enter_async_context(Guest(made))).redeem() for _ in range(2)]
-        third = await held.enter_async_context(Guest(made))
+        guests = [await (await held.enter_async_context(kind(made))).redeem() for _ in range(2)]
+        third = await held.enter_async_context(kind(made))
         with pytest.raises(grpc.RpcError, match="expected at most 133120 shared with one client"):
             await third.redeem()
         guests[0].call.cancel()
@@ -303,26 +160,33 @@ async def test_wrong_offers(tmp_path: Path, fields: dict[str, object], code: grp
         assert made.buffers.num_bytes == 0
 
 
-async def test_a_ticket_is_good_once_and_only_while_its_call_is_open(tmp_path: Path) -> None:
-    async with world(tmp_path) as made, Guest(made) as guest, Guest(made) as other:
+@both_kinds
+async def test_a_ticket_is_good_once_and_only_while_its_call_is_open(tmp_path: Path, kind: Kind) -> None:
+    async with world(tmp_path) as made, kind(made) as guest, kind(made) as other:
         await guest.redeem()
-        for ticket in (guest.offer.ticket, os.urandom(32), b""):
-            with guest.dial(guest.offer.socket) as thief:
+        for ticket in (guest.offer.ticket, os.urandom(32)):
+            with guest.dial(guest.place) as thief:
                 thief.send(ticket)
-                assert not (await asyncio.to_thread(socket.recv_fds, thief, 1, 1))[1]
+                assert (await asyncio.to_thread(socket.recv_fds, thief, 1, 1))[:2] == (b"", [])
         offer = await other.call.read()
         other.call.cancel()
         await until(lambda: made.buffers.num_bytes == 64 * KIB)
-        with guest.dial(offer.socket) as late:
+        with guest.dial(guest.place) as late:
             late.send(offer.ticket)
-            assert not (await asyncio.to_thread(socket.recv_fds, late, 1, 1))[1]
+            assert (await asyncio.to_thread(socket.recv_fds, late, 1, 1))[:2] == (b"", [])
+        guest.write(Batch.random(5))
+        assert not (await guest.ask(1, 5)).HasField("error")
 
 
-async def test_a_ticket_that_nobody_redeems_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_server, "_REDEEM_S", 0.1)
-    async with world(tmp_path) as made, Guest(made) as guest:
-        offer = await guest.call.read()
-        with guest.dial(offer.socket) as stranger:
+@both_kinds
+async def test_a_ticket_that_nobody_redeems_expires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    for module in (buffer_server, ticket_listener):
+        monkeypatch.setattr(module, "REDEEM_S", 0.1)
+    async with world(tmp_path) as made, kind(made) as guest:
+        guest.offer = await guest.call.read()
+        with guest.dial(guest.place) as stranger:
             await until(lambda: made.buffers.num_bytes == 0)
             assert await asyncio.to_thread(stranger.recv, 1) == b""
 
@@ -400,10 +264,13 @@ async def test_the_buffer_of_a_dead_client_is_freed(tmp_path: Path) -> None:
         await until(lambda: os.fstat(guest.fd).st_blocks == 0)  # although this end maps it still
 
 
+@both_kinds
 @pytest.mark.parametrize("way", ["late", "cancelled"])
-async def test_a_request_that_fails_in_the_queue_is_answered_and_its_buffer_ends(tmp_path: Path, way: str) -> None:
+async def test_a_request_that_fails_in_the_queue_is_answered_and_its_buffer_ends(
+    tmp_path: Path, way: str, kind: Kind
+) -> None:
     """A step may be writing its rows: the next request would find them in its own."""
-    async with world(tmp_path) as made, Guest(made) as guest:
+    async with world(tmp_path) as made, kind(made) as guest:
         await guest.redeem()
         guest.write(Batch.random(2))
         made.engine.go.clear()
@@ -431,20 +298,22 @@ async def test_a_client_that_reads_no_answers_loses_its_buffer(tmp_path: Path) -
         await until(lambda: made.buffers.num_bytes == 0)
 
 
-async def test_a_dead_worker_hangs_no_client(tmp_path: Path) -> None:
-    async with world(tmp_path) as made, AsyncClient(made.address, retry=False) as client:
+@both_ways
+async def test_a_dead_worker_hangs_no_client(tmp_path: Path, way: Way) -> None:
+    async with world(tmp_path) as made, AsyncClient(made.address, retry=False, way=way) as client:
         await warm(client, made)
         made.engine.go.clear()
-        waiting = asyncio.create_task(client.forward(1, *_tensors(Batch.random(3))))
+        waiting = asyncio.create_task(client.forward(1, *tensors(Batch.random(3))))
         await until(lambda: not made.engine.seen[-1].answered)
         made.buffers.close()
         with pytest.raises(Unavailable, match="request buffer was closed"):
             await asyncio.wait_for(waiting, TIMEOUT_S)
 
 
-async def test_a_silent_worker_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_ways
+async def test_a_silent_worker_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way) -> None:
     monkeypatch.setattr(direct, "QUIET_S", 0.1)
-    async with world(tmp_path) as made, AsyncClient(made.address, retry=False) as client:
+    async with world(tmp_path) as made, AsyncClient(made.address, retry=False, way=way) as client:
         await warm(client, made)
         made.engine.go.clear()
         probes = [True, True, False]
@@ -455,13 +324,14 @@ async def test_a_silent_worker_is_probed(tmp_path: Path, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(client, "_is_alive", is_alive)
         with pytest.raises(Unavailable, match="silent"):
-            await client.forward(1, *_tensors(Batch.random(3)))
+            await client.forward(1, *tensors(Batch.random(3)))
         assert not probes
         await until(lambda: made.engine.seen[-1].answered)
 
 
-async def test_a_refusal_counts_as_one_however_it_came(tmp_path: Path) -> None:
-    async with world(tmp_path) as made, AsyncClient(made.address) as client:
+@both_ways
+async def test_a_refusal_counts_as_one_however_it_came(tmp_path: Path, way: Way) -> None:
+    async with world(tmp_path) as made, AsyncClient(made.address, way=way) as client:
         await warm(client, made)
         client._budget = RetryBudget(most=0.0, per_s=0.0)
         sent: list[Work] = []
@@ -472,23 +342,24 @@ async def test_a_refusal_counts_as_one_however_it_came(tmp_path: Path) -> None:
 
         made.engine.submit = refuse  # type: ignore[method-assign]
         with pytest.raises(Overloaded, match="full"):
-            await client.forward(1, *_tensors(Batch.random(3)), timeout_s=0.3)
+            await client.forward(1, *tensors(Batch.random(3)), timeout_s=0.3)
         assert len(sent) == 1, "without a token of the budget it is not sent again"
 
 
-async def test_deadlines_and_wrong_requests(tmp_path: Path) -> None:
-    async with world(tmp_path) as made, AsyncClient(made.address) as client:
+@both_ways
+async def test_deadlines_and_wrong_requests(tmp_path: Path, way: Way) -> None:
+    async with world(tmp_path) as made, AsyncClient(made.address, way=way) as client:
         await warm(client, made)
         batch = Batch.random(3)
         for bad in (E, 1 << 40, -(1 << 40)):
             batch.ids[1, 1] = bad
             with pytest.raises(InvalidRequest, match="topk_ids"):
-                await client.forward(1, *_tensors(batch))
+                await client.forward(1, *tensors(batch))
             await warm(client, made)
         made.engine.go.clear()
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded):
-            await client.forward(1, *_tensors(Batch.random(3)), timeout_s=0.2)
+            await client.forward(1, *tensors(Batch.random(3)), timeout_s=0.2)
         assert 0.2 <= time.monotonic() - began < TIMEOUT_S
         await until(lambda: made.engine.seen[-1].answered)
 
@@ -516,9 +387,10 @@ async def test_a_refused_shape_is_not_taken_for_the_one_before(tmp_path: Path) -
             y.zero_()
 
 
+@both_kinds
 @pytest.mark.parametrize("num_tokens", [3, 100])
-async def test_values_of_few_and_of_many_tokens_are_checked(tmp_path: Path, num_tokens: int) -> None:
-    async with world(tmp_path) as made, Guest(made) as guest:
+async def test_values_of_few_and_of_many_tokens_are_checked(tmp_path: Path, num_tokens: int, kind: Kind) -> None:
+    async with world(tmp_path) as made, kind(made) as guest:
         await guest.redeem()
         batch = Batch.random(num_tokens)
         for tensor, wrong, said in (
@@ -633,50 +505,57 @@ async def test_without_free_descriptors_the_thread_sleeps_and_accepts_later(tmp_
             os.close(fds[0])
 
 
-async def test_a_bug_ends_the_buffer_that_met_it_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_kinds
+async def test_a_bug_ends_the_buffer_that_met_it_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
     """Its client would wait for an answer else, until its deadline."""
-    async with world(tmp_path) as made, Guest(made) as guest, Guest(made) as other:
+    async with world(tmp_path) as made, kind(made) as guest, kind(made) as other:
         await guest.redeem()
         await other.redeem()
         with monkeypatch.context() as broken:
             broken.setattr(RequestValidator, "rows_in", lambda *_, **__: 1 // 0)
             guest.write(Batch.random(5))
             guest.tell(1, 5)
-            with pytest.raises(EOFError):
+            with pytest.raises((EOFError, ConnectionError)):
                 await guest.answer()
         with monkeypatch.context() as broken:
             broken.setattr(made.buffers, "_expire", lambda now: 1 // 0)
-            await asyncio.sleep(3 * buffer_server._TICK_S)
+            await asyncio.sleep(3 * buffer_server.TICK_S)
         other.write(Batch.random(5))
         assert not (await other.ask(1, 5)).HasField("error")
 
 
-async def test_a_request_that_ends_before_it_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_kinds
+async def test_a_request_that_ends_before_it_is_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
     """Deadlines are looked at by another thread than the one that reads."""
     late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "late")
-    async with world(tmp_path) as made, Guest(made) as guest:
+    async with world(tmp_path) as made, kind(made) as guest:
         await guest.redeem()
         guest.write(Batch.random(5))
         with monkeypatch.context() as slow:
-            slow.setattr(buffer_server.request_trace, "admitted", lambda work, _: made.engine.withdraw(work, late))
+            slow.setattr(served_buffer.request_trace, "admitted", lambda work, _: made.engine.withdraw(work, late))
             assert (await guest.ask(1, 5)).error.code == LATE
         with pytest.raises(EOFError):  # a step may write its rows still
             await guest.answer()
         assert None not in made.engine.seen
 
 
-@pytest.mark.parametrize("way", ["buffer", "stream"])
+@pytest.mark.parametrize("way", ["buffer", "connection", "stream"])
 async def test_a_request_above_the_rate_wakes_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     expected: list[None] = []
-    async with world(tmp_path) as made, Guest(made) as guest, rpc.aio_channel(made.address) as channel:
+    kind = RemoteGuest if way == "connection" else Guest
+    async with world(tmp_path) as made, kind(made) as guest, rpc.aio_channel(made.address) as channel:
         await guest.redeem()
         batch, stream = Batch.random(5), expert_pb2_grpc.ExpertServiceStub(channel).Forward(timeout=TIMEOUT_S)
         guest.write(batch)
 
         async def ask(number: int) -> expert_pb2.ForwardResponse:
-            if way == "buffer":
+            if way != "stream":
                 return await guest.ask(number, 5)
             await stream.write(batch.message(number))
             answer: expert_pb2.ForwardResponse = await stream.read()

@@ -135,7 +135,7 @@ async def test_a_silent_server_ends_in_the_callers_deadline() -> None:
 
 async def test_a_call_whose_channel_is_closed_is_unavailable() -> None:
     """A worker that fails over closes the channel to a leader that hangs. grpc then raises CancelledError in whoever
-    waits for an answer, which would end that task, and with it the worker."""
+    waits for an answer, which would end that task, and with it the worker's session."""
     asked = asyncio.Event()
 
     async def hang(request: bytes) -> bytes:
@@ -153,6 +153,8 @@ async def test_a_call_whose_channel_is_closed_is_unavailable() -> None:
                 await channel.close(0.01)
                 with pytest.raises(rpc.Unavailable, match="the channel was closed during the call"):
                     await call
+                with pytest.raises(rpc.Unavailable, match="Channel is closed"):
+                    await rpc.call(channel.unary_unary(ECHO), b"", timeout_s=TIMEOUT_S)
             else:
                 call.cancel()
                 with pytest.raises(asyncio.CancelledError):

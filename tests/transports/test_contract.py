@@ -38,7 +38,7 @@ def skip_unless(capabilities: Capabilities, overrides: dict[str, Any], transport
     if overrides["mode"] is Mode.AG and overrides.get("combine_dtype") is FP8:
         pytest.skip("AG sums what is rounded once")
     if lacks(transport, overrides):
-        pytest.skip("GPUs have no exact_combine and no order of domains over a network")
+        pytest.skip("GPUs have no order of domains over a network")
 
 
 @pytest.mark.parametrize(("mode", "layout"), [*WAYS, *((Mode.AUTO, layout) for layout in LAYOUTS)])

@@ -10,7 +10,6 @@ import torch
 from ep_kernels import MoECommunicator
 from ep_kernels.types import Capabilities, Layout, Mode, ScaleFormat
 from tests.cases import RoutingCase, draw_seed, replicated
-from tests.hosts import lacks
 from tests.transports import calls, devices, gradients, lives
 from tests.transports.steps import run_story
 from tests.worlds import World
@@ -228,8 +227,7 @@ def test_ten_thousand_iterations(world: Worlds, transport: str) -> None:
 @pytest.mark.parametrize("mode", LL_HT)
 def test_weights_given_at_combine(world: Worlds, transport: str, mode: Mode) -> None:
     overrides = {"mode": mode, "layout": Layout.EXPERT_MAJOR, "exact_combine": True}
-    if not lacks(transport, overrides):
-        world(3).run(run_story, transport, calls.weights_at_home, case_of(3, "single_none"), overrides)
+    world(3).run(run_story, transport, calls.weights_at_home, case_of(3, "single_none"), overrides)
     overrides["exact_combine"] = False
     world(3).run(run_story, transport, calls.weights_at_home_need_exact_combine, case_of(3), overrides)
 

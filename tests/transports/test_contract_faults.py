@@ -8,7 +8,7 @@ import pytest
 
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase, draw_seed
-from tests.hosts import is_over_hosts, lacks
+from tests.hosts import is_over_hosts
 from tests.transports import faults, sleepers
 from tests.transports.faults import PATIENCE_S, SLACK_S
 from tests.worlds import RankDied, World
@@ -137,8 +137,6 @@ def test_slow_rank_is_waited_for(world: Worlds, transport: str, size: int) -> No
 
 @pytest.mark.parametrize("overrides", LEAVING, ids=["ll", "ht", "exact", "ag"])
 def test_close_right_after_the_last_combine(world: Worlds, transport: str, overrides: dict[str, Any]) -> None:
-    if lacks(transport, overrides):
-        pytest.skip("GPUs have no exact_combine over a network")
     case = replace(faults.silent_case(3, draw_seed()), tokens=(3, 0, 4), max_tokens=4)
     world(3).run(faults.leaves_at_once, transport, case, overrides)
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.gating import Gating
 from crossdock.worker.open_checkpoints import OpenCheckpoints
 from crossdock.worker.placement import WeightsOf
+from crossdock.worker.shards import Shards
 from tests.unit.moe_files import (
     Sizes,
     Weights,
@@ -338,3 +340,20 @@ def test_of_other_checkpoints_the_ones_in_use_stay_open(tmp_path: Path) -> None:
     for number in (1, 2, 3, 1, 2, 1, 0):
         assert several.open(known[number]).spec.fingerprint == known[number].fingerprint
     several.close()
+
+
+def test_a_checkpoint_that_is_closed_during_a_read_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loader of an epoch that has ended may still read while the next one's opens others."""
+    write_files(tmp_path, "qwen3_moe", SIZES, draw_weights(SIZES))
+    shards, mapped = Shards(tmp_path), Shards._mapped
+
+    def closed(self: Shards, file: str) -> Any:
+        found = mapped(self, file)
+        self.close()
+        return found
+
+    monkeypatch.setattr(Shards, "_mapped", closed)
+    name = next(iter(shards))
+    assert shards.read(name).shape == shards.describe(name)[1]

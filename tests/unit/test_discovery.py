@@ -15,6 +15,7 @@ from rich.console import Console
 from crossdock.common.config import ConfigFileError
 from crossdock.control.discovery import CPU, Labels, Topology, gpu_index, join, place
 from crossdock.control.ranks import NetworkPlace
+from crossdock.control.views import Limits, register_event
 from crossdock.protocol.v1 import control_pb2, topology_pb2
 from crossdock.topo import listing, picture, sources
 from crossdock.topo.facts import host_facts
@@ -53,6 +54,18 @@ def test_the_probe_states_what_an_hgx_says(tmp_path: Path) -> None:
     assert [gid.kind for gid in nics["mlx5_0"].gids] == ["IB/RoCE v1"], "entries of zeros are not in use"
     here = distance(gpu.pcie_path, nics["mlx5_6"].pcie_path, gpu.numa_node, nics["mlx5_6"].numa_node)
     assert here == ("PIX", 4)
+
+
+def test_a_host_of_many_virtual_functions_is_told_as_far_as_it_is_taken(tmp_path: Path) -> None:
+    """The control plane refused its workers for good."""
+    facts = probe(*hgx_h100().write(tmp_path))
+    port = next(nic for nic in facts.nics if nic.state == "ACTIVE")
+    crowd = replace(port, state="DOWN", gids=port.gids * 300)
+    facts = replace(facts, nics=(crowd,) * 150 + facts.nics + (crowd,) * 150)
+    request = control_pb2.RegisterRequest(worker=control_pb2.WorkerId(uid="a"), host=host_facts(facts=facts))
+    register_event(request, Limits.of(4), 1)
+    told = [nic.name for nic in request.host.nics if nic.state == "ACTIVE"]
+    assert told == [nic.name for nic in facts.nics if nic.state == "ACTIVE"]
 
 
 @pytest.mark.parametrize(

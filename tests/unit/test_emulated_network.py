@@ -15,7 +15,7 @@ import torch
 from ep_kernels import jit
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink import network_plan, remote
-from ep_kernels.types import Layout, Mode
+from ep_kernels.types import Layout, Mode, Overflow
 from tests.cases import RoutingCase, draw_seed
 from tests.emulator.build import build, compiler
 from tests.emulator.machine import Emulated, without_driver
@@ -30,6 +30,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 LAYOUTS = [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR]
+WAYS = [(Layout.RANK_MAJOR, False), (Layout.EXPERT_MAJOR, True)]
+"""Layouts, and whether combine is exact."""
 SPLIT, BOTH = (1, 2), (3,)
 
 
@@ -91,6 +93,21 @@ def test_rows_in_slices(
     check(loop, replace(case, tokens=(2, 0, 34, 3), seed=draw_seed()), Mode.LL)
 
 
+@pytest.mark.parametrize(
+    ("provider", "slice_bytes", "rows"), [(TCP, 256 << 10, [0, 0]), (SHUFFLED, 4096, [2, 5])], ids=["whole", "slices"]
+)
+def test_an_exact_combine(
+    provider: NetworkConfig, slice_bytes: int, rows: list[int], join: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network_plan, "SLICE_BYTES", slice_bytes)
+    loop = network.exact_rows(Layout.EXPERT_MAJOR, join, network=provider)
+    assert list(loop.remotes[0].record().slice_rows) == rows
+
+
+def test_an_exact_combine_of_dropped_rows(join: Joined) -> None:
+    network.exact_rows(Layout.EXPERT_MAJOR, join, overflow=Overflow.DROP, max_recv_rows=4)
+
+
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT, Mode.AUTO])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scales_of_the_caller(layout: Layout, mode: Mode, join: Joined) -> None:
@@ -129,8 +146,9 @@ def test_handles_are_used_again(join: Joined) -> None:
     network.handles_are_used_again(Layout.EXPERT_MAJOR, Mode.LL, join)
 
 
-def test_different_routings_break_nothing(join: Joined) -> None:
-    network.different_routings_break_nothing(Layout.RANK_MAJOR, Mode.LL, join)
+@pytest.mark.parametrize(("layout", "exact"), WAYS)
+def test_different_routings_break_nothing(layout: Layout, exact: bool, join: Joined) -> None:
+    network.different_routings_break_nothing(layout, Mode.LL, join, exact)
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine", "barrier", "credit"])
@@ -151,6 +169,6 @@ def test_a_rank_wakes(op: str) -> None:
     network.a_rank_wakes(op, Layout.RANK_MAJOR, Emulated())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_are_those_of_theory(layout: Layout, join: Joined) -> None:
-    network.bytes_are_those_of_theory(layout, join)
+@pytest.mark.parametrize(("layout", "exact"), [(Layout.EXPERT_MAJOR, False), *WAYS])
+def test_bytes_are_those_of_theory(layout: Layout, exact: bool, join: Joined) -> None:
+    network.bytes_are_those_of_theory(layout, join, exact)

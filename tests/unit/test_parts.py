@@ -174,15 +174,22 @@ def test_each_port_0_becomes_one_that_is_free(model: Path) -> None:
     control = ControlConfig(listen=anywhere, http_listen=anywhere)
     fixed = with_ports(host(model, {"listen": anywhere, "http_listen": anywhere}, control=control, num_workers=3))
     ports = {port for part in parts_of(fixed) for port in part.ports}
-    assert len(ports) == 2 + 2 * 3
+    assert len(ports) == 2 + 3 * 3
     assert 0 not in ports
     assert control_address(fixed) == fixed.control.listen if fixed.control else False
     assert fixed.http_listen == ""
 
 
 def test_ports_that_are_given_stay(model: Path) -> None:
-    config = host(model)
-    assert with_ports(config) == config
+    for worker in (
+        {"request_port": 7800},
+        {"request_port": None},
+        {"security": SecurityConfig(cert_file="c", key_file="k", ca_file="a")},
+    ):
+        config = host(model, worker)
+        assert with_ports(config) == config
+    _, worker_part = both(host(model, {"request_port": 7800}))
+    assert {7800: "127.0.0.1", 7801: "127.0.0.1"}.items() <= worker_part.ports.items()
 
 
 def test_a_port_in_use_is_not_taken(model: Path) -> None:

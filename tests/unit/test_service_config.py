@@ -251,13 +251,21 @@ def test_a_wrong_identity_is_refused_by_name() -> None:
 
 
 def test_the_workers_of_a_host_differ_in_rank_uid_and_ports() -> None:
-    shared = WorkerConfig(model="m", uid="h", listen="0.0.0.0:7500", advertise="n:7500", http_listen="0.0.0.0:0")
+    shared = WorkerConfig(
+        model="m", uid="h", listen="0.0.0.0:7500", advertise="n:7500", http_listen="0.0.0.0:0", request_port=7800
+    )
     workers = HostConfig(worker=shared, num_workers=3).worker_configs()
     assert [w.local_rank for w in workers] == [0, 1, 2]
     assert [w.uid for w in workers] == ["h/0", "h/1", "h/2"]
     assert [w.listen for w in workers] == ["0.0.0.0:7500", "0.0.0.0:7501", "0.0.0.0:7502"]
     assert [w.advertise for w in workers] == ["n:7500", "n:7501", "n:7502"]
+    assert [w.request_port for w in workers] == [7800, 7801, 7802]
     assert {w.http_listen for w in workers} == {"0.0.0.0:0"}
+    with pytest.raises(ValueError, match=r"a port in 0..65535, got 'request_port:65536'"):
+        HostConfig(worker=WorkerConfig(model="m", request_port=65535), num_workers=2)
+    for port in (0, None):
+        last = HostConfig(worker=WorkerConfig(model="m", request_port=port), num_workers=2).worker_configs()[1]
+        assert last.request_port == port
 
 
 def test_the_group_of_a_host_has_as_many_ranks_as_it_has_workers() -> None:

@@ -64,9 +64,11 @@ def test_the_ways_of_clients_are_counted() -> None:
     what = view()
     assert "clients:" not in rendered(what)
     what.members[0].stats.streams, what.members[1].stats.request_buffers = 2, 3
-    assert "clients: 3 request buffers (shared memory), 2 gRPC streams" in rendered(what)
-    told = as_dict(what)["members"]
-    assert [(one["request_buffers"], one["streams"]) for one in told] == [(0, 2), (3, 0)]  # type: ignore[attr-defined]
+    what.members[1].stats.request_connections = 5
+    ways = "clients: 3 request buffers (shared memory), 5 request connections (TCP), 2 gRPC streams"
+    assert ways in " ".join(rendered(what).split())
+    names, told = ("request_buffers", "request_connections", "streams"), as_dict(what)["members"]
+    assert [[one[name] for name in names] for one in told] == [[0, 0, 2], [3, 5, 0]]  # type: ignore[attr-defined]
 
 
 def test_weights_of_another_checkpoint_are_named() -> None:

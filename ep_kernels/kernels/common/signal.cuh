@@ -95,17 +95,18 @@ __device__ __forceinline__ Credit warp_load_credit(const World& world, u32 kind,
   return credit;
 }
 
-// Waits until every active peer has started operation `value`, which proves that its last read of the slot is over. One
-// warp; false after a failed wait.
+// Waits until every active peer has started operation `value`, which proves that its last read of the slot is over; a
+// remote one, whose box this rank alone writes, the operation that frees the slot. One warp; false after a failed wait.
 __device__ __forceinline__ bool warp_await_credit(const World& world, u32 kind, Credit credit, u64 value, u32 op) {
   bool ok = true;
 #if NETWORK
+  const u64 needed = free_from(world, credit.last, value);
 #pragma unroll 1
   for (i32 base = 0; base < world.size; base += 32) {
     const i32 peer = base + lane_idx();
     const bool awaited = peer < world.size && is_active(peer) && is_remote(world, peer);
-    ok &= spin::warp_wait(world, value, op, PHASE_CREDIT, peer,
-                          [&] { return !awaited || net::look(world, kind, peer, value) >= value; });
+    ok &= spin::warp_wait(world, needed, op, PHASE_CREDIT, peer,
+                          [&] { return !awaited || net::look(world, kind, peer, needed) >= needed; });
   }
 #endif
 #pragma unroll 1

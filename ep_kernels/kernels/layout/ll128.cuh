@@ -121,6 +121,12 @@ __device__ __forceinline__ Vector shuffle(const Vector& v, i32 lane) {
   return {__shfl_sync(~0u, v.low, lane), __shfl_sync(~0u, v.high, lane)};
 }
 
+// Exact combine over a network: a box holds the rows of a source, one per (token, k) that the expert rank serves, by
+// token, then by k. [T, K] the row of (token, k) in the box of its rank, which is remote; behind the [M, K] routes.
+__device__ __forceinline__ i32* box_rows_of(const World& world, Route* routes) {
+  return reinterpret_cast<i32*>(routes + static_cast<i64>(world.max_tokens) * world.topk);
+}
+
 // ---- addresses in the region of `rank`: dispatch ----
 
 // Of a remote rank, or a remote source: in a box (layout/region.cuh).

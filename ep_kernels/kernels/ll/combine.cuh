@@ -16,6 +16,8 @@
 // writes bf16(w0 * y0 + w3 * y3) to rank 2's combine_lines[0][1]; rank 2 finds (rank 0, position 1) and (rank 1, ..) in
 // its routes.
 //
+// Exact, of a remote rank: rows lie in the box by token, then by k, without gaps (box_rows_of, layout/ll128.cuh).
+//
 // A partial whose rows were all dropped travels as +0. Memory order: none between lines. Reuse of a slot: a rank that
 // has started the combine num_in_flight later has, in stream order, read the slot.
 #pragma once
@@ -41,12 +43,12 @@ namespace ep::ll {
 __device__ __forceinline__ void push_combine(const CombineArgs& args, i32 source, u64 seq) {
   const World& world = args.world;
   const RegionMap& box = box_map(world);
-  const u64 rows = min(args.source_rows[source], world.ll_tokens), slot = args.slot;
-  const u64 weight_rows = args.row_weights != nullptr ? rows : 0;
+  const u64 positions = min(args.source_rows[source], world.ll_tokens), slot = args.slot;
+  const u64 weight_rows = args.row_weights != nullptr ? positions : 0;
   u32 before = 0;
   net::Run runs[] = {
       {box.routing_packets + slot * box.routing_packets_stride, COUNT_PACKET_BYTES},
-      net::rest_of(world, net::kCombine, source, partials_of(args), rows, before),
+      net::rest_of(world, net::kCombine, source, partials_of(args), num_partials(args, source), before),
       {box.weight_lines + slot * box.weight_lines_stride,
        weight_rows * lines_for(world.topk, kLineInts) * kLineBytes},
   };

@@ -61,7 +61,7 @@ __device__ __forceinline__ void write_columns(const CombineArgs& args, i64 token
 // The partials of a token that are not yet summed, in the order of their sum: by rank, or (exact) by k.
 struct Partials {
   u64 left;            // mask of ranks, or of ks
-  i32 rank, position;  // of this lane's k
+  i32 rank, position;  // of this lane's k; exact: of a remote rank, row of the box
   f32 weight;          // likewise
 };
 
@@ -77,6 +77,11 @@ __device__ __forceinline__ Partials list_partials(const CombineArgs& args, const
     partials.left = __ballot_sync(~0u, routed);
     if (routed && args.apply_weights)
       partials.weight = args.topk_weights[static_cast<i64>(token) * args.world.topk + lane_idx()];
+#if NETWORK
+    if (routed && is_remote(args.world, route.rank))
+      partials.position =
+          box_rows_of(args.world, args.routes)[static_cast<i64>(token) * args.world.topk + lane_idx()];
+#endif
     return partials;
   }
   partials.left = __reduce_or_sync(~0u, routed && route.rank < 32 ? 1u << route.rank : 0);
@@ -94,6 +99,10 @@ __device__ __forceinline__ void take_partial(const CombineArgs& args, Partials& 
   if (KIND == EXACT) {
     *expert_rank = __shfl_sync(~0u, partials.rank, next);
     *row = token * args.world.topk + next;
+#if NETWORK
+    const i32 position = __shfl_sync(~0u, partials.position, next);
+    if (is_remote(args.world, *expert_rank)) *row = line_position(args.world, *expert_rank, position);
+#endif
     *weight = __shfl_sync(~0u, partials.weight, next);
     return;
   }

@@ -22,7 +22,8 @@ struct Task {
   i32 src_row;   // of y, for this lane's k; -1 = not served here, -2 = dropped
   f32 weight;    // of this lane's k
   u32 row_mask;  // lanes whose rows the partial sums
-  i32 recv_row;  // exact: row of the source's combine receive buffer
+  i32 recv_row;  // exact: row of the source's combine receive buffer; of a remote source as box_rows_of, behind M' rows
+                 // of each rank before this one
 };
 
 template <i32 N>
@@ -212,6 +213,11 @@ __device__ __forceinline__ bool next_task(const CombineArgs& args, const RecvCou
       if (!is_positional(args)) {
         task.src_row = k < topk ? args.dst_rows[at * topk + k] : -1;
         task.weight = k < topk && args.apply_weights ? args.weights[at * topk + k] : 1.0f;
+#if NETWORK
+        if (KIND == EXACT && is_remote(world, task.source))
+          task.recv_row = line_position(world, world.rank, args.tokens[at]);
+        else
+#endif
         if (KIND == EXACT) task.recv_row = args.tokens[at] * topk + task.exact_k;
       }
     }
@@ -229,6 +235,10 @@ __device__ __forceinline__ bool select_rows(const CombineArgs& args, Task& task)
   task.row_mask = __ballot_sync(~0u, task.src_row >= 0);
   if (KIND == PER_RANK) task.row_mask &= 0u - task.row_mask;
   if (KIND != EXACT) return true;
+#if NETWORK
+  if (is_remote(args.world, task.source))
+    task.recv_row += __popc(__ballot_sync(~0u, task.src_row != -1) & ((1u << task.exact_k) - 1));
+#endif
   task.row_mask &= 1u << task.exact_k;
   return __shfl_sync(~0u, task.src_row, task.exact_k) != -1;
 }
@@ -266,6 +276,18 @@ __device__ __forceinline__ net::RowRun partials_of(const CombineArgs& args) {
   return {box.combine_lines + args.slot * box.combine_lines_stride, static_cast<u64>(packets) * kPacketBytes, packets};
 }
 
+// How many there are for a remote source: one for each of its positions, or (exact) each row of them.
+__device__ __forceinline__ u64 num_partials(const CombineArgs& args, i32 source) {
+  const World& world = args.world;
+  const i32 positions = min(args.source_rows[source], world.ll_tokens);
+  if (KIND != EXACT || positions <= 0) return positions;
+  const i64 last = position_of(world, source, positions - 1);
+  i32 count = args.tokens[last];
+#pragma unroll 1
+  for (i32 k = 0; k < world.topk; ++k) count += args.dst_rows[last * world.topk + k] != -1;
+  return min(count, world.ll_tokens * world.topk);
+}
+
 // Packets of a warp that are not counted yet (net::Staged): lane i for sources i and 32 + i.
 struct StagedPartials {
   net::RowRun rows;
@@ -279,7 +301,8 @@ struct StagedPartials {
     if (net::slice_rows(args.world, net::kCombine) == 0 || !is_remote(args.world, task.source)) return;
     const bool mine = (task.source & 31) == lane_idx();
     net::Staged& staged = of[task.source < 32 ? 0 : 1];
-    net::note_staged(args.world, net::kCombine, task.source, rows, mine, task.position, staged, seq, OP_COMBINE);
+    const i32 row = KIND == EXACT ? task.recv_row - line_position(args.world, args.world.rank, 0) : task.position;
+    net::note_staged(args.world, net::kCombine, task.source, rows, mine, row, staged, seq, OP_COMBINE);
   }
   __device__ __forceinline__ void end(const CombineArgs& args, u64 seq) {
 #pragma unroll

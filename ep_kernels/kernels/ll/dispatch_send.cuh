@@ -46,19 +46,64 @@ __device__ __forceinline__ void save_routes(const DispatchArgs& args, const Dest
   if (k == 0) args.valid[token] = valid;
 }
 
+#if NETWORK
+// Rows of tokens before this one that a rank serves, one per (token, k), by expert masks or entry by entry. One warp.
+__device__ __noinline__ i32 count_rows_before(const DispatchArgs& args, const LlScratch& scratch, i32 token,
+                                              i32 rank) {
+  const World& world = args.world;
+  i32 count = 0;
+  if (scratch.expert_masks == nullptr || *scratch.has_duplicates) {
+#pragma unroll 1
+    for (i32 e = lane_idx(); e < token * world.topk; e += 32)
+      count += key_of(world, scratch.expert_table, args.topk_ids[e], e / world.topk) >> 16 == rank;
+    return __reduce_add_sync(~0u, count);
+  }
+#pragma unroll 1
+  for (i32 expert = lane_idx(); expert < world.local_stride; expert += 32) {
+    const u32* tokens = scratch.expert_masks + expert_counter(world, rank << 16 | expert) * num_chunks(world);
+    count += __popc(tokens[token >> 5] & ((1u << (token & 31)) - 1));
+#pragma unroll 1
+    for (i32 chunk = 0; chunk < token >> 5; ++chunk) count += __popc(tokens[chunk]);
+  }
+  return __reduce_add_sync(~0u, count);
+}
+
+// Where the rows of a token begin in the box of a remote rank (box_rows_of), which serves those k that are `served`;
+// keeps each in the handle.
+__device__ __forceinline__ i32 first_box_row(const DispatchArgs& args, const LlScratch& scratch, bool is_served,
+                                             i32 token, i32 rank) {
+  const i32 topk = args.world.topk;
+  const u32 served = __ballot_sync(~0u, is_served && lane_idx() < topk);
+  i32* mine = box_rows_of(args.world, args.routes) + static_cast<i64>(token) * topk + lane_idx();
+  if (args.cached) {
+    const i32 row = is_served && lane_idx() < topk ? *mine : 0;
+    return __shfl_sync(~0u, row, __ffs(served) - 1);
+  }
+  const i32 first = count_rows_before(args, scratch, token, rank);
+  if (served >> lane_idx() & 1) *mine = first + __popc(served & ((1u << lane_idx()) - 1));
+  return first;
+}
+#endif
+
 // A token's metadata to one of its ranks, an entry per k. One warp.
 __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const LlScratch& scratch, const Entry& entry,
                                               i32 key, i32 dst_row, i32 token, i32 peer_offset, i32 position, u64 seq) {
   const World& world = args.world;
   const bool served = key >= 0 && key >> 16 == rank_at_offset(world, peer_offset);
-  const Vector metadata =
-      vector_of(served ? key & 0xFFFF : ~0u, served ? dst_row : ~0u, served ? __float_as_uint(entry.weight) : 0, token);
+  i32 origin = token;
+#if NETWORK
+  const i32 rank = rank_at_offset(world, peer_offset);
+  if (kPerExpert && world.state->network.exact && is_remote(world, rank))
+    origin = first_box_row(args, scratch, served, token, rank);
+#endif
+  const Vector metadata = vector_of(served ? key & 0xFFFF : ~0u, served ? dst_row : ~0u,
+                                    served ? __float_as_uint(entry.weight) : 0, origin);
   u8* to = scratch.metadata_dst[peer_offset] + static_cast<i64>(position) * (world.metadata_lines * kLineBytes);
 #pragma unroll 1
   for (i32 line = 0; line < world.metadata_lines; line += 4) {
     const i32 k = (line + (lane_idx() >> 3)) * kLineEntries + (lane_idx() & 7);
     Vector value = shuffle(metadata, k & 31);
-    if (k >= world.topk) value = vector_of(~0u, ~0u, 0, token);
+    if (k >= world.topk) value = vector_of(~0u, ~0u, 0, origin);
     store_lines(to + line * kLineBytes, min(4, world.metadata_lines - line), value, seq);
   }
 }

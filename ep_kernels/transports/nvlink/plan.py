@@ -113,10 +113,7 @@ def sizes_of(c: MoEConfig) -> Sizes:
     columns, dtype = _scales(c)
     grouped = max(n * k for n, k in zip(locals_, capacities, strict=True))
     rows_of = {Layout.EXPERT_MAJOR: grouped, Layout.RANK_MAJOR: ranks * c.max_tokens_per_rank}
-    output_rows = {
-        Layout.EXPERT_MAJOR: (num_local, capacity),
-        Layout.RANK_MAJOR: (ranks, c.max_tokens_per_rank),
-    }
+    output_rows = {Layout.EXPERT_MAJOR: (num_local, capacity), Layout.RANK_MAJOR: (ranks, c.max_tokens_per_rank)}
     shape = _shape_of(c, columns * dtype.itemsize, rows_of.get(layout, max(capacities)))
     most = grouped if layout is Layout.EXPERT_MAJOR else 0
     records = ranks * c.max_tokens_per_rank * c.topk
@@ -141,6 +138,7 @@ def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
         capacity_rows=capacity_rows,
         ll=algorithm(c, c.mode) is not Mode.HT,
         ht=c.mode is not Mode.LL and c.network is None,
+        exact=c.exact_combine,
         row_packets=_row_packets(c, row_bytes, scale_bytes),
         metadata_lines=-(-c.topk // abi.LINE_ENTRIES),
         count_lines=-(-experts.stride // abi.LINE_INTS) if c.resolved_layout.per_expert else 0,
@@ -200,7 +198,7 @@ class StateMap:
 
     Attributes:
         routes, dst_rows, tokens, source_rows, saved_counts: as in `abi.DispatchArgs`, in the first buffer, of
-            `routing_bytes`.
+            `routing_bytes`; box rows (exact combine) behind the routes.
         weights: in the second, whose first words are `abi.DispatchArgs.op`; `carried_bytes`: its size.
     """
 
@@ -218,7 +216,7 @@ def state_map(c: MoEConfig, sizes: Sizes) -> StateMap:
     """For T = M; each part 16-byte aligned."""
     positions = c.group.size * c.max_tokens_per_rank
     parts = {
-        "routes": c.max_tokens_per_rank * c.topk * ctypes.sizeof(abi.Route),
+        "routes": c.max_tokens_per_rank * c.topk * (ctypes.sizeof(abi.Route) + 4 * c.exact_combine),
         "dst_rows": positions * c.topk * 4,
         "tokens": positions * 4,
         "source_rows": c.group.size * 4,

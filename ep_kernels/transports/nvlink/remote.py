@@ -71,7 +71,7 @@ class RemoteRanks:
         self._rank, self._size, self._boxes = rank, size, boxes
         self._register, self._unregister = register, unregister
         self._tickets: dict[int, NetworkTicket] = {}
-        self._map = abi.box_map(shape)
+        self._map, self._exact = abi.box_map(shape), shape.exact
         self.box_bytes = abi.box_bytes(shape)
         total = size * self.box_bytes
         self._outboxes = boxes.reserve(2 * total)
@@ -129,7 +129,7 @@ class RemoteRanks:
             remote=sum(1 << rank for rank in self.ranks), outboxes=self._outboxes, inboxes=self._inboxes,
             stride=self.box_bytes, stripe=self._ring.stripe, words=self.words.data_ptr(), ring=self._ring.ring,
             popped=self._ring.popped, map=self._map, slice_words=self._slices.data_ptr(),
-            slice_rows=(ctypes.c_uint64 * 2)(*self._slice_rows), slice_lag=self._slice_lag,
+            slice_rows=(ctypes.c_uint64 * 2)(*self._slice_rows), exact=self._exact, slice_lag=self._slice_lag,
         )  # fmt: skip
 
     def settle(self, timeout_s: float, mask: Sequence[bool] | None = None) -> None:
@@ -196,7 +196,5 @@ def stripe_of(box_bytes: int, lanes: int) -> int:
 def check(config: MoEConfig) -> None:
     """Raise ConfigError for what GPUs cannot do over a network."""
     where = "with transport nvlink over a network; transport cpu has it"
-    if config.exact_combine:
-        raise ConfigError("exact_combine", f"False {where}", True)
     if config.combine_order is not CombineOrder.RANK:
         raise ConfigError("combine_order", f"CombineOrder.RANK {where}", config.combine_order)

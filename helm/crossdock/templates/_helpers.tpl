@@ -152,6 +152,8 @@ http: {{ .Values.tls.http }}
 {{- $own := dict "model" $model "control" $control "uid" (include "crossdock.name" .) "listen" "0.0.0.0:7500" "http_listen" "0.0.0.0:7600" -}}
 {{- if .Values.tls.enabled -}}
 {{- $own = merge $own (dict "security" (include "crossdock.security" . | fromYaml)) -}}
+{{- else -}}
+{{- $own = merge $own (dict "request_port" 7800) -}}
 {{- end -}}
 {{- $worker := merge $own .Values.worker.config -}}
 {{- if and .Values.worker.gpus (not (hasKey $worker "transport")) -}}

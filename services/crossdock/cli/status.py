@@ -113,13 +113,13 @@ def _ways(view: GroupView) -> list[Text]:
 
 
 def _clients(view: GroupView) -> list[Text]:
-    """How requests come: through memory shared with clients of a worker's host, or gRPC streams."""
-    buffers, streams = (
-        sum(getattr(member.stats, name) for member in view.members) for name in ("request_buffers", "streams")
-    )
-    if not buffers and not streams:
+    """How requests come: through memory shared with clients of a worker's host, TCP connections, or gRPC streams."""
+    names = ("request_buffers", "request_connections", "streams")
+    buffers, connections, streams = (sum(getattr(member.stats, name) for member in view.members) for name in names)
+    if not (buffers or connections or streams):
         return []
-    return [Text(f"clients: {buffers} request buffers (shared memory), {streams} gRPC streams", style="dim")]
+    ways = f"{buffers} request buffers (shared memory), {connections} request connections (TCP), {streams} gRPC streams"
+    return [Text(f"clients: {ways}", style="dim")]
 
 
 def _models(view: GroupView) -> list[Text]:
@@ -182,6 +182,7 @@ def _member(member: Member) -> dict[str, object]:
         "queued_requests": stats.queued_requests,
         "models": {one.fingerprint: one.layers for one in stats.models},
         "request_buffers": stats.request_buffers,
+        "request_connections": stats.request_connections,
         "streams": stats.streams,
     }
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from crossdock.client.buffer_pool import Way
 from crossdock.client.client import MIN_TOKENS_PER_WORKER, AsyncClient
 from crossdock.client.direct import QUIET_S, DirectCall
 from crossdock.client.errors import ClientError, Overloaded, Unavailable
@@ -36,6 +37,7 @@ class Client:
         min_tokens_per_worker: int = MIN_TOKENS_PER_WORKER,
         model: str = "",
         security: SecurityConfig | None = None,
+        way: Way = "auto",
         shared_memory: bool = True,
     ) -> None:
         self._client = AsyncClient(
@@ -44,6 +46,7 @@ class Client:
             min_tokens_per_worker=min_tokens_per_worker,
             model=model,
             security=security,
+            way=way,
             shared_memory=shared_memory,
         )
         self._loop, self._open = SharedLoop.borrow(), set[concurrent.futures.Future[Any]]()

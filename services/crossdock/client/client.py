@@ -4,10 +4,10 @@
     y = client.forward(layer, x, topk_ids, topk_weights)  # [T, H], dtype of x
 
 A batch is spread over the ranks, each with a share of the tokens, in requests of at most REQUEST_BYTES. Streams to the
-workers stay open; with a worker of this host the tensors go through shared memory (direct.py), without any
-setting. Views are followed: requests in flight to a lost rank are retried until their deadline (forward is
-idempotent). A request that a worker refuses for lack of resources is retried alone at the next worker, within a budget
-(retry.py).
+workers stay open; to a worker of this host the tensors go through shared memory, to others over a TCP connection of
+their own where there is one (buffer_pool.py), without any setting. Views are followed: requests in flight to a lost
+rank are retried until their deadline (forward is idempotent). A request that a worker refuses for lack of resources is
+retried alone at the next worker, within a budget (retry.py).
 
 Letters: T tokens, H hidden size, K experts per token.
 """
@@ -20,12 +20,13 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import tenacity
 import torch
 
-from crossdock.client.direct import BufferPool, DirectCall
+from crossdock.client.buffer_pool import BufferPool, Way
+from crossdock.client.direct import DirectCall
 from crossdock.client.directory import Directory, ServingWorkers
 from crossdock.client.errors import ClientError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from crossdock.client.retry import RetryBudget
@@ -74,7 +75,9 @@ class AsyncClient:
         min_tokens_per_worker: see MIN_TOKENS_PER_WORKER.
         model: expected fingerprint of the service; empty: any.
         security: certificates and token, for example from `load_security`; None: plain text.
-        shared_memory: share memory with workers of this host, where they offer it; False: always gRPC.
+        way: of the tensors. auto: memory shared with workers of this host, a TCP connection to others, or else gRPC;
+            shared, tcp: this one or gRPC; grpc: gRPC alone. With `security` there is no tcp, which is plain text.
+        shared_memory: False: as way grpc.
     """
 
     def __init__(
@@ -85,17 +88,20 @@ class AsyncClient:
         min_tokens_per_worker: int = MIN_TOKENS_PER_WORKER,
         model: str = "",
         security: SecurityConfig | None = None,
+        way: Way = "auto",
         shared_memory: bool = True,
     ) -> None:
         if min_tokens_per_worker < 1:
             raise InvalidRequest(f"min_tokens_per_worker: expected 1 or more, got {min_tokens_per_worker}")
+        if way not in get_args(Way):
+            raise InvalidRequest(f"way: expected one of {', '.join(get_args(Way))}, got {way!r}")
         self._security = security_of(security) if security is not None else None
         self.target, self._retry, self._model = target, retry, model
         self._min_tokens = min_tokens_per_worker
         self._directory: Directory | None = None
         self._streams: dict[str, WorkerStream] = {}
         self._kept: ServingWorkers | None = None
-        self._shared_memory = shared_memory
+        self._way: Way = way if shared_memory else "grpc"
         self._pool: BufferPool | None = None
         self._turns = itertools.count()
         self._budget = RetryBudget()
@@ -321,7 +327,8 @@ class AsyncClient:
     async def _service(self, left_s: float) -> ServingWorkers:
         if self._directory is None:
             self._directory = Directory(self.target, self._security)
-            self._pool = BufferPool(asyncio.get_running_loop()) if self._shared_memory else None
+            if self._way != "grpc":
+                self._pool = BufferPool(asyncio.get_running_loop(), self._way, guarded=self._security is not None)
         service = self._kept = await self._directory.service(left_s, wait=self._retry)
         if not service.workers:
             raise Unavailable(f"the group (epoch {service.epoch}) has no ready worker", (), service.epoch)

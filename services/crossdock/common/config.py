@@ -193,10 +193,11 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     max_queued_bytes: Count = 256 << 20
     """The same for all clients together; above it requests are refused with RESOURCE_EXHAUSTED."""
     max_shared_bytes: Annotated[int, msgspec.Meta(ge=0)] = 128 << 20
-    """Memory shared with clients of this host; one client gets a quarter, and uses gRPC beyond it. 0: none."""
+    """Memory of request buffers; one client gets a quarter, and uses gRPC beyond it. 0: none."""
+    request_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = 0
+    """TCP port beside `listen` for request buffers of other hosts; closed with `security`. 0: any. Null: gRPC alone."""
     max_message_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] = 2 << 20
-    """Largest message accepted from a client; larger ones end their stream with RESOURCE_EXHAUSTED. `crossdock.client`
-    cuts larger batches by rows, into requests that fit the default. A stream can hold one unfinished message."""
+    """Largest message of a client; a larger one ends its stream. `crossdock.client` cuts batches to fit the default."""
     max_calls_per_s: Rate = 100.0
     """Calls (streams, not requests) of one client per second; more end with RESOURCE_EXHAUSTED. 0: any."""
     max_requests_per_s: Rate = 0.0
@@ -255,7 +256,7 @@ class HostConfig(_Config, frozen=True, kw_only=True):
         return [self._worker(local_rank) for local_rank in range(self.num_workers)]
 
     def _worker(self, local_rank: int) -> WorkerConfig:
-        shared = self.worker
+        shared, port = self.worker, self.worker.request_port
         return msgspec.structs.replace(
             shared,
             local_rank=shared.local_rank + local_rank,
@@ -264,6 +265,7 @@ class HostConfig(_Config, frozen=True, kw_only=True):
             listen=count_up(shared.listen, local_rank),
             advertise=count_up(shared.advertise, local_rank),
             http_listen=count_up(shared.http_listen, local_rank),
+            request_port=port and split_address(count_up(f"request_port:{port}", local_rank))[1],
             network=shared.network and shared.network.of_worker(local_rank),
         )
 
@@ -281,8 +283,7 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 100.0
     """Deadline of every wait for a peer. As long as DeepEP's, since engines compile and capture at different speeds."""
     kernel_cache_dir: str = ""
-    """Folder for kernels compiled at first use and what `crossdock tune` measured. Empty: `.cache/crossdock/kernels` in
-    the user's home."""
+    """Folder for compiled kernels and what `crossdock tune` measured. Empty: `.cache/crossdock/kernels` at home."""
     exit_on_fault: bool = True
     """End the process if an operation failed and no call has raised it within a second, as in CUDA graph replays, whose
     results are NaN then. False: the caller must call `MoECommunicator.check`."""

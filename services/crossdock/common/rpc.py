@@ -247,6 +247,8 @@ async def call(
             return await method(request, timeout=timeout_s, **more)
         except grpc.RpcError as error:
             raise error_of(error) from None
+        except grpc.aio.UsageError as error:  # "Channel is closed."
+            raise Unavailable(str(error)) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and not task.cancelling():

@@ -136,7 +136,15 @@ def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> Conta
 
 
 def _listens(worker: WorkerConfig) -> list[str]:
-    return [worker.listen, worker.http_listen, *([worker.network.listen] if worker.network else [])]
+    requests = _request_address(worker) if worker.request_port else ""
+    return [worker.listen, worker.http_listen, requests, *([worker.network.listen] if worker.network else [])]
+
+
+def _request_address(worker: WorkerConfig) -> str:
+    """Where it takes request connections; empty: it takes none."""
+    if worker.request_port is None or worker.security.is_on:
+        return ""
+    return format_address(split_address(worker.listen)[0], worker.request_port)
 
 
 def _network(network: WorkerNetworkConfig | None) -> WorkerNetworkConfig | None:
@@ -163,10 +171,12 @@ def with_ports(config: HostConfig) -> HostConfig:
             config.control, listen=fix(config.control.listen), http_listen=fix(config.control.http_listen)
         )
         shared, count = config.worker, config.num_workers
+        requests = _request_address(shared)
         worker = msgspec.structs.replace(
             shared,
             listen=fix(shared.listen, count),
             http_listen=fix(shared.http_listen, count),
+            request_port=split_address(fix(requests, count))[1] if requests else shared.request_port,
             network=shared.network
             and msgspec.structs.replace(shared.network, listen=fix(shared.network.listen, count)),
         )

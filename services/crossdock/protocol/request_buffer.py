@@ -1,4 +1,4 @@
-"""Memory that a client and a worker of one host share for one request at a time, and where its tensors lie.
+"""Memory for one request at a time, where its tensors lie, and how a client and a worker of one host share it.
 
     client                                            worker
     OpenBuffer(host, num_bytes) ──── gRPC ──────────▶ checks role, host, room; offers a socket and a ticket
@@ -9,7 +9,8 @@
     either end closes the socket ═══════════════════▶ the other end has its end
 
 A packet of the socket is one message. The memory is a memfd that the worker makes and seals: its size cannot change,
-so neither end can fault the other. Places follow from T, H, K and the itemsize alone; no offset travels.
+so neither end can fault the other. Places follow from T, H, K and the itemsize alone; no offset travels. Of a client of
+another host the memory is the worker's own (request_connection.py).
 
 Letters: T tokens, H hidden size, K experts per token.
 """
@@ -71,7 +72,7 @@ class RoutingCopy:
     """A copy of what a request says of experts, out of its sender's reach, for one request at a time.
 
     Args:
-        theirs: bytes of topk_ids and of topk_weights, half each, in shared memory.
+        theirs: bytes of topk_ids and of topk_weights, half each, in the request's memory.
         shape: [T, K].
 
     Attributes:
@@ -82,7 +83,7 @@ class RoutingCopy:
     def __init__(self, theirs: memoryview, shape: tuple[int, int]) -> None:
         half, own, count = len(theirs) // 2, bytearray(len(theirs)), shape[0] * shape[1]
         self._theirs, self._own = theirs, memoryview(own)
-        with torch.inference_mode(False):  # as shared rows
+        with torch.inference_mode(False):  # as the rows
             self.ids = torch.frombuffer(own, dtype=torch.int32, count=count).view(shape)
             self.weights = torch.frombuffer(own, dtype=torch.float32, count=count, offset=half).view(shape)
         self.id_values = self._own[: 4 * count].cast("i")
@@ -94,9 +95,10 @@ class RoutingCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedRows:
-    """The tensors of a request in shared memory, which the other end may change at any time: x [T, H], topk_ids int32
-    [T, K], topk_weights float32 [T, K], y [T, H] and its first column, and a copy of ids and weights."""
+class RequestRows:
+    """The tensors of a request in its memory, which a client of this host may change at any time: x [T, H], topk_ids
+    int32 [T, K], topk_weights float32 [T, K], y [T, H] and its first column, and a copy of ids and weights. `sent`,
+    `answered`: bytes of x, ids and weights, and of y."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -104,10 +106,69 @@ class SharedRows:
     y: torch.Tensor
     first_column: torch.Tensor
     routing: RoutingCopy
+    sent: tuple[memoryview, memoryview, memoryview]
+    answered: memoryview
 
 
-class SharedMemory:
-    """One mapping of a request buffer; it lives until the last tensor made of it dies.
+class RequestMemory:
+    """Memory of this process alone, pages of zeros; it lives until the last tensor made of it dies.
+
+    Args:
+        num_bytes: size.
+        mapping: where it is; None: made here.
+
+    Raises:
+        OSError: there is no room.
+    """
+
+    def __init__(self, num_bytes: int, mapping: mmap.mmap | None = None) -> None:
+        self._mapping = mmap.mmap(-1, num_bytes) if mapping is None else mapping
+        self.num_bytes = num_bytes
+        self._rows: tuple[tuple[object, ...], RequestRows] | None = None
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, int], offset: int) -> torch.Tensor:
+        """A view of the memory, which the other end may change at any time. The caller has checked that it fits."""
+        count = shape[0] * shape[1]
+        with torch.inference_mode(False):  # it is kept, and written in no such mode, too
+            return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def rows(self, num_tokens: int, hidden: int, topk: int, dtype: torch.dtype) -> RequestRows:
+        """The tensors of a request of that shape; the caller has checked that they fit."""
+        key = num_tokens, hidden, topk, dtype
+        if self._rows is None or self._rows[0] != key:  # as a rule the one before had the same
+            places = Places.of(num_tokens, hidden, topk, dtype.itemsize)
+            wide, few = (num_tokens, hidden), (num_tokens, topk)
+            x_bytes, few_bytes = num_tokens * hidden * dtype.itemsize, 4 * num_tokens * topk
+            y, chosen = self.tensor(dtype, wide, places.y), memoryview(self._mapping)[places.ids : places.y]
+            sent = (
+                self._bytes(places.x, x_bytes),
+                self._bytes(places.ids, few_bytes),
+                self._bytes(places.weights, few_bytes),
+            )
+            made = RequestRows(
+                self.tensor(dtype, wide, places.x),
+                self.tensor(torch.int32, few, places.ids),
+                self.tensor(torch.float32, few, places.weights),
+                y,
+                y[:, 0],
+                RoutingCopy(chosen, few),
+                sent,
+                self._bytes(places.y, x_bytes),
+            )
+            self._rows = key, made
+        return self._rows[1]
+
+    def give_back(self) -> None:
+        """Free the pages, also where another process still maps them."""
+        with contextlib.suppress(OSError):  # then they go with the last mapping
+            self._mapping.madvise(mmap.MADV_REMOVE)
+
+    def _bytes(self, start: int, count: int) -> memoryview:
+        return memoryview(self._mapping)[start : start + count]
+
+
+class SharedMemory(RequestMemory):
+    """One mapping of memory that two processes of this host share.
 
     Args:
         fd: of the memfd; not kept.
@@ -120,9 +181,7 @@ class SharedMemory:
     def __init__(self, fd: int, num_bytes: int) -> None:
         if os.fstat(fd).st_size < num_bytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
             raise OSError(f"request buffer: expected {num_bytes} sealed bytes")
-        self._mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
-        self.num_bytes = num_bytes
-        self._rows: tuple[tuple[object, ...], SharedRows] | None = None
+        super().__init__(num_bytes, mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED))
 
     @staticmethod
     def make(num_bytes: int) -> tuple[SharedMemory, int]:
@@ -135,35 +194,6 @@ class SharedMemory:
         except BaseException:
             os.close(fd)
             raise
-
-    def tensor(self, dtype: torch.dtype, shape: tuple[int, int], offset: int) -> torch.Tensor:
-        """A view of the memory, which the other end may change at any time. The caller has checked that it fits."""
-        count = shape[0] * shape[1]
-        with torch.inference_mode(False):  # it is kept, and written in no such mode, too
-            return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset).view(shape)
-
-    def rows(self, num_tokens: int, hidden: int, topk: int, dtype: torch.dtype) -> SharedRows:
-        """The tensors of a request of that shape; the caller has checked that they fit."""
-        key = num_tokens, hidden, topk, dtype
-        if self._rows is None or self._rows[0] != key:  # as a rule the one before had the same
-            places = Places.of(num_tokens, hidden, topk, dtype.itemsize)
-            wide, few = (num_tokens, hidden), (num_tokens, topk)
-            y, chosen = self.tensor(dtype, wide, places.y), memoryview(self._mapping)[places.ids : places.y]
-            made = SharedRows(
-                self.tensor(dtype, wide, places.x),
-                self.tensor(torch.int32, few, places.ids),
-                self.tensor(torch.float32, few, places.weights),
-                y,
-                y[:, 0],
-                RoutingCopy(chosen, few),
-            )
-            self._rows = key, made
-        return self._rows[1]
-
-    def give_back(self) -> None:
-        """Free the pages, also where another process still maps them."""
-        with contextlib.suppress(OSError):  # then they go with the last mapping
-            self._mapping.madvise(mmap.MADV_REMOVE)
 
 
 class RepeatedRequests:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from crossdock.protocol.v1 import topology_pb2 as pb
 from ep_kernels import topology
 
 _MOST_CHARS = 256
 """Of a reason; the control plane takes no longer texts."""
+_MOST_NICS, _MOST_GIDS = 64, 8
+"""Of a host, of a NIC: it takes no more, and a host may show hundreds of virtual functions."""
 
 
 def host_facts(hostname: str = "", facts: topology.HostFacts | None = None) -> pb.HostFacts:
@@ -24,12 +28,18 @@ def host_facts(hostname: str = "", facts: topology.HostFacts | None = None) -> p
         memory_bytes=facts.memory_bytes,
         numa_nodes=len(facts.numa_nodes),
         gpus=[_gpu(gpu, facts) for gpu in facts.gpus],
-        nics=[_nic(nic) for nic in facts.nics],
+        nics=[_nic(nic) for nic in _told(facts.nics)],
         no_gpus_reason=" ".join(facts.no_gpus_reason.split())[:_MOST_CHARS],
         driver_version=facts.driver_version,
         cuda_version=facts.cuda_version,
         machine=facts.machine,
     )
+
+
+def _told(nics: Sequence[topology.Nic]) -> list[topology.Nic]:
+    """As many as are taken, those first that work."""
+    places = sorted(range(len(nics)), key=lambda place: nics[place].state != "ACTIVE")
+    return [nics[place] for place in sorted(places[:_MOST_NICS])]
 
 
 def _gpu(gpu: topology.Gpu, facts: topology.HostFacts) -> pb.Gpu:
@@ -79,7 +89,7 @@ def _nic(nic: topology.Nic) -> pb.Nic:
         numa_node=nic.numa_node,
         pcie_path=nic.pcie_path,
         physical_state=nic.physical_state,
-        gids=[gid.gid for gid in nic.gids],
+        gids=[gid.gid for gid in nic.gids[:_MOST_GIDS]],
         roce=max((gid.kind for gid in nic.gids if nic.link_layer == "Ethernet"), default=""),
         mtu_bytes=nic.mtu_bytes,
     )

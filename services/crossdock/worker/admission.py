@@ -15,7 +15,7 @@ import grpc
 import torch
 
 from crossdock.protocol import wire
-from crossdock.protocol.request_buffer import Places, SharedMemory, SharedRows
+from crossdock.protocol.request_buffer import Places, RequestMemory, RequestRows
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker.checkpoint import ModelSpec
 from crossdock.worker.work import Failure, Refused
@@ -64,8 +64,8 @@ class RequestValidator:
         self._check_values(ids, weights)
         return Tokens(x, ids if ids.dtype is torch.int32 else ids.to(torch.int32), weights)
 
-    def rows_in(self, request: expert_pb2.ForwardRequest, memory: SharedMemory) -> SharedRows:
-        """Where the tensors of a request are that lie in shared memory; the request is checked but for what is in
+    def rows_in(self, request: expert_pb2.ForwardRequest, memory: RequestMemory) -> RequestRows:
+        """Where the tensors of a request are in its buffer's memory; the request is checked but for what is in
         them. Raises Refused, as `validate`."""
         self._check_model(request)
         try:
@@ -73,7 +73,7 @@ class RequestValidator:
         except wire.WireError as error:
             raise _invalid(str(error)) from None
 
-    def taken(self, shared: SharedRows) -> Tokens:
+    def taken(self, shared: RequestRows) -> Tokens:
         """Those tensors. x stays where it is, and its sender may change it; ids and weights are copied before they are
         checked, weights to where those of the next request will be. Raises Refused."""
         routing = shared.routing
@@ -105,7 +105,7 @@ class RequestValidator:
         self._check_shapes(tuple(x.shape), tuple(ids.shape), tuple(weights.shape))
         return x, ids, weights
 
-    def _in_memory(self, request: expert_pb2.ForwardRequest, memory: SharedMemory) -> SharedRows:
+    def _in_memory(self, request: expert_pb2.ForwardRequest, memory: RequestMemory) -> RequestRows:
         _, rows = wire.check(request.x, name="x", dtypes=(self.dtype,), ndim=2)
         _, ids = wire.check(request.topk_ids, name="topk_ids", dtypes=(torch.int32,), ndim=2)
         _, weights = wire.check(request.topk_weights, name="topk_weights", dtypes=(torch.float32,), ndim=2)

@@ -11,7 +11,7 @@ import grpc
 from crossdock.common.access import RateLimiter
 from crossdock.common.config import WorkerConfig
 from crossdock.common.tracing import RequestTrace, Tracer
-from crossdock.protocol.request_buffer import SharedRows
+from crossdock.protocol.request_buffer import RequestRows
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker.admission import RequestValidator, Tokens
 from crossdock.worker.budget import Budget
@@ -51,7 +51,7 @@ class Backend:
         stream: Hashable,
         reply: Callable[[Done | Failure], None],
         trace: RequestTrace | None,
-        shared: SharedRows | None = None,
+        shared: RequestRows | None = None,
     ) -> Work:
         """A checked request that arrives now. shared: its answer goes there."""
         now_ns = time.monotonic_ns()

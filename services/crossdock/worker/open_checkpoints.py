@@ -12,7 +12,7 @@ _MAX_OTHERS = 2
 
 
 class OpenCheckpoints:
-    """One thread at a time.
+    """One thread at a time; a loader of the former epoch may still read.
 
     Args:
         first: number 0.
@@ -30,7 +30,8 @@ class OpenCheckpoints:
         """
         if not weights.number:
             return self._first
-        found = self._others.pop(weights, None) or self._checked(weights)
+        found = self._others.get(weights) or self._checked(weights)
+        self._others.pop(weights, None)
         self._others[weights] = found  # last: the first are those that were asked for longest ago
         for old in list(self._others)[:-_MAX_OTHERS]:
             self._others.pop(old).close()

@@ -231,8 +231,11 @@ class _Process:
         )
         self._service = ExpertService(backend, self._describe, self._drain)
         self._metrics.open_streams.set_function(lambda: self._service.num_streams)
-        self._metrics.open_request_buffers.set_function(lambda: len(self._service.buffers))
-        self._metrics.shared_bytes.set_function(lambda: self._service.buffers.num_bytes)
+        buffers = self._service.buffers
+        buffers.listen()
+        self._metrics.open_request_buffers.set_function(lambda: len(buffers) - buffers.num_connections)
+        self._metrics.open_request_connections.set_function(lambda: buffers.num_connections)
+        self._metrics.shared_bytes.set_function(lambda: buffers.num_bytes)
         expert_pb2_grpc.add_ExpertServiceServicer_to_server(self._service, server)
         return server, rpc.bind(server, self._config.listen, self._security)
 
@@ -281,7 +284,9 @@ class _Process:
 
     def _stats(self) -> control_pb2.WorkerStats:
         stats = self._telemetry.stats(self._engine.num_queued())
-        stats.streams, stats.request_buffers = self._service.num_streams, len(self._service.buffers)
+        stats.streams, buffers = self._service.num_streams, self._service.buffers
+        stats.request_connections = buffers.num_connections
+        stats.request_buffers = len(buffers) - stats.request_connections
         for fingerprint, layers in self._fingerprints().items():
             stats.models.add(fingerprint=fingerprint, layers=layers)
         return stats

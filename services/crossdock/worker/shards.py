@@ -69,8 +69,8 @@ class Shards:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._open: dict[str, Any] = {}
-        self._keys: dict[str, frozenset[str]] = {}
+        self._open: dict[str, tuple[Any, frozenset[str]]] = {}
+        """Handle and tensor names of each mapped file."""
         self._file_of = self._index()
 
     def _index(self) -> dict[str, str]:
@@ -86,11 +86,12 @@ class Shards:
         if not (self._directory / SINGLE).is_file():
             found = sorted(path.name for path in self._directory.iterdir())[:8]
             raise CheckpointError(f"{self._directory}: expected {SINGLE} or {INDEX}, found {found}")
-        self._handle(SINGLE)
-        return dict.fromkeys(self._keys[SINGLE], SINGLE)
+        _, names = self._mapped(SINGLE)
+        return dict.fromkeys(names, SINGLE)
 
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
+    def _mapped(self, file: str) -> tuple[Any, frozenset[str]]:
+        found = self._open.get(file)
+        if found is None:
             path = self._directory / file
             _check_regular(path)
             try:
@@ -99,9 +100,9 @@ class Shards:
                 raise CheckpointError(f"{path}: missing shard, named by {INDEX}") from error
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: truncated or corrupt shard: {error}") from error
-            self._keys[file] = frozenset(handle.keys())  # type: ignore[no-untyped-call]
-            self._open[file] = handle  # last: a reader in another thread needs both
-        return self._open[file]
+            found = handle, frozenset(handle.keys())  # type: ignore[no-untyped-call]
+            self._open[file] = found
+        return found
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -117,8 +118,8 @@ class Shards:
         file = self._file_of.get(name)
         if file is None:
             raise CheckpointError(f"{self._directory}: tensor {name} is missing")
-        handle = self._handle(file)
-        if name not in self._keys[file]:
+        handle, names = self._mapped(file)  # which another thread may unmap just then
+        if name not in names:
             raise CheckpointError(f"{self._directory / file}: tensor {name} is missing, though {INDEX} puts it here")
         return handle.get_slice(name)
 
@@ -171,7 +172,6 @@ class Shards:
     def close(self) -> None:
         """Unmap every file. The next read maps again."""
         self._open.clear()
-        self._keys.clear()
 
 
 def _is_file_name(name: str) -> bool:

@@ -85,22 +85,26 @@ class ForwardResponse(_message.Message):
     def __init__(self, id: _Optional[int] = ..., y: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ...) -> None: ...
 
 class OpenBufferRequest(_message.Message):
-    __slots__ = ("host", "num_bytes")
+    __slots__ = ("host", "num_bytes", "tcp")
     HOST_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TCP_FIELD_NUMBER: _ClassVar[int]
     host: str
     num_bytes: int
-    def __init__(self, host: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    tcp: bool
+    def __init__(self, host: _Optional[str] = ..., num_bytes: _Optional[int] = ..., tcp: bool = ...) -> None: ...
 
 class OpenBufferResponse(_message.Message):
-    __slots__ = ("socket", "ticket", "num_bytes")
+    __slots__ = ("socket", "ticket", "num_bytes", "port")
     SOCKET_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
     socket: str
     ticket: bytes
     num_bytes: int
-    def __init__(self, socket: _Optional[str] = ..., ticket: _Optional[bytes] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    port: int
+    def __init__(self, socket: _Optional[str] = ..., ticket: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., port: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "lost_ranks", "epoch")

@@ -79,8 +79,9 @@ class ExpertServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenBuffer(self, request, context):
-        """Memory for the tensors of one request and its answer, shared with a client of this host while the call is open:
-        request_buffer.py. FAILED_PRECONDITION: another host; RESOURCE_EXHAUSTED: max_shared_bytes.
+        """Memory for the tensors of one request and its answer while the call is open: shared with a client of this host
+        (request_buffer.py), behind a TCP connection for another (request_connection.py). FAILED_PRECONDITION: neither is to
+        be had; RESOURCE_EXHAUSTED: max_shared_bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
