@@ -302,8 +302,7 @@ def header() -> str:
     lines += [f"constexpr u32 SAMPLE_CAPACITY = {SAMPLE_CAPACITY}, SAMPLE_WORDS = {SAMPLE_WORDS};"]
     network = ("COUNT_PACKET_BYTES", "RING_SIZE", "SEQ_BITS", "MAX_SLICES")
     lines += [f"#define {name} {globals()[name]}u" for name in network]  # constants would move code without them
-    lines += records.lines()
-    return "\n".join([*lines, "}  // namespace ep", ""])
+    return "\n".join([*lines, *records.lines(), "}  // namespace ep", ""])
 
 
 def fingerprint(sources: str) -> str:

@@ -9,8 +9,9 @@ from benchmarks.gpu.nodes import iterations_of, numbers
 from benchmarks.gpu.nodes_network import network_of, remote_of, sizes_of
 from ep_kernels import MoEConfig
 from ep_kernels.kernels import abi
+from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink import plan
-from ep_kernels.transports.nvlink.network_plan import network_blocks, slice_rows
+from ep_kernels.transports.nvlink.network_plan import network_blocks, slice_lag, slice_rows
 from ep_kernels.types import Layout, Mode
 from tests.groups import LonelyGroup
 
@@ -68,3 +69,11 @@ def test_few_tokens_have_few_blocks_over_a_network() -> None:
     assert network_blocks(of(1, network=network), 2) == 2
     assert network_blocks(of(1), 132) == 132, "of one domain: as ever"
     assert network_blocks(of(1, network=network, num_sms=16), 16) == 16, "as the caller says"
+
+
+def test_over_sockets_slices_are_read_two_mebibytes_later() -> None:
+    wanted = {"tcp": [8, 3, 1], "shuffle(tcp)": [8, 3, 1], "libfabric(tcp;ofi_rxm)": [8, 3, 1], "verbs": [0, 0, 0]}
+    for provider, lags in wanted.items():
+        network = NetworkConfig(provider=provider)
+        assert [slice_lag(network, size) for size in (256 << 10, 1_000_000, 4 << 20)] == lags
+        assert slice_lag(network, 0) == 0, "there are none"

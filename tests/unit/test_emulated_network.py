@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ep_kernels import jit
-from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink import network_plan, remote
 from ep_kernels.types import Layout, Mode, Overflow
@@ -81,14 +80,14 @@ def test_rows_in_slices(
     provider: NetworkConfig, lag: int | None, layout: Layout, join: Joined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two or three rows; ranks that end within a slice, at its end, with less than one, with no row; read when all
-    are here, as over sockets, at once, or when some later ones are."""
+    are here, as they are few, at once, or when some later ones are."""
     monkeypatch.setattr(network_plan, "SLICE_BYTES", 4096)
     if lag is not None:
-        monkeypatch.setattr(remote, "slice_lag", lambda _: lag)
+        monkeypatch.setattr(remote, "slice_lag", lambda *_: lag)
     case = RoutingCase(9, 3, 520, (33, 4, 1, 0), "uniform", draw_seed(), max_tokens=34)
     loop = join(case, mode=Mode.AUTO, layout=layout, network=provider)
     record = loop.remotes[0].record()
-    assert (list(record.slice_rows), record.slice_lag) == ([2, 2], abi.MAX_SLICES if lag is None else lag)
+    assert (list(record.slice_rows), record.slice_lag) == ([2, 2], (2 << 20) // 4096 if lag is None else lag)
     check(loop, case, Mode.LL)
     check(loop, replace(case, seed=draw_seed()), Mode.HT, phases=SPLIT, backward=True)
     check(loop, replace(case, tokens=(2, 0, 34, 3), seed=draw_seed()), Mode.LL)

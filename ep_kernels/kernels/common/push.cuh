@@ -230,8 +230,8 @@ __device__ __forceinline__ void init_arrived() {
   if (threadIdx.x == 0) *looks_at_slices() = 0;
 }
 
-// The slices that must be here before the row at a position is read: its own and the one `slice_lag` later; all of them,
-// where no operation has that one, or rows come in one part.
+// The slices that must be here before the row at a position is read: its own and the one `slice_lag` later, or all of
+// them, where there is no such one.
 __device__ __forceinline__ u32 slices_for(const World& world, u32 which, i32 position) {
   const u64 rows = slice_rows(world, which);
   if (rows == 0) return kAllSlices;

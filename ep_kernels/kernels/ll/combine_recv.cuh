@@ -260,8 +260,8 @@ __device__ __forceinline__ void poison_packet(const CombineArgs& args, i64 token
     args.z_weights[token * args.world.topk + lane_idx()] = nan;
 }
 
-// Calls visit(routes, token, index) for every packet of this warp. NETWORK: a block's last warp has none, since it waits
-// for the routing ids, which other hosts send last.
+// Calls visit(routes, token, index) for every packet of this warp. NETWORK: a block's last warp has none, since it
+// waits for the routing ids, which other hosts send last.
 template <class Visit>
 __device__ __forceinline__ void for_packets(const CombineArgs& args, Team team, Visit visit) {
   const Divisor packets = divisor_of(args.world.combine_packets);

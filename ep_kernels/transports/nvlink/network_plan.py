@@ -9,6 +9,8 @@ from ep_kernels.network import NetworkConfig
 LEAST, TOKENS_PER_BLOCK = 4, 4
 SLICE_BYTES = 256 << 10
 """At least."""
+LAG_BYTES = 2 << 20
+"""A GPU that reads what a processor has just received slows its copies of what follows by a third: docs/network.md."""
 
 
 def network_blocks(c: MoEConfig, num_sms: int) -> int:
@@ -29,10 +31,9 @@ def slice_rows(most_rows: int, row_bytes: int) -> int:
     return rows if most_rows >= 2 * rows else 0
 
 
-def slice_lag(network: NetworkConfig) -> int:
-    """How many slices later one is read. A GPU that reads beside a processor that receives slows it by 40 %, more than
-    reading takes at the end (docs/network.md), so over sockets all must be here; NICs are not slowed."""
-    return abi.MAX_SLICES if "tcp" in network.carrier else 0
+def slice_lag(network: NetworkConfig, slice_bytes: int) -> int:
+    """How many slices later one is read: over sockets, `LAG_BYTES` later."""
+    return -(-LAG_BYTES // slice_bytes) if slice_bytes and "tcp" in network.carrier else 0
 
 
 def slices_of(shape: abi.Shape, stripe: int) -> tuple[int, int]:

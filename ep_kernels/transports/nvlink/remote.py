@@ -92,7 +92,8 @@ class RemoteRanks:
         self._ring, self._is_pinned = self.channel.for_device(stripe_of(self.box_bytes, network.lanes)), False
         assert self._ring.size == abi.RING_SIZE
         self._check_stripe()
-        self._slice_rows, self._slice_lag = slices_of(shape, self._ring.stripe), slice_lag(network)
+        self._slice_rows = slices_of(shape, self._ring.stripe)
+        self._slice_lag = slice_lag(network, self._slice_rows[0] * shape.row_packets * abi.PACKET_BYTES)
 
     def _check_stripe(self) -> None:
         most = self._ring.stripe * _STRIPES
