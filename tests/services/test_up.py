@@ -54,6 +54,7 @@ class Up:
         free += ["--log-dir", str(self.log_dir), *flags]
         self.process = subprocess.Popen(
             [
+                *("env", "--default-signal=HUP"),  # also where the tests run under nohup
                 *enter,
                 sys.executable,
                 "-m",

@@ -34,17 +34,11 @@ def test_a_dispatch_has_each_word_in_its_place() -> None:
 
 
 def test_a_combine_has_each_word_in_its_place() -> None:
-    op = native.combine_op(range(1, 7), (7, 1), (9, 10), (-1, 1), 13)
+    op = native.combine_op(range(1, 7), (7, 1), (9, 10), (-1, 1), (12, 13, 2))
     assert words(op.routing, ROUTING) == [1, 2, 3, 4, 5, 6, 7, 1]
-    assert words(op, ("y", "row_weights", "outputs_slot", "apply_weights", "z", "z_weights")) == [
-        9,
-        10,
-        -1,
-        1,
-        None,
-        13,
-    ]
-    assert (op.z_type, op.pad, native.CombineOp.pad.offset + 4) == (0, 0, ctypes.sizeof(op))
+    assert words(op, ("y", "row_weights", "outputs_slot", "apply_weights")) == [9, 10, -1, 1]
+    assert words(op, ("z", "z_weights", "z_type")) == [12, 13, 2]
+    assert (op.pad, native.CombineOp.pad.offset + 4) == (0, ctypes.sizeof(op))
     assert ctypes.sizeof(op) == native._OF_COMBINE.size
 
 
