@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_kernels.checks import without_memory
+from ep_kernels.checks import share_memory, without_memory
 from ep_kernels.collectives.collective_types import SUM_DTYPES
 from ep_kernels.errors import ArgumentError
 
@@ -171,6 +171,5 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def _apart(name: str, part: torch.Tensor, whole: torch.Tensor, offset: int) -> None:
     """`part` lies at that byte of `whole`, or nowhere in it."""
     at = part.data_ptr() - whole.data_ptr()
-    overlap = num_bytes(part) and -num_bytes(part) < at < num_bytes(whole)
-    if overlap and at != offset:
+    if at != offset and share_memory(part, whole):
         raise ArgumentError(name, f"memory apart from x, or in place {offset} bytes into the larger", f"{at} bytes")

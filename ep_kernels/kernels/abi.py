@@ -104,7 +104,7 @@ Network = _record(
     ("popped_seen", "u64", "`popped`, as a kernel last read it"),
     ("tail", "u64", "descriptors that kernels have pushed"),
     ("exact", "u64", "1 = combine is exact: token metadata say where the token's rows begin in the box"),
-    ("slice_lag", "u64", "a slice is read when the one so many later is here, too, or all are"),
+    ("slice_lag", "u64", "slices that must have come after one before it is read, unless all have come"),
 )
 State = _record(
     "State",

@@ -104,7 +104,7 @@ struct Network {
   u64 popped_seen;  // `popped`, as a kernel last read it
   u64 tail;  // descriptors that kernels have pushed
   u64 exact;  // 1 = combine is exact: token metadata say where the token's rows begin in the box
-  u64 slice_lag;  // a slice is read when the one so many later is here, too, or all are
+  u64 slice_lag;  // slices that must have come after one before it is read, unless all have come
 };
 static_assert(sizeof(Network) == 39824, "Network: host and GPU differ");
 struct State {

@@ -8,6 +8,7 @@ import logging
 import socket
 import struct
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -29,6 +30,19 @@ from tests.services.request_world import INVALID, KIB, Guest, RemoteGuest, World
 
 GUARDED = SecurityConfig(cert_file="c", key_file="k", ca_file="a")
 ENDED = (EOFError, ConnectionError)
+
+
+@contextlib.asynccontextmanager
+async def large_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[World, RemoteGuest, torch.Tensor]]:
+    """A world of small socket buffers, and a guest that has asked for 6,000 of these rows and not read the answer."""
+    monkeypatch.setattr(buffer_server, "SOCKET_BYTES", 4 * KIB)
+    async with world(tmp_path) as made, RemoteGuest(made, 4096 * KIB) as guest:
+        await guest.redeem()
+        guest.write(batch := Batch.random(6000))
+        await asyncio.to_thread(guest.tell, 1, 6000)
+        yield made, guest, batch.x
 
 
 def connection_of(made: World) -> ServedBuffer:
@@ -157,16 +171,12 @@ async def test_who_stops_in_the_middle_of_a_request_is_given_up(tmp_path: Path) 
 async def test_who_does_not_read_an_answer_keeps_no_step_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
-    monkeypatch.setattr(buffer_server, "SOCKET_BYTES", 4 * KIB)
-    async with world(tmp_path) as made, RemoteGuest(made, 4096 * KIB) as guest:
-        await guest.redeem()
-        guest.write(batch := Batch.random(6000))
-        await asyncio.to_thread(guest.tell, 1, 6000)
+    async with large_answer(tmp_path, monkeypatch) as (made, guest, x):
         await until(lambda: bool(made.engine.seen) and made.engine.seen[0].answered)
         await until(lambda: connection_of(made).is_sending)
         if reads:
             assert not (await guest.answer()).HasField("error")
-            assert torch.equal(guest.y(6000), 2 * batch.x)
+            assert torch.equal(guest.y(6000), 2 * x)
             assert not (await guest.ask(2, 6000)).HasField("error")
         else:
             made.buffers._expire(time.monotonic() + made.config.request_timeout_s + 1.0)
@@ -207,15 +217,11 @@ async def test_a_request_and_its_cancellation_may_come_at_once(tmp_path: Path) -
 async def test_an_answer_that_is_being_sent_outlives_a_worker_that_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer_server, "SOCKET_BYTES", 4 * KIB)
-    async with world(tmp_path) as made, RemoteGuest(made, 4096 * KIB) as guest:
-        await guest.redeem()
-        guest.write(batch := Batch.random(6000))
-        await asyncio.to_thread(guest.tell, 1, 6000)
+    async with large_answer(tmp_path, monkeypatch) as (made, guest, x):
         await until(lambda: bool(len(made.buffers)) and connection_of(made).is_sending)
         made.buffers.close()
         assert not (await guest.answer()).HasField("error")
-        assert torch.equal(guest.y(6000), 2 * batch.x)
+        assert torch.equal(guest.y(6000), 2 * x)
 
 
 @pytest.mark.parametrize("how", ["reset", "left"])

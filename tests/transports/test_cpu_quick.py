@@ -19,9 +19,9 @@ from ep_kernels import (
     Layout,
     Mode,
     MoECommunicator,
-    MoEConfig,
     StoreGroup,
 )
+from tests.cases import RoutingCase
 from tests.worlds import World
 
 Worlds = Callable[[int], World]
@@ -30,18 +30,9 @@ E, H, K, M = 8, 32, 2, 160
 
 
 def make(store: dist.Store, rank: int, size: int) -> MoECommunicator:
-    return MoECommunicator(
-        MoEConfig(
-            group=StoreGroup(store, rank, size),
-            num_experts=E,
-            hidden_size=H,
-            topk=K,
-            max_tokens_per_rank=M,
-            mode=Mode.AUTO,
-            layout=Layout.GROUPED,
-            dtype=torch.float32,
-        )
-    )
+    case = RoutingCase(E, K, H, (M,) * size)
+    group = StoreGroup(store, rank, size)
+    return MoECommunicator(case.config(group, mode=Mode.AUTO, layout=Layout.GROUPED, dtype=torch.float32))
 
 
 def drawn(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -96,7 +96,7 @@ class Receiver:
 
     @property
     def has_more(self) -> bool:
-        """Whether bytes beyond what was asked for are here already."""
+        """Whether bytes of a next message have been read already."""
         return self._have > 0
 
     def message(self) -> bytes | None:

@@ -32,7 +32,7 @@ class OpenCheckpoints:
             return self._first
         found = self._others.get(weights) or self._checked(weights)
         self._others.pop(weights, None)
-        self._others[weights] = found  # last: the first are those that were asked for longest ago
+        self._others[weights] = found  # last: the first are those used longest ago
         for old in list(self._others)[:-_MAX_OTHERS]:
             self._others.pop(old).close()
         return found
