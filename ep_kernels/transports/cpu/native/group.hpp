@@ -10,7 +10,7 @@ Status exchange(Member& m, const int64_t* words, int64_t* all);
 void call_exchange(Member& m);  // any thread
 // Sleeps until a peer is in an exchange that this rank has not entered, or wake(): kOk; kNothing at the timeout.
 Status wait_for_peer(Member& m, int64_t timeout_ns);
-// As wait_for_peer, but looks again and again, at `fd` too: kOk once that can be read. Other threads run in between.
+// As wait_for_peer, but looks again and again; other threads run in between. kNothing, too, once `fd` can be read.
 Status look_for_peer(Member& m, int64_t timeout_ns, int fd);
 // Agreement of the survivors on the next sequence numbers, under a new epoch and mask. kNothing: not within `limit_ns`,
 // or a connection has ended; the same call goes on. 0: no limit but the deadline.
