@@ -119,7 +119,8 @@ def a_full_ring_is_survived(join: Join) -> None:
     loop.launch(combine_of(loop, handles))
     found = loop.engines[0].tables.host.fault()
     assert isinstance(found, PeerTimeout)
-    assert found.phase == "credit"
+    # The block that sends waits for room, one that sums waits for its own rank's rows: either deadline may pass first.
+    assert found.phase == "credit" or (found.phase, found.peer) == ("payload", 0), found
     loop.preset(50)
     for _ in range(2):
         check(loop, replace(case, seed=draw_seed()), Mode.LL)
