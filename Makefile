@@ -47,14 +47,8 @@ demo: $(DEMO) ## Install, then serve three small models here and compare them wi
 test: $(DEV) ## Run every test that this machine can run (ARGS="-k name" to choose)
 	$(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-OVER_HOSTS := $(addprefix tests/gpu/test_,loopback_network.py domain_over_hosts.py several_gpus.py)
-
 test-gpu: $(DEV) ## On a machine with GPUs: every test that needs one; NODES=2: groups of two hosts, the network between
-ifdef NODES
-	$(PY) -m pytest -q -m gpu tests/transports $(OVER_HOSTS) --over-hosts gpus $(ARGS)
-else
-	$(PY) -m tests.gpu.everything $(ARGS)
-endif
+	$(PY) -m tests.gpu.everything $(if $(NODES),--nodes $(NODES)) $(ARGS)
 
 test-hosts: $(DEV) ## Groups over several hosts: the contract suite in every split, by every provider (ARGS="-k tcp-halves")
 	$(PY) -m pytest -q tests/transports --over-hosts full $(ARGS)

@@ -117,7 +117,7 @@ def test_stages_share_the_gpus() -> None:
     assert everything.share(gpus, everything.FIRST_HALF) == ["4", "5"]
     assert everything.share(gpus, everything.SECOND_HALF) == ["6", "7"]
     assert everything.share(gpus[:2], everything.SECOND_HALF) == ["4", "5"]
-    assert {s.devices for s in everything.STAGES} <= {
+    assert {s.devices for s in everything.ONE_HOST.stages} <= {
         everything.ALL, everything.LAST, everything.FIRST_HALF, everything.SECOND_HALF,
     }  # fmt: skip
 
@@ -132,8 +132,40 @@ def test_folders_stand_for_their_gpu_tests() -> None:
 def test_names_narrow_what_a_stage_chooses(tmp_path: Path) -> None:
     """`make test-gpu ARGS="-k collectives"`; the stage's own choice holds, too."""
     assert everything.parse(["-k", "collectives"]).keyword == "collectives"
-    chosen = {stage.name: everything.narrowed(stage, "a or b") for stage in everything.STAGES}
+    chosen = {stage.name: everything.narrowed(stage, "a or b") for stage in everything.ONE_HOST.stages}
     assert chosen["collectives"].keyword == "(not ten_thousand) and (a or b)"
     command = everything.command_of(chosen["memory"], 1, 9.0, tmp_path, [])
     assert command[command.index("-k") + 1] == "(a or b)"
-    assert all("-k" not in everything.command_of(s, 1, 9.0, tmp_path, []) for s in everything.STAGES if not s.keyword)
+    assert all(
+        "-k" not in everything.command_of(s, 1, 9.0, tmp_path, []) for s in everything.ONE_HOST.stages if not s.keyword
+    )
+
+
+def test_parts_and_shards_share_the_tests(tmp_path: Path) -> None:
+    """`--part 2/2` of a stage of four shards: numbers 5 to 8 of 8."""
+    stage = everything.ONE_HOST.stages[0]
+    commands = [
+        everything.command_of(stage, shard, 9.0, tmp_path, [], everything.part_of(f"{number}/2"))
+        for number in (1, 2)
+        for shard in range(1, stage.shards + 1)
+    ]
+    assert [word for words in commands for word in words if "--shard" in word] == [
+        f"--shard={number}/8" for number in range(1, 9)
+    ]
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b", "1/2/3"])
+def test_parts_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        everything.parse(["--part", text])
+    assert f"argument --part: invalid part_of value: '{text}'" in capsys.readouterr().err
+
+
+def test_every_suite_is_whole() -> None:
+    """Each file of a stage is there, and each wave has its share of the time."""
+    for suite in (everything.ONE_HOST, everything.TWO_HOSTS):
+        assert {stage.wave for stage in suite.stages} == set(suite.weights)
+        assert sum(suite.weights.values()) == pytest.approx(1.0)
+        for stage in suite.stages:
+            files = [name for name in everything.expanded(stage.arguments) if not name.startswith("--")]
+            assert all((everything.ROOT / name).exists() for name in files)
