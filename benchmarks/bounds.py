@@ -22,6 +22,13 @@ def rows_to(case: Case, topk_ids: torch.Tensor) -> torch.Tensor:
     return (owner[:, :, None] == ranks).any(1).sum(0)
 
 
+def rows_back(case: Case, topk_ids: torch.Tensor) -> torch.Tensor:
+    """int64 [R]: rows that combine brings from each rank for these tokens, the own rank included."""
+    if not case.exact_combine:
+        return rows_to(case, topk_ids)
+    return (ranks_of(case, topk_ids)[..., None] == torch.arange(case.ranks, device=topk_ids.device)).sum((0, 1))
+
+
 def remote(table: torch.Tensor) -> torch.Tensor:
     """[..., R, R] rows from -> to, without those that stay."""
     return table - torch.diag_embed(table.diagonal(dim1=-2, dim2=-1))

@@ -20,12 +20,16 @@ TOLERANCE = 1e-2
 
 
 def expected(case: Case, inputs: Inputs, row: Row) -> torch.Tensor:
-    """z [T, H]: per rank, ascending, the partial that it sends home, rounded as it moves, summed in fp32.
+    """z [T, H]: per rank, ascending, the partial that it returns, rounded as it moves, summed in fp32; where combine is
+    exact, per k, ascending, the row that it returns, rounded as it moves, weighted.
 
     `row(rank, here, k)` is float32 [T, H]: for per-expert layouts the output of expert k of each token, for others (k
     None) the row that `rank` made of each token; `here` [T, K] says which experts lie on `rank`.
     """
     owner, weights = ranks_of(case, inputs.topk_ids), inputs.topk_weights
+    if case.exact_combine:
+        exact = ((_row(case, owner, k, row) * weights[:, k, None], owner[:, k] >= 0) for k in range(case.topk))
+        return _sum(exact, inputs.x.shape, inputs.x.device).to(case.dtype)
     terms = []
     for rank in range(case.ranks):
         here = owner == rank
@@ -45,6 +49,12 @@ def _sum(terms: Iterable[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size, 
         total = torch.where(present[:, None], torch.where(seen, total + value, value), total)
         seen = seen | present[:, None]
     return total
+
+
+def _row(case: Case, owner: torch.Tensor, k: int, row: Row) -> torch.Tensor:
+    """float32 [T, H] of each token's expert k, wherever it is."""
+    rows = [(row(rank, owner == rank, k), owner[:, k] == rank) for rank in range(case.ranks)]
+    return _moved(case, _sum(rows, rows[0][0].shape, owner.device))
 
 
 def _moved(case: Case, partial: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,7 @@ class Crossdock:
                 dtype=case.dtype,
                 quantize=case.fp8_dispatch,
                 combine_dtype=torch.float8_e4m3fn if case.fp8_combine else None,
+                exact_combine=case.exact_combine,
                 exact_shapes=exact_shapes,
                 overflow=Overflow.RAISE if exact_shapes else Overflow.DROP,
                 num_sms=case.num_sms,

@@ -8,7 +8,9 @@ all else takes the network, here sockets on the loop-back device and boxes in pi
 
 `nodes.csv`, a line for each case and operation; all but the times are means over ranks:
 
-* `rows_per_token`: rows that cross, by what was sent; `theory_rows`: by the routing, once to each rank of another host.
+* `exact_combine`: combine returns a row per (token, k), as `crossdock.deep_ep` does in low-latency mode.
+* `rows_per_token`: rows that cross, by what was sent; `theory_rows`: by the routing, once to each rank of another host;
+  of an exact combine once for each (token, k) there.
 * `wire_bytes`, `theory_bytes`: of one operation, counted by the network and by the table of docs/network.md.
 * `gbps`: wire bytes over the time. `stream_us`, `stream_gbps`: the provider's own loop, which is the same messages,
   both ways, by proxies alone: no kernel, no copy, memory that caches may hold. `of_stream`: the quotient. Of few tokens
@@ -42,12 +44,13 @@ from benchmarks import bounds, facts, network
 from benchmarks.cases import Case
 from benchmarks.gpu.crossdock import Crossdock
 from benchmarks.gpu.measure import Bench, Stopwatch, Times
-from benchmarks.gpu.nodes_network import DEADLINE_S, Proxies, Streams, network_of, remote_of, sizes_of
+from benchmarks.gpu.nodes_network import DEADLINE_S, Proxies, Streams, most_rows, network_of, remote_of, sizes_of
 from ep_kernels import Layout, Mode, StoreGroup
 from ep_kernels.network import NetworkConfig
 from ep_kernels.telemetry import quantile
 
 LL_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+EXACT_TOKENS = (1, 8, 32, 128)
 HT_TOKENS = (512, 1024, 2048, 4096, 8192)
 SMALL_MESSAGES, IDLE_S = 2000, 1.0
 GOAL = 0.9
@@ -60,6 +63,7 @@ class Line:
 
     mode: str
     layout: str
+    exact_combine: bool
     op: str
     timing: str
     tokens: int
@@ -125,7 +129,7 @@ class Session:
         """All cases; what is measured is written after each."""
         cases = list(cases_of(self._options, self._ranks))
         config = network_of(self._rank, self._ranks, self._options.nodes, self._options.provider, self._options.spin_us)
-        most = max(sum(sizes_of(case, "dispatch", case.tokens)) for case in cases)
+        most = max(sum(sizes_of(case, op, most_rows(case, op))) for case in cases for op in parts_of("pair"))
         streams = Streams(config, self._rank, self._ranks, self._options.nodes, most * (self._ranks - 1))
         self._alone(streams)
         until = time.monotonic() + self._options.seconds
@@ -165,7 +169,7 @@ class Session:
             stages = self._stages(backend)
             per_message = us / max(1.0, self._messages(backend) - counted)
             for op, times in found.items():
-                both = [streams.of_operation(case, one, tables[0]) for one in parts_of(op)]
+                both = [streams.of_operation(case, one, tables[one]) for one in parts_of(op)]
                 stream = sum(hot for hot, _ in both), sum(of_gpu for _, of_gpu in both)
                 wire = [wires[one] for one in parts_of(op)]
                 proxy = self._mean(per_message), self._mean(share)
@@ -188,12 +192,14 @@ class Session:
         share = 100 * self._mean(proxies.used()[1])
         self._proxy.append(network.row("processor of an idle rank", "2 proxies", [share], "%"))
 
-    def _tables(self, case: Case, bench: Bench) -> torch.Tensor:
-        """int64 [S, R, R]: rows from -> to of each prepared set."""
-        mine = torch.stack([bounds.rows_to(case, inputs.topk_ids) for inputs in bench.sets])
+    def _tables(self, case: Case, bench: Bench) -> dict[str, torch.Tensor]:
+        """int64 [R, R] of each operation: rows from -> to of the first prepared set."""
+        ids = bench.sets[0].topk_ids
+        mine = torch.stack([bounds.rows_to(case, ids), bounds.rows_back(case, ids)])
         table = mine.new_empty(self._ranks, *mine.shape)
         dist.all_gather_into_tensor(table, mine)
-        return table.transpose(0, 1).cpu()
+        dispatch, combine = table.transpose(0, 1).cpu()
+        return {"dispatch": dispatch, "combine": combine.T}
 
     def _stages(self, backend: Crossdock) -> dict[str, Stages]:
         torch.cuda.synchronize()
@@ -210,7 +216,7 @@ class Session:
         torch.cuda.synchronize()
         return float(sum(peer.sent_messages + peer.received_messages for peer in backend.traffic()))
 
-    def _wires(self, bench: Bench, tables: torch.Tensor) -> dict[str, Wire]:
+    def _wires(self, bench: Bench, tables: dict[str, torch.Tensor]) -> dict[str, Wire]:
         """Of one dispatch and one combine of the first set, each between two barriers, which send no bytes."""
         backend, case, inputs = bench.backend, bench.case, bench.sets[0]
         assert isinstance(backend, Crossdock)
@@ -220,8 +226,7 @@ class Session:
         counts.append(backend.settled())
         found = {}
         for number, op in enumerate(parts_of("pair")):
-            rows = tables[0] if op == "dispatch" else tables[0].T
-            away = [int(rows[self._rank, p]) for p in remote_of(self._rank, self._ranks, self._options.nodes)]
+            away = [int(tables[op][self._rank, p]) for p in remote_of(self._rank, self._ranks, self._options.nodes)]
             theory = sum(sum(sizes_of(case, op, count)) for count in away)
             sent, messages = (after - before for before, after in zip(*counts[number : number + 2], strict=True))
             barriers = len(away)
@@ -241,8 +246,9 @@ class Session:
         rows = sum((w.num_bytes - h) / b for w, h, b in zip(wires, heads, row_bytes, strict=True)) / len(wires)
         options = self._options
         line = Line(
-            case.mode.value, case.layout.value, op, timing, case.tokens, self._ranks, options.nodes, options.provider,
-            options.spin_us, round(p50, 2), round(quantile(times.gpu_us, 0.99), 2), round(rows / case.tokens, 4),
+            case.mode.value, case.layout.value, case.exact_combine, op, timing, case.tokens, self._ranks,
+            options.nodes, options.provider, options.spin_us,
+            round(p50, 2), round(quantile(times.gpu_us, 0.99), 2), round(rows / case.tokens, 4),
             round(sum(wire.rows for wire in wires) / len(wires) / case.tokens, 4), round(num_bytes),
             round(sum(wire.theory for wire in wires)), round(gbps, 3), round(sum(one.staged for one in stages), 2),
             round(sum(one.arrived for one in stages), 2), round(stream_us[0], 2), round(stream, 3),
@@ -292,10 +298,12 @@ def iterations_of(case: Case, most: int) -> int:
 
 
 def cases_of(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
-    """LL by rank and by expert, then HT."""
+    """LL by rank and by expert, with an exact combine, then HT."""
     for tokens in options.ll:
         for layout in (Layout.RANK_MAJOR, Layout.EXPERT_MAJOR):
             yield Case(Mode.LL, layout, ranks, tokens)
+    for tokens in options.exact:
+        yield Case(Mode.LL, Layout.EXPERT_MAJOR, ranks, tokens, exact_combine=True)
     for tokens in options.ht:
         yield Case(Mode.HT, Layout.FLAT, ranks, tokens)
 
@@ -311,6 +319,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2, help="hosts; a divisor of the number of GPUs")
     parser.add_argument("--out", type=Path, help="folder for nodes.csv, proxy.csv and run.json")
     parser.add_argument("--ll", type=numbers, default=LL_TOKENS, help="tokens per rank, comma-separated")
+    parser.add_argument("--exact", type=numbers, default=EXACT_TOKENS, help="LL with exact_combine: tokens per rank")
     parser.add_argument("--ht", type=numbers, default=HT_TOKENS, help="tokens per rank, comma-separated")
     parser.add_argument("--iterations", type=int, default=100, help="of an operation, at most")
     parser.add_argument("--provider", default="tcp")

@@ -47,7 +47,7 @@ def remote_of(rank: int, ranks: int, nodes: int) -> list[int]:
 def sizes_of(case: Case, op: str, rows: int) -> list[int]:
     """Bytes of each message of one operation that sends `rows` rows to one rank of another host."""
     row = -(-case.moved_bytes(op) // PACKET_ROOM) * PACKET_BYTES
-    per_slice = slice_rows(case.tokens, row) or max(1, rows)
+    per_slice = slice_rows(most_rows(case, op), row) or max(1, rows)
     slices = [min(per_slice, rows - first) * row for first in range(0, rows, per_slice)]
     if op == "combine":
         return [HEAD_BYTES, *slices]
@@ -55,6 +55,11 @@ def sizes_of(case: Case, op: str, rows: int) -> list[int]:
     counts = -(-case.experts // case.ranks // COUNTS_OF_LINE) * LINE_BYTES
     records = -(-case.topk // CHOICES_OF_LINE) * LINE_BYTES
     return [HEAD_BYTES, *([counts] if per_expert else []), *([rows * records] if rows else []), *slices]
+
+
+def most_rows(case: Case, op: str) -> int:
+    """That a rank sends to another one."""
+    return case.tokens * (case.topk if case.exact_combine and op == "combine" else 1)
 
 
 class Proxies:
@@ -125,9 +130,8 @@ class Streams:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return quantile(slowest.tolist(), 0.5)
 
-    def of_operation(self, case: Case, op: str, table: torch.Tensor) -> tuple[float, float]:
-        """As long as its messages take, and those of a GPU; table int64 [R, R], rows from -> to."""
-        rows = table if op == "dispatch" else table.T
+    def of_operation(self, case: Case, op: str, rows: torch.Tensor) -> tuple[float, float]:
+        """As long as its messages take, and those of a GPU; rows int64 [R, R], from -> to."""
         sends = [
             [(peer, size) for peer in remote_of(rank, self._ranks, self._nodes)
              for size in sizes_of(case, op, int(rows[rank, peer]))]

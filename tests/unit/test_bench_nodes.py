@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from benchmarks.cases import Case
+from benchmarks import bounds
+from benchmarks.cases import Case, draw
+from benchmarks.gpu import Inputs, check
 from benchmarks.gpu.nodes import iterations_of, numbers
-from benchmarks.gpu.nodes_network import network_of, remote_of, sizes_of
-from ep_kernels import MoEConfig
+from benchmarks.gpu.nodes_network import most_rows, network_of, remote_of, sizes_of
+from ep_kernels import MoEConfig, reference
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink import plan
-from ep_kernels.transports.nvlink.network_plan import network_blocks, slice_lag, slice_rows
+from ep_kernels.transports.nvlink.network_plan import network_blocks, slice_lag, slice_rows, slices_of
 from ep_kernels.types import Layout, Mode
 from tests.groups import LonelyGroup
+
+FIELDS = ("x", "topk_ids", "topk_weights")
 
 
 @pytest.mark.parametrize("layout", [Layout.RANK_MAJOR, Layout.EXPERT_MAJOR, Layout.FLAT])
@@ -31,6 +36,46 @@ def test_bytes_are_those_of_the_byte_map(layout: Layout, hidden: int, topk: int,
     assert sizes_of(case, "combine", rows) == [16, rows * shape.combine_packets * 1024]
     assert sizes_of(case, "dispatch", 0) == [16, *counts]
     assert sizes_of(case, "combine", 0) == [16]
+
+
+def test_bytes_of_an_exact_combine() -> None:
+    """A row for each (token, k), so more of them, and slices at fewer tokens."""
+    case = Case(Mode.LL, Layout.EXPERT_MAJOR, 4, 16, 7168, 256, 8, exact_combine=True)
+    config = MoEConfig(
+        group=LonelyGroup(0, 4), num_experts=256, hidden_size=7168, topk=8, max_tokens_per_rank=16,
+        mode=Mode.LL, layout=case.layout, network=network_of(0, 4, 2, "tcp", 20), exact_combine=True,
+    )  # fmt: skip
+    shape = plan.sizes_of(config).shape
+    row = shape.combine_packets * 1024
+    assert slices_of(shape, 1 << 20) == (0, 18)
+    assert sizes_of(case, "combine", 40) == [16, 18 * row, 18 * row, 4 * row]
+    assert sizes_of(case, "dispatch", 11)[-1] == 11 * shape.row_packets * 1024
+    assert (most_rows(case, "dispatch"), most_rows(case, "combine")) == (16, 128)
+
+
+def test_rows_of_an_exact_combine() -> None:
+    ids = torch.tensor([[0, 1, 63], [64, -1, 65], [-1, -1, -1]])
+    for exact, back in ((False, [1, 1]), (True, [3, 2])):
+        case = Case(Mode.LL, Layout.EXPERT_MAJOR, 2, 3, experts=128, topk=3, exact_combine=exact)
+        assert bounds.rows_to(case, ids).tolist() == [1, 1]
+        assert bounds.rows_back(case, ids).tolist() == back
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_expected_is_the_reference(exact: bool) -> None:
+    """Experts of which each gives another row, holes, of two ranks."""
+    case = Case(Mode.LL, Layout.EXPERT_MAJOR, 2, 5, 256, 8, 3, routing="holes", exact_combine=exact)
+    config = MoEConfig(
+        group=LonelyGroup(0, 2), num_experts=8, hidden_size=256, topk=3, max_tokens_per_rank=5, layout=case.layout,
+        exact_combine=exact,
+    )  # fmt: skip
+    drawn = [draw(case, rank, 7) for rank in range(2)]
+    given = [Inputs(torch.randn(5, 256).bfloat16(), *one) for one in drawn]
+    outs, step = reference.dispatch(config, *([getattr(g, name) for g in given] for name in FIELDS))
+    gain = (1 + torch.arange(4) / 4)[:, None].expand(outs[0].tokens.shape[:-1])
+    zs, _ = reference.combine(step, [check.toy_per_expert(out.tokens, gain, case.dtype) for out in outs])
+    for inputs, z in zip(given, zs, strict=True):
+        assert check.fault(z, check.expected(case, inputs, check.toy(case, inputs)), exact=True) == ""
 
 
 def test_many_rows_travel_in_slices() -> None:
