@@ -118,28 +118,6 @@ def test_each_module_opens_with_a_docstring() -> None:
     assert not bare, bare
 
 
-def test_relative_links_in_the_documents_lead_somewhere() -> None:
-    faults = []
-    for path in [p for p in files() if p.suffix == ".md"]:
-        for link in re.findall(r"\]\(([^)\s]+)\)", text_of(path)):
-            target = link.partition("#")[0]
-            if target and "://" not in target and not (path.parent / target).exists():
-                faults.append(f"{name_of(path)}: {link}")
-    assert not faults, "\n".join(faults)
-
-
-def test_make_targets_named_in_documents_exist() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
-    named = {
-        (name_of(path), target)
-        for path in files()
-        if path.suffix == ".md" or path.parent.name == ".ci"
-        for target in re.findall(r"(?:`|^|\$ |step )make ([a-z-]+)", text_of(path), re.MULTILINE)
-    }
-    assert named
-    assert {target for _, target in named} <= targets, {(p, t) for p, t in named if t not in targets}
-
-
 def test_the_licence_is_whole() -> None:
     text = text_of(ROOT / "LICENSE")
     assert "Version 2.0, January 2004" in text

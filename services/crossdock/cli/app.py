@@ -1,7 +1,7 @@
 """The command `crossdock`. Parses, loads a config, calls one function; each command imports what it needs when it runs.
 
-Exit status: 0 done, 1 failed, 2 bad usage, configuration or model, 3 no peer to connect to, or (a worker) a group
-that does not take it, 4 (a worker) a GPU that was lost.
+Exit status: 0 done, 1 failed, 2 bad usage, configuration or model, 3 no server at the address. Of a worker also: 3 the
+group does not accept it now, 4 its GPU was lost, 5 the group can never accept it.
 """
 
 from __future__ import annotations

@@ -165,9 +165,9 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     http_listen: str = "127.0.0.1:0"
     """host:port of /metrics, /livez, /readyz. Announced for every interface: `advertise`'s host or this host's name."""
     transport: str = "cpu"
-    """Folder name under `ep_kernels/transports`: cpu, or nvlink for the GPUs of one host."""
+    """Folder name under `ep_kernels/transports`: cpu, or nvlink for GPUs."""
     network: WorkerNetworkConfig | None = None
-    """How ranks of other hosts are reached; needs a transport that can, which is cpu. Null: the group is one host."""
+    """How ranks of other hosts are reached. Null: the group is one host."""
     kernel_cache_dir: str = ""
     """GPUs: folder for kernels compiled at first use. Empty: `.cache/crossdock/kernels` in the user's home."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""

@@ -265,11 +265,11 @@ class WorkerMetrics(GuardedMetrics):
         )
 
     def _declare_membership(self) -> None:
-        self.epoch = self._gauge("epoch", "1", "Epoch of the group, as seen by this worker; 0 without a seat")
+        self.epoch = self._gauge("epoch", "1", "Epoch of the group, as seen by this worker; 0 without a rank")
         self.members = self._gauge(
-            "members", "workers", "Members of the group, as seen by this worker; 0 without a seat"
+            "members", "workers", "Members of the group, as seen by this worker; 0 without a rank"
         )
-        self.rank = self._gauge("rank", "1", "This worker's rank; -1 without a seat")
+        self.rank = self._gauge("rank", "1", "This worker's rank; -1 without one")
         self.serving = self._gauge("serving", "1", "1 while serving requests, 0 while joining or re-forming")
         self.expert_weights_bytes = self._gauge("expert_weights_bytes", "bytes", "Memory held by this rank's experts")
 

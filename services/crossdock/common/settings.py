@@ -26,7 +26,7 @@ class AccessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     client_names: tuple[str, ...] = ("*",)
     """May call Forward and Describe, and watch the group without its regions. Workers and operators may too."""
     operator_names: tuple[str, ...] = ("crossdock-operator",)
-    """May drain workers."""
+    """May drain, cordon and uncordon workers, read traces, and do everything else that changes a group."""
     worker_tokens: str = ""
     """File of the tokens of workers. If any of the three is set, every call needs a token."""
     client_tokens: str = ""
@@ -97,7 +97,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Several control planes for one group: the holder of a Kubernetes Lease leads, the others are standbys."""
+    """Several control planes for one group: the holder of a Kubernetes Lease leads, the others stand by."""
 
     lease_name: str = "crossdock"
     namespace: str = ""
@@ -157,8 +157,9 @@ class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Address, without port, at which ranks of other hosts reach the data port. Empty: the one `listen` names; for
     every interface, the address of the interface of the default route."""
     devices: tuple[str, ...] = ()
-    """Devices to use, the first that can be used wins. tcp: network interfaces, empty: chosen by `advertise`. verbs:
-    RDMA devices, as mlx5_0 or mlx5_0:1 with a port, empty: the first active port. libfabric: names of its domains."""
+    """Devices to choose from. tcp: network interfaces, the first with an address; empty: chosen by `advertise`. verbs:
+    RDMA devices, as mlx5_0 or mlx5_0:1 with a port; empty: all, of which a rank takes the port nearest to its GPU.
+    libfabric: names of its domains."""
     domain: Annotated[str, msgspec.Meta(max_length=256)] = ""
     """Name of the set of ranks that share memory. Empty: those of one boot of one host, one PID namespace and one
     user. Containers of one pod without a shared PID namespace are two domains."""
