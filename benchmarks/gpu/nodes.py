@@ -11,7 +11,7 @@ all else takes the network, here sockets on the loop-back device and boxes in pi
 * `exact_combine`: combine returns a row per (token, k), as `crossdock.deep_ep` does in low-latency mode.
 * `rows_per_token`: rows that cross, by what was sent; `theory_rows`: by the routing, once to each rank of another host;
   of an exact combine once for each (token, k) there.
-* `wire_bytes`, `theory_bytes`: of one operation, counted by the network and by the table of docs/network.md.
+* `wire_bytes`, `theory_bytes`: of one operation, counted by the network and by the table of docs/network-protocol.md.
 * `gbps`: wire bytes over the time. `stream_us`, `stream_gbps`: the provider's own loop, which is the same messages,
   both ways, by proxies alone: no kernel, no copy, memory that caches may hold. `of_stream`: the quotient. Of few tokens
   it says little; there `p50_us` beside `stream_us` does. `of_gpu_stream`: of a loop before each round of which the GPU

@@ -29,7 +29,7 @@ PLACES, MOST_PLACES_BYTES = 4, 256 << 20
 many bytes no cache holds even one."""
 HEAD_BYTES, LINE_BYTES, PACKET_BYTES, PACKET_ROOM = 16, 128, 1024, 960
 COUNTS_OF_LINE, CHOICES_OF_LINE = 28, 7
-"""What travels: docs/network.md, "GPUs"."""
+"""What travels: docs/network-protocol.md, "GPUs"."""
 
 
 def network_of(rank: int, ranks: int, nodes: int, provider: str, spin_us: int) -> NetworkConfig:

@@ -1,4 +1,4 @@
-"""How rows reach ranks of other hosts. A network is a property of a peer, not a transport: see docs/network.md."""
+"""How rows reach ranks of other hosts. A network belongs to a peer, it is no transport (docs/network-protocol.md)."""
 
 from ep_kernels.network.network_config import NetworkConfig
 

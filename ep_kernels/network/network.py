@@ -2,7 +2,7 @@
 
 Knows bytes, ranks and immediates, and no rows. A channel lets a rank write into its mirrors at ranks of other hosts,
 and tells it what has arrived in the mirrors here (native/ring.hpp). A network outlives the channels: epochs come and
-go, port and thread stay. See docs/network.md.
+go, port and thread stay. See docs/network-protocol.md.
 """
 
 from __future__ import annotations

@@ -166,8 +166,8 @@ def a_rank_wakes(op: str, layout: Layout, machine: Machine | None) -> None:
 
 
 def bytes_are_those_of_theory(layout: Layout, join: Join, exact: bool = False) -> None:
-    """As the table of docs/network.md. Each row goes once to each rank of the other host that holds an expert of its
-    token, each partial back, or (exact) a row for each expert; counts, metadata and routing beside them."""
+    """As the table of docs/network-protocol.md. Each row goes once to each rank of the other host that holds an expert
+    of its token, each partial back, or (exact) a row for each expert; counts, metadata and routing beside them."""
     loop, case = four(layout, Mode.LL, join, exact_combine=exact)
     counts = 0 if layout in (Layout.FLAT, Layout.RANK_MAJOR) else 128  # of at most 28 experts on a rank
     before = [{t.peer: t for t in remote.peers()} for remote in loop.remotes]

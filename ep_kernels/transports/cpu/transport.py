@@ -1,5 +1,5 @@
 """The `cpu` transport: processes of one host through shared memory, those of several hosts over a network too. See
-docs/cpu-transport.md for what moves where, docs/network.md for what crosses hosts.
+docs/cpu-transport.md for what moves where, docs/network-protocol.md for what crosses hosts.
 
 Python allocates, checks results and maps errors; all waiting and moving happens in the native half, without the GIL.
 LL and HT are one algorithm here, because a receiver can read its peers' routing; what differs is the output's shape.
