@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_kernels import AbortedError, PeerTimeout
+from ep_kernels import AbortedError, ClosedError, MoECommunicator, PeerTimeout
 from ep_kernels.membership import GroupMember
 from ep_kernels.types import LatencySample
 from tests.cases import RoutingCase
@@ -110,6 +110,21 @@ def test_another_thread_may_abort_what_close_waits_for(member: GroupMember, tran
     closing.join(10)
     assert not closing.is_alive()
     assert transport.said == ["drain", "abort", "close"]
+
+
+@pytest.mark.parametrize("act", ["close", "abort"])
+def test_another_thread_may_close_or_abort_right_before_close_waits(act: str) -> None:
+    comm = MoECommunicator(RoutingCase(2, 1, 16, (1,)).config(LonelyGroup()))
+    drain = comm._transport.drain
+
+    def late() -> None:
+        comm._transport.close() if act == "close" else comm._transport.abort("enough")
+        drain()
+
+    comm._transport.drain = late  # type: ignore[method-assign]
+    comm.close()
+    with pytest.raises(ClosedError):
+        comm.barrier()
 
 
 def test_another_thread_may_abort_while_records_are_read(member: GroupMember, transport: Scripted) -> None:

@@ -171,7 +171,7 @@ class CpuTransport(CpuMember[NativeComm]):
 
     def drain(self) -> None:
         """See `Transport.drain`: operations end before they return, but the network may still send what they left."""
-        channel = self.native().channel
+        channel = self._channel()
         if channel is not None:
             active = [rank for rank in self._remote if self.active[rank]]
             self._flush(channel, active, self.config.timeout_s)
