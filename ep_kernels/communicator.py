@@ -302,7 +302,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
         """The handle of a dispatch in fixed shapes, cut to its `num_rows`, which the caller has read: `combine` takes
-        [num_rows, H], `combine_input` gives it. Fewer than arrived lose some. Raises ArgumentError, HandleError."""
+        [num_rows, H], never fewer than arrived (`cpu` refuses them). Raises ArgumentError, HandleError."""
         handle = self._own(handle)
         checks.trimmed_rows(num_rows, handle, self._config)
         return self._transport.trimmed(handle, num_rows)

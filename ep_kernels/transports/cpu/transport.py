@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from ep_kernels.config import MoEConfig
-from ep_kernels.errors import PeerTimeout, TransportError
+from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
@@ -236,6 +236,9 @@ class CpuTransport(CpuMember[NativeComm]):
 
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
         """See `Transport.trimmed`."""
+        state: RoutingState = handle.state
+        if num_rows < state.totals[0]:  # combine would read past the end of y
+            raise ArgumentError("num_rows", f"the {state.totals[0]} that arrived, or more", num_rows)
         return replace(handle, rows_shape=(num_rows,))
 
     def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
