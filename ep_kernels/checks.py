@@ -11,7 +11,6 @@ import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ArgumentError, HandleError
-from ep_kernels.lazy_output import recycle
 from ep_kernels.types import DispatchHandle, Layout, Mode
 
 _INT32 = torch.iinfo(torch.int32)
@@ -123,12 +122,6 @@ def combine_arguments(
     if row_weights is not None:
         each = () if config.resolved_layout.per_expert else (config.topk,)
         tensor("row_weights", row_weights, (*handle.rows_shape, *each), (torch.float32,), device_type)
-
-
-def written(out: object) -> None:
-    """A call will write to `out`, unless it refuses its arguments: see `lazy_output.recycle`."""
-    if isinstance(out, torch.Tensor):
-        recycle(out)
 
 
 def share_memory(one: object, other: object) -> bool:

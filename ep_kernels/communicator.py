@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from ep_kernels import bringup, checks, ops, quant, received
+from ep_kernels import bringup, checks, lazy_output, ops, quant, received
 from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import CapacityError, HandleError, TransportError
 from ep_kernels.in_flight import InFlight
@@ -211,7 +211,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             checks.uncompiled(topk_weights)
             z = ops.combine(self, y, handle)[0]
             return z if out is None else out.copy_(z)
-        checks.written(out)
+        lazy_output.written(out)
         try:
             if self._quick is not None and self._is_free(self._combines):
                 done = self._quick.combine(y, handle, out, topk_weights)
@@ -247,7 +247,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             z, weights = ops.combine(self, y, handle, row_weights, apply_weights)
             z = z if out is None else out.copy_(z)
             return CombineRequest(lambda: (z, weights))
-        checks.written(out)
+        lazy_output.written(out)
         pending: base.PendingCombine | None = None
         if self._quick is not None and row_weights is None and apply_weights and self._is_free(self._combines):
             pending = self._run(self._quick.combine_async, y, handle, out, topk_weights)
