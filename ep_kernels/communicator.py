@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from ep_kernels import bringup, checks, ops, quant, received
+from ep_kernels import bringup, checks, lazy_output, ops, quant, received
 from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import CapacityError, HandleError, TransportError
 from ep_kernels.in_flight import InFlight
@@ -68,8 +68,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
                 tickets = bringup.meet(config, transport, transport.allocate(config.ll_max_tokens))
                 transport.import_regions(tickets)
                 transport.barrier()
-            given = config.ll_max_tokens
-            self._ll_max_tokens = transport.ll_max_tokens() if given is None else given
+            self._ll_max_tokens = transport.ll_max_tokens() if config.ll_max_tokens is None else config.ll_max_tokens
             self._quick = self._shortest()
             self._site = TraceSite.of(self._id, config, self._ll_max_tokens, self._device)
         except BaseException:
@@ -212,6 +211,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             checks.uncompiled(topk_weights)
             z = ops.combine(self, y, handle)[0]
             return z if out is None else out.copy_(z)
+        lazy_output.written(out)
         try:
             if self._quick is not None and self._is_free(self._combines):
                 done = self._quick.combine(y, handle, out, topk_weights)
@@ -247,14 +247,14 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             z, weights = ops.combine(self, y, handle, row_weights, apply_weights)
             z = z if out is None else out.copy_(z)
             return CombineRequest(lambda: (z, weights))
+        lazy_output.written(out)
         pending: base.PendingCombine | None = None
         if self._quick is not None and row_weights is None and apply_weights and self._is_free(self._combines):
             pending = self._run(self._quick.combine_async, y, handle, out, topk_weights)
         if pending is None:
             args = self._combine_args(y, handle, out, row_weights, apply_weights, topk_weights, at_once=False)
             pending = self._run(self._transport.combine, args)
-        number = self._combines.begin()
-        return CombineRequest(self._finisher(self._combines, number, lambda: pending.wait(out)))
+        return CombineRequest(self._finisher(self._combines, self._combines.begin(), lambda: pending.wait(out)))
 
     def combine_now(
         self, y: torch.Tensor, handle: DispatchHandle, row_weights: torch.Tensor | None, apply_weights: bool
@@ -302,7 +302,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
         """The handle of a dispatch in fixed shapes, cut to its `num_rows`, which the caller has read: `combine` takes
-        [num_rows, H], `combine_input` gives it. Fewer than arrived lose some. Raises ArgumentError, HandleError."""
+        [num_rows, H], never fewer than arrived (`cpu` refuses them). Raises ArgumentError, HandleError."""
         handle = self._own(handle)
         checks.trimmed_rows(num_rows, handle, self._config)
         return self._transport.trimmed(handle, num_rows)

@@ -52,7 +52,12 @@ def lazy_output(field: Callable[[str], Any]) -> DispatchOutput:
 
 
 def recycle(rows: torch.Tensor) -> None:
-    """A dispatch has begun whose rows are delivered to this buffer. What autograd has saved of it is no longer what it
-    was: backward then raises, as after an in-place operation, instead of computing other gradients."""
-    if torch.is_grad_enabled():
-        torch.autograd.graph.increment_version(rows)
+    """An operation has begun that writes to this buffer, in whatever mode. What autograd has saved of it is no longer
+    what it was: backward then raises, as after an in-place operation, instead of computing other gradients."""
+    torch.autograd.graph.increment_version(rows)
+
+
+def written(out: object) -> None:
+    """The same of the `out` of a call, whose arguments have not been checked."""
+    if isinstance(out, torch.Tensor):
+        recycle(out)

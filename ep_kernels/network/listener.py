@@ -78,7 +78,7 @@ class Listener:
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.refused: dict[str, int] = {}
         self._registered: dict[int, Registration] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # as that of `Network`
         self._pending: dict[socket.socket, _Pending] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)

@@ -45,7 +45,7 @@ class Network:
     """
 
     _shared: ClassVar[dict[NetworkConfig, Network]] = {}
-    _lock = threading.Lock()
+    _lock = threading.RLock()  # a garbage collection within may close a channel
 
     def __init__(self, config: NetworkConfig) -> None:
         self.config = config
@@ -89,7 +89,7 @@ class Network:
     @classmethod
     def close_all_in_child(cls) -> None:
         """In a forked child: close its copies of descriptors, so that peers see the end of the parent's process."""
-        cls._lock = threading.Lock()
+        cls._lock = threading.RLock()
         for one in cls._shared.values():
             proxy, one.proxy = one.proxy, None
             one.listener.close_in_child()

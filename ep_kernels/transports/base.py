@@ -277,7 +277,7 @@ class Transport(MemberTransport, Protocol):
         device, where a dispatch that was waited for has written it before anything that is launched afterwards."""
 
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
-        """The handle with `num_rows` rows, of a compact layout."""
+        """The handle with `num_rows` rows, of a compact layout. ArgumentError: fewer than arrived, if that is known."""
 
     def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
         """Rows that this dispatch has dropped. Where only the device knows, it is read."""

@@ -22,6 +22,7 @@ from ep_kernels import (
     StoreGroup,
 )
 from tests.cases import RoutingCase
+from tests.groups import LonelyGroup
 from tests.worlds import World
 
 Worlds = Callable[[int], World]
@@ -161,3 +162,24 @@ def test_a_look_ends_as_soon_as_it_has_seen_something(world: Worlds) -> None:
     assert len(took) == 5
     assert max(took) < 10
     assert took[2] >= 0.01
+
+
+@pytest.mark.parametrize("layout", [Layout.GROUPED, Layout.FLAT])
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_trimmed_handle_has_all_rows_that_arrived(layout: Layout, quick: bool) -> None:
+    """With fewer, combine would read what lies behind y."""
+    config = RoutingCase(E, K, H, (M,)).config(
+        LonelyGroup(), mode=Mode.AUTO, layout=layout, dtype=torch.float32, exact_shapes=False
+    )
+    with MoECommunicator(config) as comm:
+        comm._quick = comm._quick if quick else None
+        out, handle = comm.dispatch(*drawn(5))
+        rows = int(out.num_rows)
+        with pytest.raises(
+            ArgumentError, match=rf"num_rows: expected the {rows} that arrived, or more, got {rows - 1}"
+        ):
+            comm.trimmed(handle, rows - 1)
+        z = comm.combine(out.tokens, handle)
+        for more in (0, 1):
+            trimmed = comm.trimmed(handle, rows + more)
+            assert torch.equal(comm.combine(out.tokens[: rows + more].clone(), trimmed), z)

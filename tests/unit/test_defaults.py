@@ -121,18 +121,40 @@ def test_where_tensors_have_no_memory_calls_are_refused(mode: Mode) -> None:
         assert torch.equal(again.tokens[rows], y[rows])
 
 
-def test_gradients_of_recycled_rows_are_refused() -> None:
-    """Expert rows that autograd has saved and a later dispatch has overwritten: an error, not other gradients."""
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.GROUPED])
+def test_gradients_of_recycled_rows_are_refused(mode: Callable[[], Any], layout: Layout) -> None:
+    """Expert rows that autograd has saved and a later dispatch has overwritten, that of a checkpointed layer say: an
+    error, not other gradients."""
     weight = torch.randn(H, H, requires_grad=True)
-    with trained(Layout.FLAT) as comm:
+    with trained(layout) as comm:
         losses = []
-        for _ in range(comm.config.max_in_flight + 1):
+        for _ in range(comm.config.max_in_flight):
             out, _ = comm.dispatch(*inputs())
             losses.append((out.tokens @ weight).sum())
+        with mode():
+            comm.dispatch(*inputs())
         for loss in losses[1:]:
             loss.backward()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             losses[0].backward()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.GROUPED])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_gradients_of_an_overwritten_out_are_refused(mode: Callable[[], Any], layout: Layout, at_once: bool) -> None:
+    """As torch refuses them after an operation of its own with `out`."""
+    weight = torch.randn(H, H, requires_grad=True)
+    with trained(layout) as comm:
+        out, handle = comm.dispatch(*inputs())
+        z, y = torch.empty(T, H, dtype=torch.float32), out.tokens.clone()
+        loss = (comm.combine(y, handle, out=z) @ weight).sum()
+        with mode():
+            combined = comm.combine(y, handle, out=z) if at_once else comm.combine_async(y, handle, out=z).wait()
+        assert combined is z
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

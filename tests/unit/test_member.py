@@ -9,11 +9,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from ep_kernels import AbortedError, PeerTimeout
+from ep_kernels import AbortedError, ClosedError, MoECommunicator, PeerTimeout
 from ep_kernels.membership import GroupMember
+from ep_kernels.network import NetworkConfig
+from ep_kernels.network.listener import Listener
+from ep_kernels.network.network import Network
 from ep_kernels.types import LatencySample
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
@@ -82,6 +86,47 @@ def test_one_that_is_dropped_is_closed(transport: Scripted) -> None:
     assert transport.said == ["drain", "close"]
 
 
+class Collecting(dict[int, Any]):
+    """Its memory runs short when something is taken out."""
+
+    def pop(self, *args: Any) -> Any:
+        gc.collect()
+        return super().pop(*args)
+
+
+def test_one_that_is_dropped_may_be_collected_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A garbage collection comes where memory is asked for, whatever lock is held there: of the port that another one
+    is taken from, or of the networks while one is opened."""
+    networks = [NetworkConfig(listen="127.0.0.1:0", seed=seed) for seed in range(2)]
+
+    def over(network: NetworkConfig) -> MoECommunicator:
+        return MoECommunicator(
+            msgspec.structs.replace(RoutingCase(2, 1, 16, (1,)).config(LonelyGroup()), network=network)
+        )
+
+    def drop() -> None:
+        cycle: list[Any] = [over(networks[0])]
+        cycle.append(cycle)
+
+    def open_and_close() -> None:
+        kept = over(networks[0])
+        drop()
+        port = Network._shared[networks[0]].listener
+        port._registered = Collecting(port._registered)
+        kept.close()
+        drop()
+        make = Listener.__init__
+        monkeypatch.setattr(Listener, "__init__", lambda *args: (gc.collect(), make(*args))[1])
+        over(networks[1]).close()
+
+    thread = threading.Thread(target=open_and_close, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    for network in [Network._shared.pop(config) for config in networks if config in Network._shared]:
+        network.close()
+
+
 @pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_no_copy_of_it_is_made(member: GroupMember, transport: Scripted, act: Callable[[Any], Any]) -> None:
     """Two would close one rank's memory twice. A module that has one says so when it is copied or saved."""
@@ -110,6 +155,21 @@ def test_another_thread_may_abort_what_close_waits_for(member: GroupMember, tran
     closing.join(10)
     assert not closing.is_alive()
     assert transport.said == ["drain", "abort", "close"]
+
+
+@pytest.mark.parametrize("act", ["close", "abort"])
+def test_another_thread_may_close_or_abort_right_before_close_waits(act: str) -> None:
+    comm = MoECommunicator(RoutingCase(2, 1, 16, (1,)).config(LonelyGroup()))
+    drain = comm._transport.drain
+
+    def late() -> None:
+        comm._transport.close() if act == "close" else comm._transport.abort("enough")
+        drain()
+
+    comm._transport.drain = late  # type: ignore[method-assign]
+    comm.close()
+    with pytest.raises(ClosedError):
+        comm.barrier()
 
 
 def test_another_thread_may_abort_while_records_are_read(member: GroupMember, transport: Scripted) -> None:

@@ -336,3 +336,14 @@ def test_a_launch_wakes_the_proxy_first() -> None:
         NvlinkMember._start(member, SimpleNamespace(operation=operation), None, 0)  # type: ignore[arg-type]
         assert did == wanted
         did.clear()
+
+
+def test_a_rank_that_got_no_region_gives_the_network_back() -> None:
+    """As where its kernels do not compile: else the port would let others in, and a proxy watch its ring, for good."""
+    closed = list[str]()
+    config = SimpleNamespace(group=SimpleNamespace(size=2, epoch=0))
+    member = NvlinkMember(config, "abi")
+    member._remote = SimpleNamespace(close=lambda: closed.append("network"))  # type: ignore[assignment]
+    member.close()
+    member.close()
+    assert closed == ["network"]

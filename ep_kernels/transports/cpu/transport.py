@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from ep_kernels.config import MoEConfig
-from ep_kernels.errors import PeerTimeout, TransportError
+from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
@@ -171,7 +171,7 @@ class CpuTransport(CpuMember[NativeComm]):
 
     def drain(self) -> None:
         """See `Transport.drain`: operations end before they return, but the network may still send what they left."""
-        channel = self.native().channel
+        channel = self._channel()
         if channel is not None:
             active = [rank for rank in self._remote if self.active[rank]]
             self._flush(channel, active, self.config.timeout_s)
@@ -236,6 +236,9 @@ class CpuTransport(CpuMember[NativeComm]):
 
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
         """See `Transport.trimmed`."""
+        state: RoutingState = handle.state
+        if num_rows < state.totals[0]:  # combine would read past the end of y
+            raise ArgumentError("num_rows", f"the {state.totals[0]} that arrived, or more", num_rows)
         return replace(handle, rows_shape=(num_rows,))
 
     def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:

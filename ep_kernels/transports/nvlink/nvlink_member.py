@@ -154,8 +154,9 @@ class NvlinkMember:
                     words = None if self._remote is None else self._remote.words
                     _kept.append((self._tables, self._domain.region.mapping, self._kept_for_graphs(), words))
             self._detach()
-            if self._remote is not None:
-                self._remote.close()
+        if self._remote is not None:  # which may be there without the region that was to follow
+            self._remote.close()
+        if hasattr(self, "_domain"):
             self._domain.close()
             self._domain.free_returned()
 

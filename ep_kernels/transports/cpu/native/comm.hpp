@@ -16,8 +16,8 @@ enum class Kind : int32_t { rows = 0, records = 1, words = 2 };
 
 // How far the parts of one slot of one rank of another host have come.
 struct Landing {
-  uint32_t seq;  // low bits of its number
-  bool begun, head;
+  uint64_t seq;
+  bool head;
   Parts parts;
 };
 

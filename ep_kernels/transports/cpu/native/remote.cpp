@@ -126,13 +126,10 @@ void notify_host(Comm& c) {
   }
 }
 
-// How far `low` is ahead of `near`, both of kSeqBits: the shorter way round.
-int64_t ahead(uint32_t low, uint32_t near) {
-  return int32_t((low - near) << (32 - kSeqBits)) >> (32 - kSeqBits);
-}
-
 // The number nearest to `near` of which `low` are the low bits.
-uint64_t whole(uint32_t low, uint64_t near) { return near + uint64_t(ahead(low, uint32_t(near))); }
+uint64_t whole(uint32_t low, uint64_t near) {
+  return near + uint64_t(int64_t(int32_t((low - uint32_t(near)) << (32 - kSeqBits)) >> (32 - kSeqBits)));
+}
 
 // Words only grow, whatever order their messages come in.
 void grow(Word& word, uint64_t seq) {
@@ -140,18 +137,17 @@ void grow(Word& word, uint64_t seq) {
 }
 
 // What has come of slot `slot` of `rank` under number `seq`. Null: the number is stale.
-Landing* landing_of(Comm& c, Op op, int rank, int slot, uint32_t seq) {
+Landing* landing_of(Comm& c, Op op, int rank, int slot, uint64_t seq) {
   Landing& l = c.landings[(int64_t(op) * c.g.ranks + rank) * c.g.in_flight + slot];
-  if (!l.begun || l.seq != seq) {
-    if (l.begun && ahead(seq, l.seq) < 0) return nullptr;
-    l = {seq, true, false, {}};
-  }
+  if (seq < l.seq) return nullptr;
+  if (seq > l.seq) l = {seq, false, {}};
   return &l;
 }
 
 // A message of a dispatch or combine. True: readers can go on.
-bool slot_came(Comm& c, Op op, int rank, Imm kind, int slot, int chunk, uint32_t seq) {
-  Landing* l = landing_of(c, op, rank, slot, seq);
+bool slot_came(Comm& c, Op op, int rank, Imm kind, int slot, int chunk, uint32_t low) {
+  // Numbers as this rank counts: it may have been no rail of that rank for as many as the low bits tell apart.
+  Landing* l = landing_of(c, op, rank, slot, whole(low, c.upcoming(op)));
   if (!l) return false;
   if (kind == Imm::dispatch_head || kind == Imm::combine_head) l->head = true;
   if (kind == Imm::dispatch_part || kind == Imm::combine_part) ++l->parts.others;
@@ -161,7 +157,7 @@ bool slot_came(Comm& c, Op op, int rank, Imm kind, int slot, int chunk, uint32_t
   const bool out = op == Op::dispatch;
   SlotMeta& meta = out ? *mirror.dispatch_meta(slot) : *mirror.combine_meta(slot);
   const Parts& all = meta.parts[c.host[c.g.rank]];
-  if (!l->head || (meta.seq & kSeqMask) != l->seq || l->parts.others != all.others) return false;
+  if (!l->head || meta.seq != l->seq || l->parts.others != all.others) return false;
   uint64_t here = 0;
   for (int i = 0; i < kChunks; ++i) here |= uint64_t(l->parts.rows[i] == all.rows[i]) << i;
   Word& word = out ? words.dispatch_arrived[slot] : words.combine_arrived[slot];
