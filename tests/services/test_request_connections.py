@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from crossdock.client import AsyncClient, InvalidRequest, buffer_pool
+from crossdock.common.addresses import format_address, split_address
 from crossdock.common.rpc import ListenError
 from crossdock.common.settings import SecurityConfig
 from crossdock.protocol.request_buffer import Places, described
@@ -315,12 +316,16 @@ async def test_grpc_alone_by_either_word(tmp_path: Path, given: dict[str, object
         AsyncClient("nowhere:1", way="udp")  # type: ignore[arg-type]
 
 
-async def test_ipv6(tmp_path: Path) -> None:
-    async with world(tmp_path, listen="[::1]:0") as made, AsyncClient(made.address, way="tcp") as client:
-        await warm(client, made)
-        batch = Batch.random(3)
-        assert torch.equal(await client.forward(1, *tensors(batch)), 2 * batch.x)
-        assert made.buffers.num_connections == 1
+@pytest.mark.parametrize("listen", ["[::1]:0", "0.0.0.0:0", "[::]:0"])
+async def test_ipv6(tmp_path: Path, listen: str) -> None:
+    """Every interface is that of both address families, as it is for gRPC."""
+    async with world(tmp_path, listen=listen) as made:
+        address = format_address("::1", split_address(made.address)[1])
+        async with AsyncClient(address, way="tcp") as client:
+            await warm(client, made)
+            batch = Batch.random(3)
+            assert torch.equal(await client.forward(1, *tensors(batch)), 2 * batch.x)
+            assert made.buffers.num_connections == 1
 
 
 async def test_a_port_in_use_is_an_error_at_the_start(tmp_path: Path) -> None:

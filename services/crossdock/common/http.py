@@ -23,7 +23,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from crossdock.common.addresses import EVERY_INTERFACE, family_of, format_address, split_address
+from crossdock.common.addresses import bound_to, family_of, format_address, split_address
 from crossdock.common.log import get
 from crossdock.common.rpc import ListenError
 from crossdock.common.security import Security
@@ -158,8 +158,7 @@ class _Server(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}
         self._num_threads = 0
-        if host in EVERY_INTERFACE:  # both address families, as grpc does
-            host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+        host = bound_to(host)
         self.address_family = family_of(host)
         self.page, self.ready = page, ready
         self.security = None if security is None or security.config.http == "plain" else security
