@@ -43,6 +43,8 @@ _REQUEST_S = 10.0
 _READ_BYTES = 64 << 10
 _MAX_CONNECTIONS, _MAX_THREADS = 64, 128
 """Limits of connections, and of threads, which include those of connections closed a moment ago."""
+_PAUSE_S = 0.02
+"""After a connection that could not be accepted."""
 _OVERLOADED = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many connections\n"
 
 
@@ -171,7 +173,11 @@ class _Server(ThreadingHTTPServer):
 
     def get_request(self) -> tuple[socket.socket, object]:
         """Accept a connection. The handshake runs in its own thread: a slow client does not delay others."""
-        accepted, client = super().get_request()
+        try:
+            accepted, client = super().get_request()
+        except OSError:  # no descriptor is free, for instance: the connection waits
+            time.sleep(_PAUSE_S)
+            raise
         try:
             context = self.security.http_server() if self.security is not None else None
             if context is None:
