@@ -28,6 +28,7 @@ from crossdock.client import (
     Overloaded,
     Unavailable,
     blocking,
+    buffer_pool,
     direct,
     opened_buffer,
 )
@@ -135,6 +136,22 @@ async def test_a_process_that_forked_makes_a_client_of_its_own(tmp_path: Path, w
         client = await asyncio.to_thread(functools.partial(Client, made.address, way=way))
         assert await asyncio.to_thread(ask, client)
         await asyncio.to_thread(client.close)
+
+
+@both_ways
+async def test_an_old_one_is_replaced_between_two_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way
+) -> None:
+    """Servers end the calls of a connection half an hour old, in the middle of a request maybe."""
+    async with world(tmp_path) as made, AsyncClient(made.address, way=way, retry=False) as client:
+        await warm(client, made)
+        (first,) = made.buffers._open
+        with monkeypatch.context() as later:
+            later.setattr(buffer_pool, "_OLD_S", 0.0)
+            await client.forward(1, *tensors(Batch.random(3)))
+        await until(lambda: first not in made.buffers._open)
+        await warm(client, made)
+        assert first not in made.buffers._open
 
 
 @both_ways
