@@ -44,6 +44,7 @@ def test_the_default_values_keep_to_the_schema() -> None:
         ("control", {"config": {"world_size": 3}}),
         ("worker", {"config": {"dtype": "int3"}}),
         ("worker", {"config": {"listen": "a:1"}}),
+        ("worker", {"config": {"request_port": 9000}}),  # it is 7800, or none with tls
         ("worker", {"numWorkers": 0}),
         ("worker", {"modle": {}}),
         ("worker", {"gpus": -1}),

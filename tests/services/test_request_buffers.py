@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -21,11 +22,13 @@ from google.protobuf.message import DecodeError
 from crossdock.client import (
     AsyncClient,
     Client,
+    ClientError,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
     Unavailable,
     blocking,
+    buffer_pool,
     direct,
     opened_buffer,
 )
@@ -101,6 +104,54 @@ async def test_all_buffers_that_a_call_lacks_are_opened_at_once(monkeypatch: pyt
     assert client.begin(client.batch_of(1, tensors(Batch.random(3)), TIMEOUT_S)) is None
     await until(lambda: len(opened) == 3)
     assert sorted(opened) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp", "grpc"])
+async def test_a_process_that_forked_makes_a_client_of_its_own(tmp_path: Path, way: Way) -> None:
+    """Two processes on one connection would get each other's answers, and no thread is there for calls by gRPC."""
+
+    def in_child(client: Client) -> bool:
+        """Whether each call is refused there, and at once."""
+        if pid := os.fork():
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        signal.alarm(5)  # which ends a child that waits
+        for call in (lambda: client.forward(1, *tensors(Batch.random(3))), client.describe):
+            with contextlib.suppress(ClientError):
+                call()
+                os._exit(1)
+        client.close()
+        os._exit(0)
+
+    def ask(client: Client) -> bool:
+        """In the parent, before and after."""
+        for _ in range(2):
+            while way != "grpc" and not len(made.buffers):
+                client.forward(1, *tensors(Batch.random(3)))
+            batch = Batch.random(3)
+            assert torch.equal(client.forward(1, *tensors(batch)), 2 * batch.x)
+            refused = in_child(client)
+        return refused
+
+    async with world(tmp_path) as made:
+        client = await asyncio.to_thread(functools.partial(Client, made.address, way=way))
+        assert await asyncio.to_thread(ask, client)
+        await asyncio.to_thread(client.close)
+
+
+@both_ways
+async def test_an_old_one_is_replaced_between_two_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way
+) -> None:
+    """Servers end the calls of a connection half an hour old, in the middle of a request maybe."""
+    async with world(tmp_path) as made, AsyncClient(made.address, way=way, retry=False) as client:
+        await warm(client, made)
+        (first,) = made.buffers._open
+        with monkeypatch.context() as later:
+            later.setattr(buffer_pool, "_OLD_S", 0.0)
+            await client.forward(1, *tensors(Batch.random(3)))
+        await until(lambda: first not in made.buffers._open)
+        await warm(client, made)
+        assert first not in made.buffers._open
 
 
 @both_ways

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from crossdock.client import AsyncClient, InvalidRequest, buffer_pool
+from crossdock.common.addresses import format_address, split_address
 from crossdock.common.rpc import ListenError
 from crossdock.common.settings import SecurityConfig
 from crossdock.protocol.request_buffer import Places, described
@@ -315,12 +316,16 @@ async def test_grpc_alone_by_either_word(tmp_path: Path, given: dict[str, object
         AsyncClient("nowhere:1", way="udp")  # type: ignore[arg-type]
 
 
-async def test_ipv6(tmp_path: Path) -> None:
-    async with world(tmp_path, listen="[::1]:0") as made, AsyncClient(made.address, way="tcp") as client:
-        await warm(client, made)
-        batch = Batch.random(3)
-        assert torch.equal(await client.forward(1, *tensors(batch)), 2 * batch.x)
-        assert made.buffers.num_connections == 1
+@pytest.mark.parametrize("listen", ["[::1]:0", "0.0.0.0:0", "[::]:0"])
+async def test_ipv6(tmp_path: Path, listen: str) -> None:
+    """Every interface is that of both address families, as it is for gRPC."""
+    async with world(tmp_path, listen=listen) as made:
+        address = format_address("::1", split_address(made.address)[1])
+        async with AsyncClient(address, way="tcp") as client:
+            await warm(client, made)
+            batch = Batch.random(3)
+            assert torch.equal(await client.forward(1, *tensors(batch)), 2 * batch.x)
+            assert made.buffers.num_connections == 1
 
 
 async def test_a_port_in_use_is_an_error_at_the_start(tmp_path: Path) -> None:
@@ -367,6 +372,49 @@ async def test_many_clients_with_requests_of_any_size(tmp_path: Path) -> None:
             await client.close()
         await until(lambda: made.buffers.num_bytes == 0)
     assert Places.of(1, H, K, 4).num_bytes < 64 * KIB
+
+
+@pytest.mark.parametrize("kind", [Guest, RemoteGuest])
+async def test_what_a_running_step_reads_outlives_its_request(tmp_path: Path, kind: type[Guest]) -> None:
+    """Cancelled, it may still be in a step: what is sent behind it, checked or not, goes nowhere."""
+    async with world(tmp_path) as made, kind(made) as guest:
+        await guest.redeem()
+        assert guest.sock is not None
+        made.engine.go.clear()
+        guest.write(batch := Batch.random(3))
+        guest.tell(1, 3)
+        await until(lambda: len(made.engine.seen) == 1)
+        ((buffer,), work) = made.buffers._open, made.engine.seen[0]
+        with made.buffers.request_sockets._reading:  # until all is there
+            wrong = Batch(1, batch.x, torch.full_like(batch.ids, 1 << 30), batch.weights)
+            for number, changes in ((1, {"cancel": True}), (2, {}), (2, {"cancel": True}), (3, {})):
+                if number == 3:
+                    guest.write(wrong)
+                guest.tell(number, 3, **changes)
+        await until(lambda: buffer not in made.buffers._open)
+        assert len(made.engine.seen) == 1
+        assert torch.equal(work.topk_ids, batch.ids.int())
+
+
+async def test_who_sends_without_an_end_does_not_keep_the_thread(tmp_path: Path) -> None:
+    """Which may be that of the steps."""
+    async with world(tmp_path) as made, RemoteGuest(made) as guest, RemoteGuest(made) as other:
+        await guest.redeem()
+        await other.redeem()
+        assert guest.sock is not None
+        many = framed(expert_pb2.ForwardRequest(cancel=True)) * 10_000
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    guest.sock.sendall(many)
+
+        sending = asyncio.create_task(asyncio.to_thread(send))
+        other.write(batch := Batch.random(2))
+        assert not (await other.ask(1, 2)).HasField("error")
+        assert torch.equal(other.y(2), 2 * batch.x)
+        await sending
+        await until(lambda: len(made.buffers) == 1)
 
 
 async def test_too_many_requests_in_a_second_wake_no_rank_and_keep_the_connection(tmp_path: Path) -> None:

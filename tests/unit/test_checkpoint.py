@@ -357,3 +357,25 @@ def test_a_checkpoint_that_is_closed_during_a_read_is_read_all_the_same(
     monkeypatch.setattr(Shards, "_mapped", closed)
     name = next(iter(shards))
     assert shards.read(name).shape == shards.describe(name)[1]
+
+
+@pytest.mark.parametrize("how", ["others", "truncated", "renamed", "removed"])
+def test_a_file_that_was_written_since_it_was_opened_is_not_read(tmp_path: Path, how: str) -> None:
+    """It would give other weights than the rest of the layer has, or end the process (SIGBUS). One that was replaced is
+    there as long as it is mapped."""
+    write_files(tmp_path, "qwen3_moe", SIZES, draw_weights(SIZES))
+    shards, (file,) = Shards(tmp_path), tmp_path.glob("*.safetensors")
+    name = next(iter(shards))
+    before = shards.read(name).clone()
+    if how == "renamed":
+        other = tmp_path / "other"
+        other.write_bytes(bytes(file.stat().st_size))
+        other.rename(file)
+    elif how == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(bytes(file.stat().st_size if how == "others" else 100))
+        with pytest.raises(CheckpointError, match="expected the file as it was opened, got one that was written since"):
+            shards.read(name)
+        return
+    assert torch.equal(shards.read(name), before)

@@ -46,6 +46,7 @@ class Case:
         topk: K; with 1 the router's weight is applied to the input.
         missing: some tokens have no expert, others fewer than K.
         round_robin: expert e lives where `PLACED[e]` says.
+        strided: the ids are columns of a wider table, as of a router that appends shared experts.
         tokens: T of each rank.
     """
 
@@ -58,6 +59,7 @@ class Case:
     tokens: tuple[int, ...] = TOKENS
     missing: bool = False
     round_robin: bool = False
+    strided: bool = False
 
     @property
     def batched(self) -> bool:
@@ -79,6 +81,8 @@ class Inputs:
         if case.missing:
             self.ids[torch.rand(self.ids.shape) < 0.3] = -1
             self.ids[:1] = -1
+        if case.strided:
+            self.ids = torch.cat([self.ids, self.ids], 1)[:, : case.topk]
         self.weights = torch.rand(tokens, case.topk)
 
     def ffn(self, x: torch.Tensor, expert: int) -> torch.Tensor:

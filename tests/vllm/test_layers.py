@@ -13,6 +13,7 @@ CASES = [Case(plugin, backend, fp8) for plugin, backend in CLASSES for fp8 in (F
 CASES += [Case(plugin, backend, topk=1) for plugin, backend in CLASSES]
 CASES += [Case(plugin, backend, tokens=(0, 0, 0, 0)) for plugin, backend in CLASSES]
 CASES += [Case(plugin, backend, missing=True) for plugin, backend in CLASSES]
+CASES += [Case("native", backend, strided=True) for plugin, backend in CLASSES if plugin == "native"]
 CASES += [Case("native", LL, missing=missing, round_robin=True) for missing in (False, True)]
 CASES += [
     Case(plugin, backend, fp8=True, scale=scale)

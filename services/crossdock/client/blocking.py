@@ -27,7 +27,8 @@ Result = TypeVar("Result")
 
 
 class Client:
-    """Thread-safe client. Arguments as AsyncClient."""
+    """Thread-safe client. Arguments as AsyncClient. A process that forked makes one of its own: the connections are
+    its parent's."""
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class Client:
 
     def describe(self, timeout_s: float = 60.0) -> expert_pb2.DescribeResponse:
         """See AsyncClient.describe."""
+        self._check_process()
         return self._run(self._client.describe(timeout_s))
 
     def forward(
@@ -80,12 +82,17 @@ class Client:
         check(layer, x, topk_ids, topk_weights, timeout_s)
         if x.shape[0] == 0:
             return x.new_empty(x.shape)
+        self._check_process()
         batch = self._client.batch_of(layer, on_host(x, topk_ids, topk_weights), timeout_s)
         call = self._client.begin(batch)
         out = self._read(call) if call is not None else self._streamed(batch)
         if out is None:
             out = self._run(self._client.by_stream(batch, call.refused if call is not None else None))
         return out.to(x.device)
+
+    def _check_process(self) -> None:
+        if self._loop.is_parents:
+            raise ClientError("the client was made before this process forked: expected one that it has made itself")
 
     def _streamed(self, batch: ForwardCall) -> torch.Tensor | None:
         """The rows of a batch by streams that are open. None: one is not."""
@@ -124,7 +131,9 @@ class Client:
         return self._run(self._client.finish(call))
 
     def close(self) -> None:
-        """Close all connections. Idempotent."""
+        """Close all connections. Idempotent. In a process that forked they stay, and its parent's calls go on."""
+        if self._loop.is_parents:
+            return
         with self._lock:
             first, self._closed = not self._closed, True
             end = self._loop.start(self._client.close()) if first else None

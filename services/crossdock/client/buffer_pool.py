@@ -32,6 +32,8 @@ Way = Literal["auto", "shared", "tcp", "grpc"]
 _OPEN_S, _AGAIN_S, _RARELY_S, _IDLE_S = 5.0, 5.0, 300.0, 30.0
 """Time to open a buffer; pause after one was refused, and where there will hardly be any; age at which an unused one is
 closed."""
+_OLD_S = 300.0
+"""Age at which one is replaced between two requests: servers end the calls of old connections (see stream.py)."""
 _MIN_BYTES = 64 << 10
 _NEVER = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
 """What a worker says that offers no buffer to this client."""
@@ -61,14 +63,14 @@ class BufferPool:
         self._closed = False
 
     def take(self, address: str, num_bytes: int) -> RequestBuffer | None:
-        """An idle buffer of at least that size. A smaller one is closed: calls have grown."""
+        """An idle buffer of at least that size. A smaller one is closed, for calls have grown, and an old one."""
         idle = self._idle.get(address)
         while idle:
             try:
                 buffer = idle.pop()
             except IndexError:
                 break
-            if buffer.num_bytes >= num_bytes and not buffer.closed:
+            if buffer.num_bytes >= num_bytes and not buffer.closed and time.monotonic() - buffer.opened_at < _OLD_S:
                 return buffer
             buffer.close()
         return None

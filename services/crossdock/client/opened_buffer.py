@@ -51,11 +51,12 @@ class RequestBuffer(ABC):
         end: called once when it is closed.
 
     Attributes:
-        used_at: when it was given back last, monotonic seconds.
+        opened_at, used_at: when it was opened, and given back last, monotonic seconds.
     """
 
     def __init__(self, address: str, sock: socket.socket, num_bytes: int, end: Callable[[], None]) -> None:
-        self.address, self.num_bytes, self.used_at = address, num_bytes, time.monotonic()
+        self.address, self.num_bytes = address, num_bytes
+        self.opened_at = self.used_at = time.monotonic()
         self._sock, self._end = sock, end
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)

@@ -33,9 +33,10 @@ class SharedLoop:
 
     _lock = threading.Lock()
     _now: SharedLoop | None = None
+    _process = object()
 
     def __init__(self) -> None:
-        self._loop, self._users = asyncio.new_event_loop(), 0
+        self._loop, self._users, self._made_in = asyncio.new_event_loop(), 0, SharedLoop._process
         self._thread = threading.Thread(target=self._loop.run_forever, name="crossdock-client", daemon=True)
         self._thread.start()
 
@@ -46,6 +47,11 @@ class SharedLoop:
             shared = cls._now = cls._now or cls()
             shared._users += 1
             return shared
+
+    @property
+    def is_parents(self) -> bool:
+        """Whether this process was forked from the one that made it: its thread is not here."""
+        return self._made_in is not SharedLoop._process
 
     def give_back(self) -> None:
         """One user less."""
@@ -66,7 +72,7 @@ class SharedLoop:
     @classmethod
     def forget(cls) -> None:
         """After a fork: the thread is not in this process."""
-        cls._lock, cls._now = threading.Lock(), None
+        cls._lock, cls._now, cls._process = threading.Lock(), None, object()
 
 
 os.register_at_fork(after_in_child=SharedLoop.forget)

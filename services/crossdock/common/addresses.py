@@ -45,6 +45,13 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+def bound_to(host: str) -> str:
+    """What a socket binds to for that host: every interface is that of both address families, as of gRPC."""
+    if host not in EVERY_INTERFACE:
+        return host
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
 def reachable_from_here(address: str) -> str:
     """The address under which this host reaches a server that listens on `address`, which may be every interface."""
     host, port = split_address(address)

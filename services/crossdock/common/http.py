@@ -23,7 +23,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from crossdock.common.addresses import EVERY_INTERFACE, family_of, format_address, split_address
+from crossdock.common.addresses import bound_to, family_of, format_address, split_address
 from crossdock.common.log import get
 from crossdock.common.rpc import ListenError
 from crossdock.common.security import Security
@@ -43,6 +43,8 @@ _REQUEST_S = 10.0
 _READ_BYTES = 64 << 10
 _MAX_CONNECTIONS, _MAX_THREADS = 64, 128
 """Limits of connections, and of threads, which include those of connections closed a moment ago."""
+_PAUSE_S = 0.02
+"""After a connection that could not be accepted."""
 _OVERLOADED = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many connections\n"
 
 
@@ -158,8 +160,7 @@ class _Server(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}
         self._num_threads = 0
-        if host in EVERY_INTERFACE:  # both address families, as grpc does
-            host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+        host = bound_to(host)
         self.address_family = family_of(host)
         self.page, self.ready = page, ready
         self.security = None if security is None or security.config.http == "plain" else security
@@ -172,7 +173,11 @@ class _Server(ThreadingHTTPServer):
 
     def get_request(self) -> tuple[socket.socket, object]:
         """Accept a connection. The handshake runs in its own thread: a slow client does not delay others."""
-        accepted, client = super().get_request()
+        try:
+            accepted, client = super().get_request()
+        except OSError:  # no descriptor is free, for instance: the connection waits
+            time.sleep(_PAUSE_S)
+            raise
         try:
             context = self.security.http_server() if self.security is not None else None
             if context is None:

@@ -107,7 +107,7 @@ class HighThroughputFinalizer(Finalizer):
         rank, because experts look up every id in their map."""
         kind = self._calls.kind(payload, num_experts, topk_ids.shape[1], 0, None, a1.dtype)
         with self._watched():
-            got = self._calls.dispatch(payload, topk_ids, weights.contiguous(), kind, keep=False)
+            got = self._calls.dispatch(payload, topk_ids.contiguous(), weights.contiguous(), kind, keep=False)
         self._keep(got.handle)
         ids = torch.where(got.topk_idx < 0, self._elsewhere(num_experts), got.topk_idx + self._first_expert)
         counted = torch.tensor(got.counted, dtype=torch.int32, device="cpu")

@@ -27,7 +27,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable
 
 from crossdock.common import log, rpc
-from crossdock.common.addresses import family_of, format_address, split_address
+from crossdock.common.addresses import bound_to, family_of, format_address, split_address
 from crossdock.common.tasks import call_in_loop
 from crossdock.protocol.request_buffer import MAX_BUFFER_BYTES, RequestMemory, SharedMemory, host_identity
 from crossdock.protocol.request_connection import REDEEMED, TICKET_BYTES, prepare
@@ -235,6 +235,7 @@ class RequestBuffers:
 
 def _tcp_listener(host: str, port: int) -> socket.socket:
     """Bound, with small buffers, which its connections inherit. Raises OSError."""
+    host = bound_to(host)
     sock = socket.socket(family_of(host), socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

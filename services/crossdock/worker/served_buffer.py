@@ -185,13 +185,14 @@ class ServedBuffer:
 
     def _reply(self, request_id: int, rows: RequestRows, answer: Done | Failure) -> None:
         """Any thread."""
-        work, self._work = self._work, None
-        rows.routing.turn()  # the step's record has its ids, and the next request may be here before that is written
+        work = self._work
         if isinstance(answer, Done):  # one at a time
+            rows.routing.turn()  # the step's record has its ids, and the next request may be here before it is written
+            self._work = None
             self._done.id = request_id
             fill(self._done.timing, answer.timing)
             self._send_packet(self._done.SerializeToString(), rows)
-        else:  # a step may still write its rows: no other request may use that memory
+        else:  # a step may still read and write its rows: it stays, so that no other request gets that memory
             self._send(request_id, answer)
             end(self.sock)
         if work is None:

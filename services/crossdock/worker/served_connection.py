@@ -22,6 +22,8 @@ from crossdock.worker.served_buffer import Offer, ServedBuffer, end
 from crossdock.worker.work import Refused
 
 _NEVER = float("inf")
+_MANY = 16
+"""Messages that no client sends at once: it waits for each answer."""
 
 
 class ServedConnection(ServedBuffer):
@@ -56,7 +58,9 @@ class ServedConnection(ServedBuffer):
     def _receive(self) -> None:
         if self._is_full and not self._push():
             return
-        while self._asked is not None or self._next():
+        for _ in range(_MANY):
+            if self._asked is None and not self._next():
+                break
             if not self._receiver.fill():
                 break
             request, self._asked = self._asked, None
@@ -64,6 +68,8 @@ class ServedConnection(ServedBuffer):
                 self._serve(request)
             if not self._receiver.has_more:
                 break
+        else:  # or else it could keep this thread, which may be that of the steps
+            raise DecodeError(f"message: expected fewer than {_MANY} at once")
         if self._asked is None and not self._receiver.has_more:
             self._read_until = _NEVER
         elif self._read_until == _NEVER:

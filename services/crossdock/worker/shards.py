@@ -60,6 +60,18 @@ def _check_regular(path: Path) -> None:
         raise CheckpointError(f"{path}: unreadable: expected a regular file")
 
 
+def _check_unchanged(path: Path, mapped: os.stat_result) -> None:
+    """Raises CheckpointError: the mapped file was written since, so its bytes may be of other weights, or not there,
+    which would end the process. One that was replaced (renamed over) or removed is there as long as it is mapped."""
+    try:
+        now = path.stat()
+    except OSError:
+        return
+    same = (now.st_dev, now.st_ino) == (mapped.st_dev, mapped.st_ino)
+    if same and (now.st_size, now.st_mtime_ns) != (mapped.st_size, mapped.st_mtime_ns):
+        raise CheckpointError(f"{path}: expected the file as it was opened, got one that was written since")
+
+
 class Shards:
     """All tensors of a directory: `model.safetensors`, or the shards that `model.safetensors.index.json` names.
 
@@ -69,8 +81,8 @@ class Shards:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._open: dict[str, tuple[Any, frozenset[str]]] = {}
-        """Handle and tensor names of each mapped file."""
+        self._open: dict[str, tuple[Any, frozenset[str], os.stat_result]] = {}
+        """Handle, tensor names, and the state at its opening, of each mapped file."""
         self._file_of = self._index()
 
     def _index(self) -> dict[str, str]:
@@ -90,19 +102,20 @@ class Shards:
         return dict.fromkeys(names, SINGLE)
 
     def _mapped(self, file: str) -> tuple[Any, frozenset[str]]:
-        found = self._open.get(file)
+        found, path = self._open.get(file), self._directory / file
         if found is None:
-            path = self._directory / file
             _check_regular(path)
             try:
+                state = path.stat()
                 handle = safe_open(path, framework="pt")
             except FileNotFoundError as error:
                 raise CheckpointError(f"{path}: missing shard, named by {INDEX}") from error
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: truncated or corrupt shard: {error}") from error
-            found = handle, frozenset(handle.keys())  # type: ignore[no-untyped-call]
+            found = handle, frozenset(handle.keys()), state  # type: ignore[no-untyped-call]
             self._open[file] = found
-        return found
+        _check_unchanged(path, found[2])
+        return found[:2]
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
