@@ -102,7 +102,7 @@ async def test_who_is_not_there_is_named_with_those_who_are() -> None:
         await one_more(control, "a/0")
         for args, words in (
             (("drain", "z"), "expected a rank, a worker or a host of this group (a/0), got 'z'"),
-            (("uncordon", "a/0"), "expected a barred worker (none), got 'a/0'"),
+            (("uncordon", "a/0"), "expected a cordoned or quarantined worker (none), got 'a/0'"),
         ):
             done = await command(control, *args)
             assert done.returncode == 1

@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from crossdock.common.transports import needs_gpu, of_device
+from crossdock.common.transports import installed, needs_gpu, of_device
 from crossdock.tune import request as tune
 from crossdock.tune.request import OptionError
 from ep_kernels import Layout, Mode, MoEConfig
@@ -41,9 +41,9 @@ def config_of(
     transport: str = "",
 ) -> MoEConfig:
     """The configuration of rank 0, which owns the most experts; layout "" is the mode's own, transport "" the one
-    on GPUs. Raises ConfigError;
-    OptionError where a name is unknown."""
+    on GPUs. Raises ConfigError, and OptionError where a name is unknown."""
     named_layout = _known("--layout", {kind.value: kind for kind in Layout}, layout) if layout else None
+    facts = _known("--transport", installed(), transport) if transport else of_device("cuda")
     return MoEConfig(
         group=PaperGroup(0, ranks),
         num_experts=num_experts,
@@ -52,18 +52,16 @@ def config_of(
         max_tokens_per_rank=max_tokens,
         mode=_known("--mode", {kind.value: kind for kind in Mode}, mode),
         layout=named_layout,
-        transport=transport or of_device("cuda").name,
+        transport=facts.name,
         **_known("--dtype", PAYLOADS, dtype),
     )
 
 
 def map_of(config: MoEConfig) -> RegionMap:
-    """Raises OptionError where the transport does not tell."""
+    """Bytes of a rank's region, array by array. Raises OptionError: the transport does not compute them."""
     found = region_map(config)
     if found is None:
-        raise OptionError(
-            f"--transport: expected one that tells of its region without making it, got {config.transport}"
-        )
+        raise OptionError(f"--transport: expected one with `region_map` in its inspection.py, got {config.transport}")
     return found
 
 
@@ -130,16 +128,16 @@ def as_dict(config: MoEConfig, hosts: int = 1) -> dict[str, object]:
 
 
 def as_table(config: MoEConfig, hosts: int = 1) -> Group:
-    """A headline, one row per array, and the total; with several hosts, the mirrors or boxes."""
+    """A headline, one row per array that takes memory, and the total; with several hosts, the mirrors or boxes."""
     found, far = over_hosts(config, hosts)
     total = found.num_bytes
     table = Table()
     for name in ("array", "offset", "slots", "bytes per slot", "bytes", "share", "holds"):
         table.add_column(name, justify="left" if name in ("array", "holds") else "right")
-    for array in found.arrays:
+    for array in (one for one in found.arrays if one.num_bytes):
         table.add_row(
             array.name, f"{array.offset:,}", str(array.num_slots), f"{array.slot_bytes:,}", f"{array.num_bytes:,}",
-            f"{array.num_bytes / total:.1%}", array.holds, style="" if array.num_bytes else "dim",
+            f"{array.num_bytes / total:.1%}", array.holds,
         )  # fmt: skip
     table.add_section()
     memory = "GPU memory" if needs_gpu(config.transport) else "memory, if all is touched,"
@@ -165,5 +163,5 @@ def _headline(config: MoEConfig, found: RegionMap) -> Text:
 
 def _known(option: str, known: Mapping[str, T], name: str) -> T:
     if name not in known:
-        raise OptionError(f"{option}: expected one of {', '.join(known)}, got {name}")
+        raise OptionError(f"{option}: expected one of {', '.join(known)}, got {name!r}")
     return known[name]

@@ -363,7 +363,7 @@ def _read(path: str | Path | None) -> dict[str, Any]:
     try:
         data = None if path is None else parse_yaml(read_small(path).decode())
     except (OSError, ValueError) as error:
-        raise ConfigFileError(f"{path}: {error}") from error
+        raise ConfigFileError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if isinstance(data, dict | None):
         return data or {}
     raise ConfigFileError(f"{path}: expected a mapping at the top, got {type(data).__name__}")
@@ -372,12 +372,12 @@ def _read(path: str | Path | None) -> dict[str, Any]:
 def _apply(data: dict[str, Any], override: str, kind: type[msgspec.Struct]) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise ConfigFileError(f"--set {override!r}: expected path=value")
+        raise ConfigFileError(f"--set: expected path.to.field=value, got {override!r}")
     *parents, leaf = key.split(".")
     for parent in parents:
         data = data.setdefault(parent, {})
         if not isinstance(data, dict):
-            raise ConfigFileError(f"--set {override!r}: {parent} is not a mapping")
+            raise ConfigFileError(f"--set {override!r}: expected {parent} to have fields, got a value")
     data[leaf] = text if _is_text(kind, key) else _parse(override, text)
 
 

@@ -35,7 +35,7 @@ def to_lift(group: Group, request: pb.UncordonRequest) -> tuple[Bar, ...]:
     found = tuple(bar for bar in group.bars if bar.uid in uids)
     if not found:
         known = ", ".join(bar.uid for bar in group.bars[:MAX_NAMED]) or "none"
-        raise NotFound(f"name: expected a barred worker ({known}), got {request.name!r}")
+        raise NotFound(f"name: expected a cordoned or quarantined worker ({known}), got {request.name!r}")
     return found
 
 

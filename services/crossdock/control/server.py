@@ -230,14 +230,14 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """Bar workers from registering again; with `drain`, the answers to their heartbeats ask them to leave."""
         bars = barred.bars_of(self._group, request)
         self._apply(Cordon(bars))
-        log.warning("cordoned", workers=[bar.uid for bar in bars], drain=request.drain, reason=bars[0].reason)
+        log.warning("cordoned", workers=", ".join(bar.uid for bar in bars), drain=request.drain, reason=bars[0].reason)
         return pb.CordonResponse(barred=barred.to_messages(bars, self._clock(), self._id))
 
     async def Uncordon(self, request: pb.UncordonRequest, context: Any) -> pb.UncordonResponse:
         """Lift bars."""
         bars = barred.to_lift(self._group, request)
         self._apply(Uncordon(frozenset(bar.uid for bar in bars)))
-        log.warning("uncordoned", workers=[bar.uid for bar in bars])
+        log.warning("uncordoned", workers=", ".join(bar.uid for bar in bars))
         return pb.UncordonResponse(barred=barred.to_messages(bars, self._clock(), self._id))
 
     async def Postmortems(self, request: pb.PostmortemsRequest, context: Any) -> pb.PostmortemsResponse:

@@ -22,7 +22,7 @@ class Row:
         verdict: how it compared.
         phases: the workers' step-phase histograms.
         tokens_per_s: teacher-forced tokens through the model with remote experts.
-        urls: where metrics were scraped.
+        urls: where metrics were scraped; nobody listens there when the group has ended.
     """
 
     family: str
@@ -75,12 +75,8 @@ def as_dict(rows: Sequence[Row], problem: str = "") -> dict[str, object]:
 
 
 def notes(rows: Sequence[Row]) -> str:
-    """What the numbers of each row mean, and where its latencies were scraped."""
-    lines = []
-    for row in rows:
-        lines.append(f"{row.family} {row.dtype}: {row.verdict.detail}")
-        lines.append(f"  metrics: {' '.join(_shorten(row.urls))}")
-    return "\n".join(lines)
+    """What the numbers of each row mean."""
+    return "\n".join(f"{row.family} {row.dtype}: {row.verdict.detail}" for row in rows)
 
 
 def _quantiles(buckets: Buckets) -> str:
@@ -93,6 +89,6 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}" if seconds < 1e-3 else f"{seconds * 1e3:.{1 if seconds < 1e-2 else 0}f}"
 
 
-def _shorten(urls: Sequence[str]) -> list[str]:
+def shorten(urls: Sequence[str]) -> list[str]:
     """The first address in full, of the others the port."""
     return [*urls[:1], *(":" + url.rpartition(":")[2].partition("/")[0] for url in urls[1:])]

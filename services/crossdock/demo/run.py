@@ -35,7 +35,7 @@ from crossdock.demo.compare import Comparison, judge_bf16, judge_fp32
 from crossdock.demo.every import run_every
 from crossdock.demo.hosts import HostPlace
 from crossdock.demo.models import write_checkpoint
-from crossdock.demo.report import Row, as_dict, notes, table
+from crossdock.demo.report import Row, as_dict, notes, shorten, table
 from crossdock.demo.serving import FORM_TIMEOUT_S, Name, serving
 from crossdock.demo.stage import Stage
 from crossdock.demo.text import find_text, token_ids
@@ -206,6 +206,7 @@ def _serve(
         up_s = time.monotonic() - started
         workers_are = f"{where.num_workers} workers ({where.transport}) behind {group.control_address}"
         console.print(f"{family} {name}: {workers_are}, up in {up_s:.1f} s")
+        console.print(f"  metrics until it ends: {' '.join(shorten(urls))}", soft_wrap=True, highlight=False)
         model = _load(folder, DTYPES[name], where.device)
         with attach(model, group.control_address, timeout_s=CALL_TIMEOUT_S, security=where.security):
             verdict, tokens_per_s = _compare(model, DTYPES[name], plain(), text)

@@ -109,9 +109,11 @@ def read_facts(paths: Sequence[Path]) -> list[topology_pb2.HostFacts]:
     for path in paths:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(data, dict) or data.get(FACTS) != 1:
-                raise ValueError(f"expected a file of `crossdock topo --facts`, got other JSON without {FACTS!r}: 1")
+            if not isinstance(data, dict) or data.get(FACTS) != 1 or "host" not in data:
+                raise ValueError("expected a file of `crossdock topo --facts`, got other JSON")
             hosts.append(json_format.ParseDict(data["host"], topology_pb2.HostFacts(), ignore_unknown_fields=True))
-        except (OSError, ValueError, KeyError, json_format.ParseError) as error:
+        except OSError as error:
+            raise ConfigFileError(f"{path}: {error.strerror or error}") from error
+        except (ValueError, json_format.ParseError) as error:
             raise ConfigFileError(f"{path}: {error}") from error
     return hosts
