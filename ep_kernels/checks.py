@@ -5,6 +5,7 @@ Each function raises ArgumentError (argument, expected, got) or returns what the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -192,8 +193,12 @@ def per_expert(config: MoEConfig) -> None:
 
 def int64_words(values: Sequence[int], count: int) -> None:
     """Exactly `count` integers that fit int64."""
-    if len(values) != count or min(values) < -(1 << 63) or max(values) >= 1 << 63:
-        raise ArgumentError("words", f"{count} int64", list(values))
+    try:
+        fits = len(values) == count and all(-(1 << 63) <= value < 1 << 63 for value in map(operator.index, values))
+    except TypeError:  # no sequence, or not of integers
+        fits = False
+    if not fits:
+        raise ArgumentError("words", f"{count} int64", values)
 
 
 def step_tokens(value: int | None, rows: int, config: MoEConfig) -> int:

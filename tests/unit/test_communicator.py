@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -385,6 +386,17 @@ def test_failed_set_active_stays_broken(made: list[Script]) -> None:
     with pytest.raises(PeerTimeout):
         comm.check()
     assert comm.epoch == 0
+
+
+@pytest.mark.parametrize("words", [[1.5] * 8, [0] * 7, [None] * 8, [1 << 63] * 8, range(9), iter([0] * 8), 8])
+def test_no_rank_enters_an_exchange_of_other_words(made: list[Script], words: Any) -> None:
+    """One that failed within it would be out of step with the others."""
+    comm = MoECommunicator(config())
+    with pytest.raises(ArgumentError, match="words: expected 8 int64"):
+        comm.exchange(words)
+    assert "exchange" not in made[0].calls
+    comm.exchange([True, np.int64(-1), *range(6)])
+    assert made[0].calls[-1] == "exchange"
 
 
 def test_abort_leaves_only_close(made: list[Script]) -> None:
