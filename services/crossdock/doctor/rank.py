@@ -105,7 +105,7 @@ def _meet(rank: int, size: int, meeting: str, wait: timedelta) -> Any:
         store.set(f"here/{rank}", b"1")
         store.wait([f"here/{other}" for other in range(size)], wait)
     except RuntimeError:
-        raise RuntimeError(f"no doctor of another host at {meeting} within {wait.total_seconds():g} s") from None
+        raise RuntimeError(f"no doctor of another host came to {meeting} within {wait.total_seconds():g} s") from None
     return store
 
 
