@@ -34,7 +34,7 @@ from ep_kernels.transports.base import probe
 _TOPK, _EXPERTS_PER_RANK, _SEED = 4, 8, 1234
 _LATE_S = 60.0
 _TOLERANCE = 0.03
-"""Relative to the largest value: bf16 rows, rounded once at each rank and once at home."""
+"""Relative to the largest value: bf16 rows, rounded once at each rank and once at the source rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ def as_dict(request: TuneRequest, records: Sequence[tuning.Record]) -> dict[str,
 def as_tables(request: TuneRequest, records: Sequence[tuning.Record]) -> Group:
     """A table for each layout with what follows from it, and where that was written."""
     path = file_of(request)
-    kept = f"written to {path}" if path else "written nowhere: this user has no home; see --cache-dir"
+    kept = f"written to {path}" if path else "written nowhere: this user has no home directory; see --cache-dir"
     parts: list[Table | Text] = []
     for record in records:
         parts += [Text(_headline(record.key)), _table(record), Text(_verdict(request, record), style="bold"), Text()]
