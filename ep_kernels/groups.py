@@ -110,4 +110,4 @@ class PaperGroup:
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
         """There are no peers."""
-        raise RuntimeError("a group on paper exchanges nothing")
+        raise RuntimeError("PaperGroup: exchanges nothing, it serves to compute sizes")

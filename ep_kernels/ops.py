@@ -63,7 +63,7 @@ def find(name: str) -> Communicator:
     """Raises ClosedError where it is gone."""
     comm = _communicators.get(name)
     if comm is None:
-        raise ClosedError(f"communicator {name} is no more")
+        raise ClosedError(f"communicator {name}: no longer exists")
     return comm
 
 

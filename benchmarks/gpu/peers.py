@@ -34,7 +34,7 @@ class Peers:
             self._domain.region.mapping.view(0, (num_bytes,), torch.uint8).zero_()
             torch.cuda.synchronize(device)
             self._domain.import_regions(group.all_gather(ticket, DEADLINE_S))
-            group.all_gather(b"", DEADLINE_S)  # nobody closes its desk before all have been there
+            group.all_gather(b"", DEADLINE_S)  # nobody closes its server before all have been there
         except BaseException:
             self._domain.close()
             raise

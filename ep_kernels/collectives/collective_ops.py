@@ -89,7 +89,7 @@ def find(name: str) -> Operated:
     """Raises ClosedError where it is gone."""
     coll = _objects.get(name)
     if coll is None:
-        raise ClosedError(f"{name} is no more")
+        raise ClosedError(f"{name}: no longer exists")
     return coll
 
 

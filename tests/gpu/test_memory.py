@@ -92,12 +92,12 @@ def await_step(store: Store, name: str) -> str:
     return str(store.get(name).decode())
 
 
-def export(store: Store, region: memory.Region) -> sharing.Desk | None:
-    """Publish a region; the desk that hands out its descriptor, if it has one."""
-    desk = sharing.Desk([region.fd]) if region.fd >= 0 else None
-    facts = [region.mapping.num_bytes, "" if desk is None else desk.address.hex(), region.token.hex(), os.getpid()]
+def export(store: Store, region: memory.Region) -> sharing.DescriptorServer | None:
+    """Publish a region; the server that hands out its descriptor, if it has one."""
+    server = sharing.DescriptorServer([region.fd]) if region.fd >= 0 else None
+    facts = [region.mapping.num_bytes, "" if server is None else server.address.hex(), region.token.hex(), os.getpid()]
     signal_step(store, "ticket", json.dumps(facts))
-    return desk
+    return server
 
 
 def redeem(kind: HandleKind, ticket: list[Any]) -> memory.Mapping:
@@ -136,7 +136,7 @@ def lend(rank: int, size: int, store: Store, kind: HandleKind) -> str:
     pattern = torch.arange(WORDS, dtype=torch.int32, device=OWNER)
     words_of(region).copy_(pattern)
     torch.cuda.synchronize()
-    desk = export(store, region)
+    server = export(store, region)
     await_step(store, "touched")
     assert torch.equal(words_of(region), pattern * FACTOR + STEP), "what the peer wrote"
     touch(region.mapping.address, OWNER, 5, -1)
@@ -151,8 +151,8 @@ def lend(rank: int, size: int, store: Store, kind: HandleKind) -> str:
     assert int(view[3]) == (3 * FACTOR + STEP) * 5 - 1, "a view keeps the memory"
     del view
     assert await_free(before - SLACK_BYTES) >= before - SLACK_BYTES, "the region was not freed"
-    if desk is not None:
-        desk.close()
+    if server is not None:
+        server.close()
     return ""
 
 
@@ -181,10 +181,10 @@ def outlive(rank: int, size: int, store: Store, kind: HandleKind) -> str:
             return region
         words_of(region).fill_(7)
         torch.cuda.synchronize()
-        desk = export(store, region)
+        server = export(store, region)
         await_step(store, "mapped")
         os.kill(os.getpid(), signal.SIGKILL)
-        return str(desk)
+        return str(server)
     ticket = json.loads(await_step(store, "ticket"))
     if len(ticket) == 1:
         return str(ticket[0])

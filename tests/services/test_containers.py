@@ -164,7 +164,9 @@ def test_a_container_that_ends_is_started_again_and_its_log_goes_on(daemon: Daem
 def test_a_config_that_can_never_work_is_not_tried_again(daemon: Daemon, run: Any) -> None:
     daemon.say(WORKER, "no such model\n")
     daemon.turn(WORKER, "exited", 2)
-    with pytest.raises(SupervisorError, match=r"group-worker gave up with exit status 2:\nno such model"):
+    with pytest.raises(
+        SupervisorError, match=r"group-worker ended with exit status 2 and is not restarted:\nno such model"
+    ):
         run.check()
 
 
@@ -180,7 +182,7 @@ def test_one_that_keeps_ending_young_is_given_up(daemon: Daemon, run: Any, monke
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        with pytest.raises(SupervisorError, match="group-control gave up with exit status 1"):
+        with pytest.raises(SupervisorError, match="group-control ended with exit status 1 and is not restarted"):
             wait_until(lambda: run.check() is not None, "it is given up")
     finally:
         stopped.set()

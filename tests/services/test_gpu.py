@@ -250,7 +250,7 @@ def failure_to_serve(folder: Path, device: int) -> str:
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="needs a machine without GPUs")
 def test_no_gpu_is_said_and_ends_the_wait(tmp_path: Path) -> None:
     said = failure_to_serve(tmp_path, 0)
-    assert "gave up with exit status 2" in said
+    assert "ended with exit status 2 and is not restarted" in said
     assert "worker.transport: expected a CUDA device for each worker, or transport cpu, got 'no CUDA device'" in said
 
 

@@ -67,8 +67,8 @@ REQUEST = TuneRequest(transport="cpu", layouts=("flat",), num_experts=6, hidden_
 @pytest.mark.parametrize(
     ("change", "error", "word"),
     [
-        ({"layouts": ("flat", "round")}, run.OptionError, "--layout: expected one of expert_major.*got round"),
-        ({"dtype": "int3"}, run.OptionError, "--dtype: expected one of .*fp8-rows, got int3"),
+        ({"layouts": ("flat", "round")}, run.OptionError, "--layout: expected one of expert_major.*got 'round'"),
+        ({"dtype": "int3"}, run.OptionError, "--dtype: expected one of .*fp8-rows, got 'int3'"),
         ({"hidden_size": 13}, ConfigError, "hidden_size"),
         ({"topk": 7}, ConfigError, "topk"),
         ({"max_tokens": 1 << 24}, ConfigError, "max_tokens_per_rank"),

@@ -118,7 +118,7 @@ def test_nobody_comes() -> None:
     (answer,) = trial.run_between_hosts("cpu", 1, meeting, WorkerNetworkConfig(), wait_s=1.0)
     assert answer["rank"] == 1
     assert f"{meeting} within 1 s" in answer["failed"]
-    with pytest.raises(RuntimeError, match=f"no doctor of another host at {meeting} within 0.2 s"):
+    with pytest.raises(RuntimeError, match=f"no doctor of another host came to {meeting} within 0.2 s"):
         rank.main_between_hosts("cpu", 0, 2, meeting, "{}", 0.2)
     with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match="Address already in use"):
         rank.main_between_hosts("cpu", 0, 2, meeting, "{}", 0.2)

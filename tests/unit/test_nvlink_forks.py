@@ -130,30 +130,30 @@ def test_a_child_keeps_nothing_of_the_pages_and_its_parent_all(monkeypatch: pyte
     other.close()
 
 
-def test_a_desk_serves_on_when_a_child_closes_it() -> None:
+def test_a_descriptor_server_serves_on_when_a_child_closes_it() -> None:
     read, write = os.pipe()
-    desk = sharing.Desk([read, write])
-    with child(desk.close_in_child):
-        fds, _ = sharing.fetch(1, desk.address, 2, 5)
+    server = sharing.DescriptorServer([read, write])
+    with child(server.close_in_child):
+        fds, _ = sharing.fetch(1, server.address, 2, 5)
         begun = time.monotonic()
-        desk.close()
+        server.close()
         assert time.monotonic() - begun < SOON_S
     for fd in (read, write, *fds):
         os.close(fd)
 
 
-def test_what_a_desk_lent_comes_back() -> None:
+def test_what_a_descriptor_server_lent_comes_back() -> None:
     """Whoever is done hangs up, though its own child has a copy of the connection."""
     read, write = os.pipe()
     before = len(os.listdir("/proc/self/fd"))
-    desk = sharing.Desk([read], lends=True)
-    loans = [sharing.borrow(1, desk.address, 1, 5) for _ in range(2)]
-    desk.close()
+    server = sharing.DescriptorServer([read], lends=True)
+    loans = [sharing.borrow(1, server.address, 1, 5) for _ in range(2)]
+    server.close()
     with child():
         for _, _, lease in loans:
-            assert desk.is_lent()
+            assert server.is_lent()
             sharing.give_back(lease)
-        assert not desk.is_lent()
+        assert not server.is_lent()
     for fds, _, _ in loans:
         os.close(fds[0])
     assert len(os.listdir("/proc/self/fd")) == before
@@ -172,27 +172,27 @@ time.sleep(600)
 
 def test_what_a_dead_process_had_comes_back() -> None:
     read, write = os.pipe()
-    desk = sharing.Desk([read], lends=True)
-    borrower = subprocess.Popen([sys.executable, "-c", BORROW, desk.address.hex()], stdout=subprocess.PIPE)
+    server = sharing.DescriptorServer([read], lends=True)
+    borrower = subprocess.Popen([sys.executable, "-c", BORROW, server.address.hex()], stdout=subprocess.PIPE)
     assert borrower.stdout is not None
     assert borrower.stdout.readline() == b"have it\n"
-    desk.close()
-    assert desk.is_lent()
+    server.close()
+    assert server.is_lent()
     borrower.kill()
     borrower.wait()
-    assert await_true(lambda: not desk.is_lent())
+    assert await_true(lambda: not server.is_lent())
     borrower.stdout.close()
     os.close(read)
     os.close(write)
 
 
-def test_a_desk_that_does_not_lend_hangs_up() -> None:
+def test_a_descriptor_server_that_does_not_lend_hangs_up() -> None:
     read, write = os.pipe()
-    desk = sharing.Desk([read])
-    fds, _, lease = sharing.borrow(1, desk.address, 1, 5)
+    server = sharing.DescriptorServer([read])
+    fds, _, lease = sharing.borrow(1, server.address, 1, 5)
     assert lease.recv(1) == b""
-    desk.close()
-    assert not desk.is_lent()
+    server.close()
+    assert not server.is_lent()
     lease.close()
     for fd in (read, write, *fds):
         os.close(fd)
@@ -228,20 +228,20 @@ def test_a_mapping_is_its_parents() -> None:
 @pytest.mark.usefixtures("idle")
 def test_a_lease_is_given_back_when_the_mapping_is_gone() -> None:
     read, write = os.pipe()
-    desk, freed = sharing.Desk([read], lends=True), list[str]()
-    fds, _, lease = sharing.borrow(1, desk.address, 1, 5)
-    desk.close()
-    mapping = [memory.Mapping(1, 2, 0, lambda: freed.append(f"lent: {desk.is_lent()}"), lease)]
+    server, freed = sharing.DescriptorServer([read], lends=True), list[str]()
+    fds, _, lease = sharing.borrow(1, server.address, 1, 5)
+    server.close()
+    mapping = [memory.Mapping(1, 2, 0, lambda: freed.append(f"lent: {server.is_lent()}"), lease)]
 
     def close_in_child() -> None:
         mapping[0].close_in_child()
 
     with child(close_in_child):
-        assert desk.is_lent()
+        assert server.is_lent()
         mapping.clear()
         gc.collect()
         assert freed == ["lent: True"], "unmapped first"
-        assert not desk.is_lent()
+        assert not server.is_lent()
     for fd in (read, write, *fds):
         os.close(fd)
 

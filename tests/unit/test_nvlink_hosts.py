@@ -254,18 +254,18 @@ def test_abort_ends_every_wait(boxes: list[Mailbox]) -> None:
 
 def test_descriptors_travel() -> None:
     read, write = os.pipe()
-    desk = sharing.Desk([read, write])
+    server = sharing.DescriptorServer([read, write])
     try:
-        theirs, pid = sharing.fetch(1, desk.address, 2, 5)
+        theirs, pid = sharing.fetch(1, server.address, 2, 5)
         assert pid == os.getpid()
         assert not {read, write} & set(theirs)
         os.write(theirs[1], b"through the copy")
         assert os.read(read, 99) == b"through the copy"
     finally:
-        desk.close()
-        desk.close()
+        server.close()
+        server.close()
     with pytest.raises(TransportError, match="rank 1 gave no memory handle"):
-        sharing.fetch(1, desk.address, 2, 5)
+        sharing.fetch(1, server.address, 2, 5)
     for fd in (read, write, *theirs):
         os.close(fd)
 
@@ -302,25 +302,25 @@ def test_no_descriptor_outlives_an_import(monkeypatch: pytest.MonkeyPatch, missi
 
 def test_descriptors_of_another_user_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
-    desk = sharing.Desk([read, write])
+    server = sharing.DescriptorServer([read, write])
     monkeypatch.setattr(sharing, "_peer_of", lambda connection: (1, os.geteuid() + 1))
     try:
         with pytest.raises(TransportError, match=f"rank 1 gave no memory handle .it runs as user {os.geteuid() + 1}"):
-            sharing.fetch(1, desk.address, 2, 5)
+            sharing.fetch(1, server.address, 2, 5)
     finally:
-        desk.close()
+        server.close()
         os.close(read)
         os.close(write)
 
 
 def test_only_who_knows_the_nonce_gets_them() -> None:
     read, write = os.pipe()
-    desk = sharing.Desk([read, write])
+    server = sharing.DescriptorServer([read, write])
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TransportError, match="rank 4 refused"):
-        sharing.fetch(4, bytes(16) + desk.address[16:], 2, 5)
-    assert len(sharing.fetch(4, desk.address, 2, 5)[0]) == 2, "and the desk still serves"
-    desk.close()  # its thread has ended, which had the other end of either connection
+        sharing.fetch(4, bytes(16) + server.address[16:], 2, 5)
+    assert len(sharing.fetch(4, server.address, 2, 5)[0]) == 2, "and the server still serves"
+    server.close()  # its thread has ended, which had the other end of either connection
     assert len(os.listdir("/proc/self/fd")) == before + 2 - 1
     for fd in (read, write):
         os.close(fd)

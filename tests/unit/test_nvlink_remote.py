@@ -65,7 +65,7 @@ def fake_memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def domain_of(rank: int, size: int, kind: Kind, where: str) -> tuple[Any, bytes]:
-    """A domain whose region is of that kind, and its ticket, without any desk."""
+    """A domain whose region is of that kind, and its ticket, without any server."""
     gone = (ctypes.c_int64 * size)()
     host: Any = SimpleNamespace(
         gone_address=ctypes.addressof(gone), is_gone=lambda peer: gone[peer] == abi.DEAD, mark_gone=None, words=gone

@@ -180,7 +180,7 @@ class NvlinkCollectives(NvlinkMember):
         late = [rank for rank, active in enumerate(mask) if not active and self._is_alive(rank)]
         if late and self._copies.has_pushed:
             raise TransportError(
-                f"set_active: rank {late[0]} lives, and its copy engines may still write registered tensors of this "
+                f"set_active: rank {late[0]} is alive, and its copy engines may still write registered tensors of this "
                 "rank; form a new group"
             )
 

@@ -103,12 +103,12 @@ class Domain:
         self._open.append(self.mailbox)
         fds = [self.mailbox.fd] + ([self.region.fd] if self.region.fd >= 0 else [])
         self._lends = kind is memory.HandleKind.CUDA_IPC
-        self._desk = sharing.Desk(fds, self._lends)
-        self._open.append(self._desk)
+        self._server = sharing.DescriptorServer(fds, self._lends)
+        self._open.append(self._server)
         gpu: Any = torch.cuda.get_device_properties(device)
         place = links.pci_number(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
         self._boxes = boxes
-        address, here = self._desk.address, msgspec.json.encode(self._where())
+        address, here = self._server.address, msgspec.json.encode(self._where())
         head = (self._abi.encode(), kind.value.encode(), self.region.mapping.num_bytes, place)
         return TICKET.pack(*head, len(address), len(here)) + address + here + bytes(self.region.token)
 
@@ -204,7 +204,7 @@ class Domain:
         return self._mapped(rank, kind, num_bytes, -1, token)
 
     def _read(self, rank: int, ticket: bytes) -> tuple[Any, int, bytes, bytes]:
-        """(kind, bytes, address of the desk, token) of a region. Raises TransportError: another ABI."""
+        """(kind, bytes, address of the descriptor server, token) of a region. Raises TransportError: another ABI."""
         from ep_kernels.transports.nvlink import memory
 
         abi, name, num_bytes, _, address, where = TICKET.unpack_from(ticket)
@@ -248,8 +248,8 @@ class Domain:
         if self._open and self._lends:
             from ep_kernels.transports.nvlink import memory
 
-            desk, for_good = self._desk, self._lends_for_good
-            memory.keep(self.region.mapping, lambda: for_good or desk.is_lent())
+            server, for_good = self._server, self._lends_for_good
+            memory.keep(self.region.mapping, lambda: for_good or server.is_lent())
         for part in reversed(self._open):
             part.close()
         self._open, self.mappings = [], []

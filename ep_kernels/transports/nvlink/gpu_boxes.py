@@ -30,7 +30,7 @@ class CudaGpu:
         """See `GpuMemory`."""
         for name in ("GPU_DIRECT_RDMA_SUPPORTED", "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
             if not self._attribute(name):
-                raise TransportError(f"the GPU's driver says no to {name}")
+                raise TransportError(f"the GPU's driver does not support {name}")
         if self._attribute("GPU_DIRECT_RDMA_WRITES_ORDERING") >= _OWNER:
             return None, "the GPU promises the order of writes by NICs"
         if not self._attribute("GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS") & _BY_HOST:

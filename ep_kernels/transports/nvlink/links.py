@@ -22,8 +22,8 @@ from ep_kernels.types import Mode
 log = logging.getLogger(__name__)
 
 TICKET = struct.Struct("<16s8sQQHH")
-"""Head of a rank's ticket: abi, kind, region bytes, place of its GPU (`pci_number`), lengths of the desk's address and
-of the `Host`, which follow; then comes the token of the region."""
+"""Head of a rank's ticket: abi, kind, region bytes, place of its GPU (`pci_number`), lengths of the address of its
+descriptor server and of the `Host`, which follow; then comes the token of the region."""
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

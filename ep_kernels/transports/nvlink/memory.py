@@ -236,8 +236,8 @@ def allocate(kind: HandleKind, num_bytes: int, device: int, cure: str) -> Region
 def redeem(
     kind: HandleKind, num_bytes: int, device: int, fd: int, token: bytes, lease: socket.socket | None = None
 ) -> Mapping:
-    """Map a peer's region. `fd` (POSIX_FD) stays the caller's; `lease` (CUDA_IPC: a connection to the peer's desk) is
-    the mapping's. Raises TransportError."""
+    """Map a peer's region. `fd` (POSIX_FD) stays the caller's; `lease` (CUDA_IPC: a connection to the peer's
+    descriptor server) is the mapping's. Raises TransportError."""
     if kind is HandleKind.CUDA_IPC:
         packed = cuda.CUipcMemHandle()
         packed.reserved = token

@@ -20,7 +20,7 @@ _NONCE_BYTES = 16
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
-class Desk:
+class DescriptorServer:
     """Gives copies of `fds` to processes of the same user that send the nonce, until closed.
 
     Attributes:
@@ -28,7 +28,7 @@ class Desk:
 
     Args:
         fds: descriptors; they stay the caller's.
-        lends: whether to hold on to the connections of those that were given, for `is_lent`.
+        lends: whether to keep the connections of the receivers open, for `is_lent`.
     """
 
     def __init__(self, fds: Sequence[int], lends: bool = False) -> None:
@@ -40,7 +40,7 @@ class Desk:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._socket.bind(b"\0" + name)
         self._socket.listen(128)
-        self._thread = threading.Thread(target=self._serve, name="crossdock-fd-desk", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="crossdock-fd-server", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
@@ -66,7 +66,7 @@ class Desk:
         return True
 
     def is_lent(self) -> bool:
-        """Whether a process still holds what this closed desk gave: its connection ends when it is done or dead."""
+        """Whether a process still holds what this closed server gave: its connection ends when it is done or dead."""
         for borrower in list(self._borrowers):
             if _has_hung_up(borrower):
                 borrower.close()
@@ -102,7 +102,7 @@ def _has_hung_up(connection: socket.socket) -> bool:
 
 
 def fetch(rank: int, address: bytes, num_fds: int, timeout_s: float) -> tuple[list[int], int]:
-    """(descriptors from a peer's desk, which the caller owns; the peer's process id here, 0 = not visible).
+    """(descriptors of a peer, which the caller owns; the peer's process id here, 0 = not visible).
 
     Raises TransportError naming the rank and the cure.
     """
@@ -112,30 +112,30 @@ def fetch(rank: int, address: bytes, num_fds: int, timeout_s: float) -> tuple[li
 
 
 def borrow(rank: int, address: bytes, num_fds: int, timeout_s: float) -> tuple[list[int], int, socket.socket]:
-    """As `fetch`, and the connection: until `give_back` of it, the peer's desk knows that this process has them."""
+    """As `fetch`, and the connection: until `give_back` of it, the peer's server knows that this process has them."""
     nonce, name = address[:_NONCE_BYTES], address[_NONCE_BYTES:]
     cure = "its process is gone, or it runs in another network namespace or as another user"
-    desk = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        desk.settimeout(timeout_s)
-        desk.connect(b"\0" + name)
-        pid, uid = _peer_of(desk)
+        server.settimeout(timeout_s)
+        server.connect(b"\0" + name)
+        pid, uid = _peer_of(server)
         if uid != os.geteuid():
             raise PermissionError(f"it runs as user {uid}, this rank as user {os.geteuid()}")
-        desk.send(nonce)
-        _, fds, _, _ = socket.recv_fds(desk, 1, num_fds)
+        server.send(nonce)
+        _, fds, _, _ = socket.recv_fds(server, 1, num_fds)
     except OSError as error:
-        desk.close()
+        server.close()
         raise TransportError(f"nvlink: rank {rank} gave no memory handle ({error}): {cure}") from error
     if len(fds) != num_fds:
-        for fd in (*fds, desk.detach()):
+        for fd in (*fds, server.detach()):
             os.close(fd)
         raise TransportError(f"nvlink: rank {rank} refused its memory handle: {cure}")
-    return fds, pid, desk
+    return fds, pid, server
 
 
 def give_back(lease: socket.socket) -> None:
     """Hang up, for processes that were forked meanwhile and have copies of the connection too."""
-    with contextlib.suppress(OSError):  # the desk's process is gone
+    with contextlib.suppress(OSError):  # the server's process is gone
         lease.shutdown(socket.SHUT_RDWR)
     lease.close()

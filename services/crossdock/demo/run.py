@@ -126,7 +126,7 @@ def run_demo(
 def _require(option: str, known: Iterable[str], given: Sequence[str]) -> None:
     for name in given:
         if name not in known:
-            raise ConfigFileError(f"{option}: expected one of {', '.join(known)}, got {name}")
+            raise ConfigFileError(f"{option}: expected one of {', '.join(known)}, got {name!r}")
 
 
 def _play(

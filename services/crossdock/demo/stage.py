@@ -62,7 +62,7 @@ class Stage:
         return Stage(transport, num_workers or min(num_gpus, MAX_GPU_WORKERS), torch.device("cuda", 0))
 
     def worker(self, model: str, local_rank: int, dtype: str) -> WorkerConfig:
-        """The config of one worker. Rows come home in float32, on GPUs too: the demo's criterion for bfloat16 is that
+        """The config of one worker. Rows return in float32, on GPUs too: the demo's criterion for bfloat16 is that
         the service adds no rounding to what the plain model has, and a rank's partial sum rounded to bfloat16 is one.
         """
         return WorkerConfig(

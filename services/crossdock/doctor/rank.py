@@ -34,7 +34,7 @@ from ep_kernels.transports.base import probe
 _TOPK, _EXPERTS_PER_RANK, _SEED = 4, 8, 1234
 _LATE_S = 60.0
 _TOLERANCE = 0.03
-"""Relative to the largest value: bf16 rows, rounded once at each rank and once at home."""
+"""Relative to the largest value: bf16 rows, rounded once at each rank and once at the source rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def _meet(rank: int, size: int, meeting: str, wait: timedelta) -> Any:
         store.set(f"here/{rank}", b"1")
         store.wait([f"here/{other}" for other in range(size)], wait)
     except RuntimeError:
-        raise RuntimeError(f"no doctor of another host at {meeting} within {wait.total_seconds():g} s") from None
+        raise RuntimeError(f"no doctor of another host came to {meeting} within {wait.total_seconds():g} s") from None
     return store
 
 

@@ -181,7 +181,7 @@ class Child:
                 return
             never = not self._has_listened
             if code == EXIT_UNFIT or (never and (code == EXIT_HOPELESS or self.restarts + 1 >= _EARLY_DEATHS)):
-                self.hopeless = f"{self.name} gave up with {ending(code)}"
+                self.hopeless = f"{self.name} ended with {ending(code)} and is not restarted"
                 self._on_change(self)
                 return
             if time.monotonic() - begun > _HEALTHY_S:

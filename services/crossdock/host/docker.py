@@ -237,7 +237,7 @@ class _Kept:
             hopeless = code in EXITS_FOR_GOOD
             if hopeless or self._ends >= _EARLY_ENDS:
                 kind = HopelessError if hopeless else SupervisorError
-                raise kind(f"{name} gave up with exit status {code}:\n{self.tail()}")
+                raise kind(f"{name} ended with exit status {code} and is not restarted:\n{self.tail()}")
             log.warning("container ended", container=name, exit_status=code, restart_in_s=self._delay_s)
             self._due = now + self._delay_s
             self._delay_s = min(2 * self._delay_s, _LONGEST_DELAY_S)

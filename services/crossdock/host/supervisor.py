@@ -49,7 +49,7 @@ class SupervisorError(RuntimeError):
 
 
 class HopelessError(SupervisorError):
-    """A part gave up because its configuration or its model can never work."""
+    """A process ended and is not restarted, because its configuration or its model can never work."""
 
 
 class Watched(ABC):
@@ -73,7 +73,7 @@ class Watched(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises SupervisorError with the last words of a part that gave up."""
+        """Raises SupervisorError with the last log lines of a process that is not restarted."""
 
     @abstractmethod
     def silent(self) -> str:
@@ -83,7 +83,7 @@ class Watched(ABC):
         """The group as it is now, then every change, for ever; the view comes again at least every `look_s` seconds.
 
         Raises:
-            SupervisorError: a part gave up.
+            SupervisorError: a process ended and is not restarted.
         """
         with BlockingControlPlaneChannel(self.control_address, self.security) as channel:
             while True:
@@ -96,7 +96,7 @@ class Watched(ABC):
         """Wait until the control plane says SERVING; the view that said so.
 
         Raises:
-            SupervisorError: a part gave up, or the deadline passed; with what was seen last.
+            SupervisorError: a process ended and is not restarted, or the deadline passed; with the last view.
         """
         deadline = time.monotonic() + timeout_s
         with contextlib.closing(self.views()) as views:

@@ -36,7 +36,7 @@ def chosen(transport: str, ranks: int | None) -> tuple[str, int]:
     """(transport, ranks): "auto" is one on GPUs where there are two; by default all GPUs, or CPU_RANKS processes."""
     known = ("auto", *names())
     if transport not in known:
-        raise OptionError(f"--transport: expected one of {', '.join(known)}, got {transport}")
+        raise OptionError(f"--transport: expected one of {', '.join(known)}, got {transport!r}")
     num_gpus = torch.cuda.device_count()
     facts = automatic(num_gpus) if transport == "auto" else installed()[transport]
     num_ranks = facts.default_world(num_gpus) if ranks is None else ranks
@@ -55,11 +55,11 @@ def largest_step(transport: str) -> int:
 def check(request: TuneRequest, num_ranks: int) -> None:
     """Raise OptionError or ConfigError for a request that no rank could measure."""
     if request.dtype not in PAYLOADS:
-        raise OptionError(f"--dtype: expected one of {', '.join(PAYLOADS)}, got {request.dtype}")
+        raise OptionError(f"--dtype: expected one of {', '.join(PAYLOADS)}, got {request.dtype!r}")
     known = [layout.value for layout in Layout]
     for layout in request.layouts:
         if layout not in known:
-            raise OptionError(f"--layout: expected one of {', '.join(known)}, got {layout}")
+            raise OptionError(f"--layout: expected one of {', '.join(known)}, got {layout!r}")
         request.config(layout, PaperGroup(0, num_ranks))
 
 
@@ -157,7 +157,7 @@ def as_dict(request: TuneRequest, records: Sequence[tuning.Record]) -> dict[str,
 def as_tables(request: TuneRequest, records: Sequence[tuning.Record]) -> Group:
     """A table for each layout with what follows from it, and where that was written."""
     path = file_of(request)
-    kept = f"written to {path}" if path else "written nowhere: this user has no home; see --cache-dir"
+    kept = f"written to {path}" if path else "written nowhere: this user has no home directory; see --cache-dir"
     parts: list[Table | Text] = []
     for record in records:
         parts += [Text(_headline(record.key)), _table(record), Text(_verdict(request, record), style="bold"), Text()]
