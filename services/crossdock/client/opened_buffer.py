@@ -13,6 +13,7 @@ import select
 import socket
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -152,7 +153,7 @@ class SharedBuffer(RequestBuffer):
         if not packet:
             raise self._gone()
         self._check(packet)
-        _fill(out, self._rows.y)
+        _take(out, self._rows)
         return True
 
 
@@ -183,7 +184,8 @@ class RequestConnection(RequestBuffer):
             _copy(parts, self._rows)
             self._parts = self._rows.sent
             return
-        ids = ids if ids.dtype is torch.int32 else _narrow(ids, torch.empty(ids.shape, dtype=torch.int32, device="cpu"))
+        if ids.dtype is not torch.int32:
+            ids = _narrow(ids, torch.empty(ids.shape, dtype=torch.int32, device="cpu"))
         self._parts = [wire.bytes_of(part) for part in (x, ids, weights)]
 
     def push(self) -> bool:
@@ -215,7 +217,7 @@ class RequestConnection(RequestBuffer):
         except (EOFError, DecodeError) as error:
             raise self._gone() from error
         if self._rows is not None and not self._is_answered:
-            _fill(out, self._rows.y)
+            _take(out, self._rows)
         return not self._is_answered
 
 
@@ -226,29 +228,43 @@ def _shape_of(parts: Parts) -> tuple[torch.dtype, int, int, int]:
 
 def _copy(parts: Parts, rows: RequestRows) -> None:
     x, ids, weights = parts
-    _fill(rows.x, x)
-    if ids.dtype is torch.int32:
-        _fill(rows.ids, ids)
-    else:
+    start, places, (x_bytes, ids_bytes, weights_bytes) = rows.start, rows.places, rows.sent
+    if not _moved(x, start + places.x, len(x_bytes)):
+        rows.x.copy_(x)
+    if ids.dtype is not torch.int32:
         _narrow(ids, rows.ids)
-    _fill(rows.weights, weights)
+    elif not _moved(ids, start + places.ids, len(ids_bytes)):
+        rows.ids.copy_(ids)
+    if not _moved(weights, start + places.weights, len(weights_bytes)):
+        rows.weights.copy_(weights)
 
 
-def _fill(into: torch.Tensor, rows: torch.Tensor) -> None:
-    """into becomes rows. torch's function for that takes longer than to copy a few."""
-    plain = type(rows) is torch.Tensor and rows.dtype is into.dtype and rows.is_contiguous() and not rows.is_neg()
-    if plain and into.is_contiguous() and into.nbytes <= _FEW_BYTES:
-        ctypes.memmove(into.data_ptr(), rows.data_ptr(), into.nbytes)
+def _moved(rows: torch.Tensor, address: int, num_bytes: int) -> bool:
+    """Copy that many bytes of `rows`, a tensor of the client or of a caller that has been checked. torch's function for
+    that takes longer than to copy a few; False: it has to."""
+    few = num_bytes <= _FEW_BYTES and rows.is_contiguous() and not rows.is_neg() and type(rows) is torch.Tensor
+    if few:
+        ctypes.memmove(address, rows.data_ptr(), num_bytes)
+    return few
+
+
+def _take(out: torch.Tensor, rows: RequestRows) -> None:
+    """out, rows of an answer that the client has made, becomes y."""
+    num_bytes = len(rows.answered)
+    if num_bytes <= _FEW_BYTES:
+        ctypes.memmove(out.data_ptr(), rows.start + rows.places.y, num_bytes)
     else:
-        into.copy_(rows)
+        out.copy_(rows.y)
 
 
 def _narrow(ids: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """into, int32, becomes int64 ids: what no int32 holds becomes another number that the worker refuses."""
-    few = [number for row in ids.tolist() for number in row] if ids.numel() <= _FEW else []
-    if few and min(few) >= _LEAST and max(few) <= _MOST:  # torch's functions would take longer
-        (ctypes.c_int32 * len(few)).from_address(into.data_ptr())[:] = few
-        return into
+    if ids.numel() <= _FEW:  # torch's functions would take longer
+        few = [number for row in ids.tolist() for number in row]
+        if few and min(few) >= _LEAST and max(few) <= _MOST:
+            narrow = array("i", few)
+            ctypes.memmove(into.data_ptr(), narrow.buffer_info()[0], 4 * len(narrow))
+            return into
     return into.copy_(ids.clamp(_LEAST, _MOST))
 
 

@@ -33,6 +33,7 @@ from crossdock.worker.batcher import Batcher
 from crossdock.worker.device_stream import stream_of
 from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables
+from crossdock.worker.placement import SlotMap
 from crossdock.worker.request_sockets import RequestSockets
 from crossdock.worker.stepper import Batch, Stepper
 from crossdock.worker.steps import Departure, DesyncError, Proposal, Step, choose_step
@@ -231,8 +232,9 @@ class Engine:
                 return Left(decision.ranks)
             if isinstance(decision, Step):
                 batch = self._step(stepper, decision)
-                self._steps_are_long = time.monotonic_ns() - batch.start_ns > _LONG_NS
-                request_trace.stepped(batch, rank, self._epoch, self._num_steps, time.monotonic_ns())
+                ended_ns = time.monotonic_ns()
+                self._steps_are_long = ended_ns - batch.start_ns > _LONG_NS
+                request_trace.stepped(batch, rank, self._epoch, self._num_steps, ended_ns)
                 if batch.unconfirmed:
                     unconfirmed = batch
                 else:
@@ -285,7 +287,8 @@ class Engine:
                 failed=batch is not None and bool(batch.error),
                 placement=placement,
             )
-        self._answer(expired, Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline passed in the queue"))
+        if expired:
+            self._answer(expired, Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline passed in the queue"))
         return proposal
 
     def _step(self, stepper: Stepper, plan: Step) -> Batch:
@@ -295,17 +298,19 @@ class Engine:
             self._running = [piece.work for piece in slices]
             self._num_steps += 1
         for piece in slices:
+            work = piece.work
             if piece.start == 0:
-                piece.work.timing = Timing(queue_ns=now_ns - piece.work.arrived_ns)
-                request_trace.taken(piece.work, now_ns)
-        if self._tables is not None:
-            slices = [piece for piece in slices if not self._is_lost(piece.work, plan.layer)]
+                work.timing = Timing(now_ns - work.arrived_ns)
+                if work.trace is not None:
+                    request_trace.taken(work, now_ns)
+        route = self._tables.route(plan.layer) if self._tables is not None else None
+        if route is not None and route.lost:
+            slices = [piece for piece in slices if not self._is_lost(piece.work, plan.layer, route)]
         return stepper.step(plan.layer, plan.max_tokens, slices)
 
-    def _is_lost(self, work: Work, layer: int) -> bool:
+    def _is_lost(self, work: Work, layer: int, route: SlotMap) -> bool:
         """Whether a request needs an expert that only lost ranks held; if so, it is answered."""
-        route = self._tables.route(layer) if self._tables is not None else None
-        experts = route.lost_in(work.topk_ids) if route is not None else []
+        experts = route.lost_in(work.topk_ids)
         if not experts or self._comm is None:
             return bool(experts)
         lost = tuple(rank for rank, active in enumerate(self._comm.active) if not active)
