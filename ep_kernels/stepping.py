@@ -40,7 +40,7 @@ class SteppingMember(GroupMember[MoEConfig, base.Transport]):
         Raises: PeerTimeout, AbortedError, ClosedError.
         """
         quick = self._quick
-        if quick is None or self._received is not None or not self._is_free(self._dispatches):
+        if quick is None or self._received is not None or self._fault is not None or self._closed:
             return None
         try:
             step = quick.begin_step(x, topk_ids, topk_weights, step_tokens)
@@ -48,7 +48,7 @@ class SteppingMember(GroupMember[MoEConfig, base.Transport]):
             self._broken(error)
             raise
         if step is not None:
-            self._dispatches.begin()
+            self._dispatches.num_begun += 1
         return step
 
     def end_step(self, step: KeptStep, out: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,8 @@ class SteppingMember(GroupMember[MoEConfig, base.Transport]):
 
         Raises: ArgumentError, HandleError (nothing was sent), PeerTimeout, AbortedError, ClosedError.
         """
-        self._ready("combine")
+        if self._fault is not None or self._closed:
+            self._ready("combine")
         if self._quick is None:
             raise HandleError("step: made by another communicator")
         try:
@@ -65,7 +66,7 @@ class SteppingMember(GroupMember[MoEConfig, base.Transport]):
         except TransportError as error:
             self._broken(error)
             raise
-        self._combines.begin()
+        self._combines.num_begun += 1
         return out
 
     def _is_free(self, kind: InFlight) -> bool:

@@ -97,12 +97,12 @@ class CpuQuickCalls:
 
     def begin_step(self, x: Any, topk_ids: Any, topk_weights: Any, step_tokens: int) -> CpuStep | None:
         """See `base.QuickCalls`."""
-        comm, transport = self._comm(), self._transport
+        comm = self._comm()  # None also with a request under way
         if comm is None or not self._keeps_steps or torch.is_grad_enabled():  # autograd may have saved the former rows
             return None
         if not _is_plain(x, self._dtype, self._hidden) or not self._are_of(len(x), step_tokens, topk_ids, topk_weights):
             return None
-        slot = transport.next_slot(0)
+        slot: int = comm.lib.cd_next(comm.pointer, 0) % len(comm.buffers)
         step = self._steps.get(slot)
         if step is None:
             with torch.inference_mode(False):
@@ -111,17 +111,16 @@ class CpuQuickCalls:
         self._step = step
         status = step.dispatch(len(x), mode is not Mode.LL, x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr())
         if status:
-            transport.judge(status)
+            self._transport.judge(status)
         return step
 
     def end_step(self, step: Any, out: Any) -> None:
         """See `base.QuickCalls`."""
-        self._transport.native()
         if type(step) is not CpuStep or step is not self._step:
             raise HandleError("step: expected the one that was begun last and has not ended")
         if not self._is_room(out, step.num_tokens):
             checks.tensor("out", out, (step.num_tokens, self._hidden), self._z_dtypes, "cpu")
-        if checks.share_memory(step.y, out):
+        if step.shares(out):
             raise ArgumentError("out", "memory apart from y", "bytes in common")
         self._step = None
         status = step.combine(out.data_ptr(), native.type_code(out.dtype))
@@ -156,7 +155,8 @@ class CpuQuickCalls:
         return z
 
     def _is_room(self, out: Any, rows: int) -> bool:
-        return any(_is_plain(out, dtype, self._hidden) for dtype in self._z_dtypes) and len(out) == rows
+        dtype = out.dtype if type(out) is torch.Tensor else None
+        return dtype in self._z_dtypes and _is_plain(out, dtype, self._hidden) and len(out) == rows
 
     def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> None:
         """See `base.QuickCalls`: its halves are apart."""
@@ -171,7 +171,7 @@ def serves(config: MoEConfig) -> bool:
     return plain and config.resolved_layout is Layout.GROUPED and config.mode is not Mode.AG
 
 
-def _is_plain(tensor: Any, dtype: torch.dtype, columns: int) -> bool:
+def _is_plain(tensor: Any, dtype: torch.dtype | None, columns: int) -> bool:
     """Whether `checks.tensor` would take it, whatever its rows."""
     return (
         type(tensor) is torch.Tensor

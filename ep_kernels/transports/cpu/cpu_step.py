@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any
 
 import torch
 
@@ -44,6 +43,7 @@ class CpuStep:
         self._at = ctypes.byref(self._dispatch), ctypes.byref(self._combine)
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._y_address = self._buffers.expert_outputs.data_ptr()
+        self._y_end = self._y_address + self._buffers.expert_outputs.nbytes
         self._shape = 0, 0
         self.tokens, self.y = self._view(0)
 
@@ -54,7 +54,8 @@ class CpuStep:
         status: int = comm.lib.cd_dispatch_step(comm.pointer, self._at[0], self._slot)
         if not status:
             self._shape = tokens, mode
-            self.tokens, self.y = self._view(op.num_rows if self._exact_shapes else len(self._buffers.tokens()))
+            num_rows = op.num_rows if self._exact_shapes else len(self._buffers.tokens())
+            self.tokens, self.y = self._views.get(num_rows) or self._view(num_rows)
         return status
 
     def combine(self, z: int, z_type: int) -> int:
@@ -65,17 +66,20 @@ class CpuStep:
         status: int = comm.lib.cd_combine(comm.pointer, self._at[1])
         return status
 
+    def shares(self, out: torch.Tensor) -> bool:
+        """Whether a contiguous tensor has a byte of this slot's expert outputs."""
+        begin = out.data_ptr()
+        return begin < self._y_end and begin + out.nbytes > self._y_address
+
     @property
     def num_tokens(self) -> int:
         """T."""
         return self._shape[0]
 
     def _view(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        views: Any = self._views.get(num_rows)
-        if views is None:
-            if len(self._views) == _VIEWS:
-                self._views.clear()
-            with torch.inference_mode(False):
-                views = self._buffers.tokens()[:num_rows], self._buffers.expert_outputs[:num_rows]
-            self._views[num_rows] = views
-        return views  # type: ignore[no-any-return]
+        if len(self._views) == _VIEWS:
+            self._views.clear()
+        with torch.inference_mode(False):
+            views = self._buffers.tokens()[:num_rows], self._buffers.expert_outputs[:num_rows]
+        self._views[num_rows] = views
+        return views
