@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import select
 import socket
 import time
@@ -61,7 +62,7 @@ class RequestBuffer(ABC):
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._id, self._requests = 0, RepeatedRequests()
-        self._shape: tuple[torch.dtype, int, int, int]
+        self._shape: tuple[torch.dtype, int, int, int] | None = None
         self.closed = False
 
     @property
@@ -79,6 +80,7 @@ class RequestBuffer(ABC):
 
     def send(self, layer: int, timeout_s: float, model: str) -> bool:
         """Send the request of what was written, or the first part of it. Whether all is sent. Raises Unavailable."""
+        assert self._shape is not None
         self._id += 1
         fields = *self._shape, layer, max(1, int(timeout_s * 1000)), model, current_traceparent()
         return self._send(self._requests.packet_of(self._id, fields, functools.partial(_request, *fields)))
@@ -134,8 +136,10 @@ class SharedBuffer(RequestBuffer):
 
     def write(self, parts: Parts) -> None:
         """Copy the tensors of a request that fits."""
-        dtype, tokens, hidden, topk = self._shape = _shape_of(parts)
-        self._rows = self._memory.rows(tokens, hidden, topk, dtype)
+        shape = _shape_of(parts)
+        if shape != self._shape:
+            self._shape = dtype, tokens, hidden, topk = shape
+            self._rows = self._memory.rows(tokens, hidden, topk, dtype)
         _copy(parts, self._rows)
 
     def _send(self, packet: bytes) -> bool:
@@ -223,7 +227,7 @@ class RequestConnection(RequestBuffer):
 
 def _shape_of(parts: Parts) -> tuple[torch.dtype, int, int, int]:
     x, ids, _ = parts
-    return x.dtype, x.shape[0], x.shape[1], ids.shape[1]
+    return x.dtype, *x.shape, ids.shape[1]
 
 
 def _copy(parts: Parts, rows: RequestRows) -> None:
@@ -260,7 +264,7 @@ def _take(out: torch.Tensor, rows: RequestRows) -> None:
 def _narrow(ids: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """into, int32, becomes int64 ids: what no int32 holds becomes another number that the worker refuses."""
     if ids.numel() <= _FEW:  # torch's functions would take longer
-        few = [number for row in ids.tolist() for number in row]
+        few = list(itertools.chain.from_iterable(ids.tolist()))
         if few and min(few) >= _LEAST and max(few) <= _MOST:
             narrow = array("i", few)
             ctypes.memmove(into.data_ptr(), narrow.buffer_info()[0], 4 * len(narrow))

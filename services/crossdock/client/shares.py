@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import torch
 
@@ -31,8 +30,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (torch.int32, torch.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardCall:
+class ForwardCall(NamedTuple):
     """One call of `forward`.
 
     Attributes:
@@ -48,8 +46,7 @@ class ForwardCall:
     turn: int
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """Rows start..stop of a batch, for the worker at position `worker` of the list."""
 
     worker: int

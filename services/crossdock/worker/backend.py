@@ -55,7 +55,8 @@ class Backend:
     ) -> Work:
         """A checked request that arrives now. shared: its answer goes there."""
         now_ns, (x, ids, weights) = time.monotonic_ns(), tokens
-        deadline_ns = now_ns + int(self.timeout_s(request) * 1e9)
+        timeout_ms = request.timeout_ms
+        deadline_ns = now_ns + (timeout_ms * 1_000_000 if timeout_ms else int(self.config.request_timeout_s * 1e9))
         y, first_column = (None, None) if shared is None else (shared.y, shared.first_column)
         return Work(
             client, request.layer, x, ids, weights, deadline_ns, now_ns, reply, stream,

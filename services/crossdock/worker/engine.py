@@ -250,8 +250,8 @@ class Engine:
         while True:
             self._request_sockets.poll()
             with self._lock:
-                pending = self._tables is not None and self._tables.has_pending_change()
-                self._sleeping = not (self._batcher or self._leaving or self._paused or pending)
+                due = self._batcher or self._leaving or self._paused
+                self._sleeping = not (due or (self._tables is not None and self._tables.has_pending_change()))
                 if not self._sleeping:
                     break
             left_s = until_s - time.monotonic()
