@@ -131,6 +131,8 @@ class CpuMember(Generic[N]):
         if status:
             self.judge(status)
         rows = _WORDS.iter_unpack(self._all_words)
+        if all(self.active):
+            return list(rows)
         return [row if alive else None for row, alive in zip(rows, self.active, strict=True)]
 
     def wait_for_peer(self, timeout_s: float) -> bool:

@@ -64,7 +64,7 @@ class CpuQuickCalls:
         comm, transport = self._comm(), self._transport
         if comm is None or previous is not None or not _is_plain(x, self._dtype, self._hidden):
             return None
-        rows = len(x)
+        rows = x.shape[0]
         most = self._most if step_tokens is None else step_tokens
         if not self._are_of(rows, most, topk_ids, topk_weights):
             return None
@@ -89,10 +89,8 @@ class CpuQuickCalls:
         return (
             type(most) is int
             and rows <= most <= self._most
-            and _is_plain(topk_ids, torch.int32, self._topk)
-            and len(topk_ids) == rows
-            and _is_plain(topk_weights, torch.float32, self._topk)
-            and len(topk_weights) == rows
+            and _is_plain(topk_ids, torch.int32, self._topk, rows)
+            and _is_plain(topk_weights, torch.float32, self._topk, rows)
         )
 
     def begin_step(self, x: Any, topk_ids: Any, topk_weights: Any, step_tokens: int) -> CpuStep | None:
@@ -100,7 +98,10 @@ class CpuQuickCalls:
         comm = self._comm()  # None also with a request under way
         if comm is None or not self._keeps_steps or torch.is_grad_enabled():  # autograd may have saved the former rows
             return None
-        if not _is_plain(x, self._dtype, self._hidden) or not self._are_of(len(x), step_tokens, topk_ids, topk_weights):
+        if not _is_plain(x, self._dtype, self._hidden):
+            return None
+        rows = x.shape[0]
+        if not self._are_of(rows, step_tokens, topk_ids, topk_weights):
             return None
         slot: int = comm.lib.cd_next(comm.pointer, 0) % len(comm.buffers)
         step = self._steps.get(slot)
@@ -109,7 +110,7 @@ class CpuQuickCalls:
                 step = self._steps[slot] = CpuStep(comm, slot, self._config.exact_shapes)
         mode = checks.resolve_mode(self._config, step_tokens, self._ll_max_tokens)
         self._step = step
-        status = step.dispatch(len(x), mode is not Mode.LL, x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr())
+        status = step.dispatch(rows, mode is not Mode.LL, x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr())
         if status:
             self._transport.judge(status)
         return step
@@ -156,7 +157,7 @@ class CpuQuickCalls:
 
     def _is_room(self, out: Any, rows: int) -> bool:
         dtype = out.dtype if type(out) is torch.Tensor else None
-        return dtype in self._z_dtypes and _is_plain(out, dtype, self._hidden) and len(out) == rows
+        return dtype in self._z_dtypes and _is_plain(out, dtype, self._hidden, rows)
 
     def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> None:
         """See `base.QuickCalls`: its halves are apart."""
@@ -171,16 +172,17 @@ def serves(config: MoEConfig) -> bool:
     return plain and config.resolved_layout is Layout.GROUPED and config.mode is not Mode.AG
 
 
-def _is_plain(tensor: Any, dtype: torch.dtype | None, columns: int) -> bool:
-    """Whether `checks.tensor` would take it, whatever its rows."""
+def _is_plain(tensor: Any, dtype: torch.dtype | None, columns: int, rows: int | None = None) -> bool:
+    """Whether `checks.tensor` would take it; rows: None: whatever there are."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.dim() != 2:
+        return False
+    found = tensor.shape
     return (
-        type(tensor) is torch.Tensor
-        and tensor.dtype is dtype
+        tensor.dtype is dtype
         and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and tensor.dim() == 2
-        and tensor.shape[1] == columns
+        and found[1] == columns
+        and (rows is None or found[0] == rows)
         and tensor.is_contiguous()
         and not tensor.is_neg()
-        and (tensor.data_ptr() != 0 or not len(tensor))
+        and (tensor.data_ptr() != 0 or not found[0])
     )

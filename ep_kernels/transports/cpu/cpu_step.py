@@ -44,7 +44,7 @@ class CpuStep:
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._y_address = self._buffers.expert_outputs.data_ptr()
         self._y_end = self._y_address + self._buffers.expert_outputs.nbytes
-        self._shape = 0, 0
+        self._shape, self._num_rows, self._capacity = (0, 0), 0, self._buffers.tokens().shape[0]
         self.tokens, self.y = self._view(0)
 
     def dispatch(self, tokens: int, mode: int, x: int, ids: int, weights: int) -> int:
@@ -54,13 +54,14 @@ class CpuStep:
         status: int = comm.lib.cd_dispatch_step(comm.pointer, self._at[0], self._slot)
         if not status:
             self._shape = tokens, mode
-            num_rows = op.num_rows if self._exact_shapes else len(self._buffers.tokens())
+            num_rows = op.num_rows if self._exact_shapes else self._capacity
+            self._num_rows = num_rows
             self.tokens, self.y = self._views.get(num_rows) or self._view(num_rows)
         return status
 
     def combine(self, z: int, z_type: int) -> int:
         """Of the rows in y, into [T, H] there. The native status."""
-        comm, slot = self._comm, self._slot if len(self.y) else -1
+        comm, slot = self._comm, self._slot if self._num_rows else -1
         returned = self._dispatch.routing.origin, *self._shape, self._y_address, 0, slot, 1, z, 0, z_type, 0
         _RETURNED.pack_into(self._combine, _RETURNED_AT, *returned)
         status: int = comm.lib.cd_combine(comm.pointer, self._at[1])
