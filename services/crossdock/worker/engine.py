@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from operator import attrgetter
 
 import grpc
 import torch
@@ -221,12 +222,16 @@ class Engine:
             if self._paused:
                 return Fault("the group continues without a lost rank")
             words = comm.exchange(self._propose(unconfirmed).words())
-            proposals = {sender: Proposal.parse(each) for sender, each in enumerate(words) if each is not None}
+            proposals, placements = dict[int, Proposal](), list[int]()
+            for sender, each in enumerate(words):
+                if each is not None:
+                    proposals[sender] = proposal = Proposal.parse(each)
+                    placements.append(proposal.placement)
             if unconfirmed is not None:
                 self._finish(unconfirmed, [sender for sender, proposal in proposals.items() if proposal.failed])
                 unconfirmed = None
             if self._tables is not None:
-                self._tables.apply_agreed([proposal.placement for proposal in proposals.values()])
+                self._tables.apply_agreed(placements)
             decision = choose_step(proposals, self._max_tokens)
             if isinstance(decision, Departure):
                 return Left(decision.ranks)
@@ -295,7 +300,7 @@ class Engine:
         now_ns = time.monotonic_ns()
         with self._lock:
             slices = self._batcher.take(plan.layer, plan.max_tokens, now_ns)
-            self._running = [piece.work for piece in slices]
+            self._running = list(map(_work_of, slices))
             self._num_steps += 1
         for piece in slices:
             work = piece.work
@@ -353,6 +358,9 @@ class Engine:
         with self._lock:
             self._running = []
             self._emptied.notify_all()
+
+
+_work_of = attrgetter("work")
 
 
 def _postmortem(record: dict[str, object], rank: int, epoch: int, num_steps: int) -> str:

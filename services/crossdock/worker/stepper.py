@@ -147,7 +147,7 @@ class Stepper:
         if step is None:
             return None
         z, sent_ns = self._own_room(slices), time.monotonic_ns()
-        why, num_rows = "", len(step.tokens)
+        why, num_rows = "", step.tokens.shape[0]
         if num_rows and self._experts is not None:
             most_rows = min(num_rows, self._rows_per_token * max_tokens)
             try:
@@ -176,11 +176,15 @@ class Stepper:
         """What telemetry counts of a step; before the next one."""
         layer, max_tokens = batch.layer, batch.max_tokens
         held = self._tables.held(layer) if self._tables is not None else None
-        exemplar = next((piece.work.trace.exemplar for piece in batch.slices if piece.work.trace is not None), None)
+        exemplar, num_tokens = None, 0
+        for piece in batch.slices:
+            num_tokens += piece.stop - piece.start
+            if exemplar is None and piece.work.trace is not None:
+                exemplar = piece.work.trace.exemplar
         if max_tokens not in self._wire_bytes:
             self._wire_bytes[max_tokens] = self._comm.wire_bytes(max_tokens)
-        ids = [part.clone() for part in batch.topk_ids]  # those of a request buffer last until its next answer
-        counts = batch.num_tokens, batch.rows_per_expert.clone(), ids, self._count_remote_rows
+        ids = list(map(torch.clone, batch.topk_ids))  # those of a request buffer last until its next answer
+        counts = num_tokens, batch.rows_per_expert.clone(), ids, self._count_remote_rows
         return StepRecord(*counts, *batch.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
 
     def _room(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:

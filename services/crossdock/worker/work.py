@@ -103,7 +103,7 @@ class Work:
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_tokens = len(self.x)
+        self.num_tokens = self.x.shape[0]
 
     @property
     def num_waiting(self) -> int:
