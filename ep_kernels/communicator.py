@@ -20,8 +20,8 @@ from ep_kernels import bringup, checks, lazy_output, ops, quant, received
 from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import CapacityError, HandleError, TransportError
 from ep_kernels.in_flight import InFlight
-from ep_kernels.membership import GroupMember
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
+from ep_kernels.stepping import SteppingMember
 from ep_kernels.traced import TraceSite
 from ep_kernels.transports import base, create
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Overflow, stamp
@@ -32,7 +32,7 @@ Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """x [T, H], or (x, scales [T, S])."""
 
 
-class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
+class MoECommunicator(SteppingMember):
     """Dispatch and combine for the MoE layers of one group of ranks. Construction is collective.
 
     Regions are shared by all layers; `config.max_in_flight` dispatches may be open at once. Their requests may be
@@ -368,10 +368,6 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         mode = checks.resolve_mode(self._config, self._config.max_tokens_per_rank, self._ll_max_tokens)
         with torch.inference_mode(False):
             return self._transport.quick(self._id, mode, self._ll_max_tokens)
-
-    def _is_free(self, kind: InFlight) -> bool:
-        """Whether nothing of this rank's own stands against an operation."""
-        return self._fault is None and not self._closed and kind.has_room()
 
     def _finisher(self, kind: InFlight, number: int, wait: Callable[[], T]) -> Callable[[], T]:
         """The request of that operation is pending from now on; what its `wait()` has to call, once."""

@@ -132,7 +132,11 @@ class GroupMember(Generic[C, M]):
         """All-gather of 8 int64 per rank on the host, in rank order; None for inactive ranks. Collective."""
         checks.int64_words(words, base.EXCHANGE_WORDS)
         self._ready("exchange")
-        return self._run(self._transport.exchange, words)
+        try:
+            return self._transport.exchange(words)
+        except TransportError as error:
+            self._broken(error)
+            raise
 
     def wait_for_peer(self, timeout_s: float) -> bool:
         """Sleep until a peer is in an `exchange` that this rank has not entered, or has called it, or `wake()`: True.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -139,6 +139,22 @@ class DispatchHandle:
     rows_shape: tuple[int, ...] = ()
     topk_ids: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
+
+
+class KeptStep(Protocol):
+    """A dispatch whose combine is still to come, in memory that a later one takes again. Letters as in DispatchOutput.
+
+    Attributes:
+        tokens: [N, H], rows by expert.
+        offsets: int32 [L + 1] and
+        counts: int32 [L] of them.
+        y: [N, H], output dtype: where the rows of the experts go.
+    """
+
+    tokens: torch.Tensor
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    y: torch.Tensor
 
 
 def stamp(handle: DispatchHandle, owner: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:

@@ -86,9 +86,9 @@ def _work(pipe: Connection, config: WorkerConfig) -> None:
         (ServedBuffer, "read", "read"),
         (Engine, "submit", "submit"),
         (MoECommunicator, "exchange", "exchange"),
-        (MoECommunicator, "dispatch", "dispatch"),
+        (MoECommunicator, "begin_step", "dispatch"),
         (ExpertMLPs, "forward", "experts"),
-        (MoECommunicator, "combine", "combine"),
+        (MoECommunicator, "end_step", "combine"),
         (ServedBuffer, "_send_packet", "answer"),
         (ServedConnection, "_send_packet", "answer"),
     ):

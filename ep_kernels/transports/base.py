@@ -37,7 +37,7 @@ import torch
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ConfigError
 from ep_kernels.network.network_config import NetworkConfig
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, LatencySample, Mode, PeerTraffic
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, KeptStep, LatencySample, Mode, PeerTraffic
 
 _GATHER = "ep_kernels.gather.gather_transport"
 """`Mode.AG` of every transport: it needs its collectives alone."""
@@ -148,6 +148,12 @@ class QuickCalls(Protocol):
 
     def combine_async(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> PendingCombine | None:
         """The send phase of the same."""
+
+    def begin_step(self, x: Any, topk_ids: Any, topk_weights: Any, step_tokens: int) -> KeptStep | None:
+        """See `MoECommunicator.begin_step`."""
+
+    def end_step(self, step: Any, out: Any) -> None:
+        """See `MoECommunicator.end_step`. Raises ArgumentError, HandleError: nothing was sent."""
 
 
 class HandleState(Protocol):

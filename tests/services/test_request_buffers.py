@@ -37,7 +37,7 @@ from crossdock.client.directory import ServingWorkers
 from crossdock.client.retry import RetryBudget
 from crossdock.common import rpc
 from crossdock.common.access import METHODS
-from crossdock.protocol.request_buffer import Places, RepeatedRequests, SharedMemory, described
+from crossdock.protocol.request_buffer import Places, RepeatedRequests, RequestMemory, SharedMemory, described
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker import buffer_server, served_buffer, ticket_listener
 from crossdock.worker.admission import RequestValidator
@@ -576,14 +576,18 @@ def test_a_client_copies_rows_of_any_kind() -> None:
     rows = torch.randn(4, 6)
     negated = torch.complex(rows, rows).conj().imag
     kinds = [rows, rows.t(), rows[::2], rows[:, 1:4], rows.half(), negated, torch.nn.Parameter(rows), rows.expand(4, 6)]
-    kinds += [torch.randn(300, 200), torch.randn(1, 6)[:, :0]]
-    for each in kinds:
-        into = torch.full(each.shape, torch.nan)
-        opened_buffer._fill(into, each.detach())
-        assert torch.equal(into, each.detach().float())
-    spread = torch.full((4, 12), torch.nan)
-    opened_buffer._fill(spread[:, ::2], rows)
-    assert torch.equal(spread[:, ::2], rows)
+    memory = RequestMemory(1 << 20)
+    for each in [*kinds, torch.randn(300, 200)]:
+        ids, weights = torch.randint(E, (len(each), K)), torch.rand(len(each), 2 * K)[:, ::2]
+        into = memory.rows(*each.shape, K, each.dtype)
+        opened_buffer._copy((each.detach(), ids, weights), into)
+        assert torch.equal(into.x, each.detach())
+        assert torch.equal(into.ids, ids)
+        assert torch.equal(into.weights, weights)
+        into.y.copy_(into.x)
+        out = torch.empty_like(into.x)
+        opened_buffer._take(out, into)
+        assert torch.equal(out, into.y)
 
 
 async def test_without_free_descriptors_the_thread_sleeps_and_accepts_later(tmp_path: Path) -> None:

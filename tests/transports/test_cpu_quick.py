@@ -16,6 +16,7 @@ from ep_kernels import (
     AbortedError,
     ArgumentError,
     ClosedError,
+    HandleError,
     Layout,
     Mode,
     MoECommunicator,
@@ -121,6 +122,78 @@ def beside_pending(rank: int, size: int, store: dist.Store) -> None:
 
 def test_beside_what_is_under_way(world: Worlds) -> None:
     world(2).run(beside_pending)
+
+
+def in_step(comm: MoECommunicator, given: tuple[torch.Tensor, ...], step_tokens: int) -> torch.Tensor:
+    """z of a kept step."""
+    step = comm.begin_step(*given, step_tokens)
+    assert step is not None
+    torch.mul(step.tokens, comm.rank + 2, out=step.y)
+    assert int(step.offsets[-1]) == int(step.counts.sum()) == len(step.y)
+    return comm.end_step(step, torch.full((len(given[0]), H), torch.nan))
+
+
+def kept_steps(rank: int, size: int, store: dist.Store) -> None:
+    """Beside dispatches and combines, which other ranks may use for the same step."""
+    comm = make(store, rank, size)
+    torch.manual_seed(rank)
+    with torch.no_grad():
+        for number, (tokens, step_tokens) in enumerate([(3, 5), (0, 1), (M, M), (rank, 2), (3, 3)] * 3):
+            given = drawn(tokens)
+            out, handle = comm.dispatch(*given, step_tokens=step_tokens)
+            expected = comm.combine(out.tokens * (rank + 2), handle)
+            if number % size == rank:
+                out, handle = comm.dispatch(*given, step_tokens=step_tokens)
+                z = comm.combine(out.tokens * (rank + 2), handle)
+            else:
+                z = in_step(comm, given, step_tokens)
+            assert torch.equal(z, expected)
+    comm.barrier()
+    comm.close()
+
+
+def test_kept_steps_give_what_dispatch_and_combine_give(world: Worlds) -> None:
+    world(2).run(kept_steps)
+
+
+def no_kept_steps(rank: int, size: int, store: dist.Store) -> None:
+    comm, (x, ids, weights) = make(store, rank, size), drawn(2)
+    assert comm.begin_step(x, ids, weights, 2) is None, "gradients are recorded"
+    with torch.no_grad():
+        for wrong in (
+            (x.double(), ids, weights, 2), (x, ids.long(), weights, 2), (x, ids, weights[:1], 2),
+            (x, ids, weights, 1), (x, ids, weights, None), (torch.randn(H, 2).t(), ids, weights, 2),
+        ):  # fmt: skip
+            assert comm.begin_step(*wrong) is None  # type: ignore[arg-type]
+        pending = comm.dispatch_async(x, ids, weights)
+        assert comm.begin_step(x, ids, weights, 2) is None
+        pending.wait()
+        step = comm.begin_step(x, ids, weights, 2)
+        assert step is not None
+        step.y.copy_(step.tokens)
+        for out in (torch.empty(3, H), torch.empty(2, H).double(), comm.rank, step.y[:0] if rank else step.y[:2]):
+            with pytest.raises(ArgumentError):
+                comm.end_step(step, out)  # type: ignore[arg-type]
+        comm.end_step(step, torch.empty(2, H))
+        with pytest.raises(HandleError):
+            comm.end_step(step, torch.empty(2, H))
+        step = comm.begin_step(x, ids, weights, 2)
+        assert step is not None
+        comm.set_active([True] * size, 1)
+        with pytest.raises(HandleError):
+            comm.end_step(step, torch.empty(2, H))
+        assert in_step(comm, (x, ids, weights), 2).isfinite().all()
+        comm.barrier()
+        comm.count_received()
+        assert comm.begin_step(x, ids, weights, 2) is None
+    comm.close()
+    assert comm.begin_step(x, ids, weights, 2) is None
+    with pytest.raises(ClosedError):
+        comm.end_step(step, torch.empty(2, H))
+
+
+def test_what_no_kept_step_serves(world: Worlds) -> None:
+    world(2).run(no_kept_steps)
 
 
 def looks(rank: int, size: int, store: dist.Store) -> list[float]:

@@ -56,6 +56,8 @@ class CpuMember(Generic[N]):
         self.epoch = epoch
         self.reason: str | None = None
         self.domains = (0,) * size
+        self._own_words = ctypes.create_string_buffer(_WORDS.size)
+        self._all_words = ctypes.create_string_buffer(_WORDS.size * size)
 
     # Life.
 
@@ -124,10 +126,13 @@ class CpuMember(Generic[N]):
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
         """See `MemberTransport.exchange`."""
         comm = self.native()
-        everyone = bytearray(_WORDS.size * self.size)
-        into = (ctypes.c_char * len(everyone)).from_buffer(everyone)
-        self.judge(self.lib.cd_exchange(comm.pointer, _WORDS.pack(*words), into))
-        rows = _WORDS.iter_unpack(everyone)
+        _WORDS.pack_into(self._own_words, 0, *words)
+        status = self.lib.cd_exchange(comm.pointer, self._own_words, self._all_words)
+        if status:
+            self.judge(status)
+        rows = _WORDS.iter_unpack(self._all_words)
+        if all(self.active):
+            return list(rows)
         return [row if alive else None for row, alive in zip(rows, self.active, strict=True)]
 
     def wait_for_peer(self, timeout_s: float) -> bool:

@@ -9,12 +9,14 @@ from typing import Any, Protocol
 import torch
 
 from ep_kernels import checks
-from ep_kernels.config import MoEConfig
+from ep_kernels.config import MoEConfig, may_overflow
+from ep_kernels.errors import ArgumentError, HandleError
 from ep_kernels.lazy_output import lazy_output, recycle
 from ep_kernels.transports.base import Delivered
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
 from ep_kernels.transports.cpu.cpu_routing import CPU, FreshState
+from ep_kernels.transports.cpu.cpu_step import CpuStep
 from ep_kernels.transports.cpu.operations import OperationContext, delivered_field
 from ep_kernels.types import DispatchHandle, Layout, Mode
 
@@ -46,6 +48,10 @@ class CpuQuickCalls:
         rounded = (config.dtype,) if checks.rounds_sums(config, "cpu") else ()
         self._z_dtypes = (self._out_dtype, *rounded)
         self._config = config
+        num_local = config.resolved_expert_map.num_local_experts(config.group.rank)
+        self._keeps_steps = not may_overflow(config, num_local)  # so none raises CapacityError
+        self._steps: dict[int, CpuStep] = {}
+        self._step: CpuStep | None = None
 
     def _comm(self) -> NativeComm | None:
         transport = self._transport
@@ -58,13 +64,9 @@ class CpuQuickCalls:
         comm, transport = self._comm(), self._transport
         if comm is None or previous is not None or not _is_plain(x, self._dtype, self._hidden):
             return None
-        rows = len(x)
+        rows = x.shape[0]
         most = self._most if step_tokens is None else step_tokens
-        if type(most) is not int or not rows <= most <= self._most:
-            return None
-        if not (_is_plain(topk_ids, torch.int32, self._topk) and len(topk_ids) == rows):
-            return None
-        if not (_is_plain(topk_weights, torch.float32, self._topk) and len(topk_weights) == rows):
+        if not self._are_of(rows, most, topk_ids, topk_weights):
             return None
         mode = checks.resolve_mode(self._config, most, self._ll_max_tokens)
         buffers, state = comm.buffers[transport.next_slot(0)], FreshState(comm.places, rows)
@@ -81,6 +83,50 @@ class CpuQuickCalls:
         lead = buffers.lead(op.num_rows)
         handle = DispatchHandle(self._number, op.seq, rows, mode, transport.epoch, state, lead, topk_ids, topk_weights)
         return lazy_output(delivered_field(buffers, state, lead)), handle, op.num_dropped
+
+    def _are_of(self, rows: int, most: Any, topk_ids: Any, topk_weights: Any) -> bool:
+        """Whether a dispatch of `rows` tokens takes them as they are."""
+        return (
+            type(most) is int
+            and rows <= most <= self._most
+            and _is_plain(topk_ids, torch.int32, self._topk, rows)
+            and _is_plain(topk_weights, torch.float32, self._topk, rows)
+        )
+
+    def begin_step(self, x: Any, topk_ids: Any, topk_weights: Any, step_tokens: int) -> CpuStep | None:
+        """See `base.QuickCalls`."""
+        comm = self._comm()  # None also with a request under way
+        if comm is None or not self._keeps_steps or torch.is_grad_enabled():  # autograd may have saved the former rows
+            return None
+        if not _is_plain(x, self._dtype, self._hidden):
+            return None
+        rows = x.shape[0]
+        if not self._are_of(rows, step_tokens, topk_ids, topk_weights):
+            return None
+        slot: int = comm.lib.cd_next(comm.pointer, 0) % len(comm.buffers)
+        step = self._steps.get(slot)
+        if step is None:
+            with torch.inference_mode(False):
+                step = self._steps[slot] = CpuStep(comm, slot, self._config.exact_shapes)
+        mode = checks.resolve_mode(self._config, step_tokens, self._ll_max_tokens)
+        self._step = step
+        status = step.dispatch(rows, mode is not Mode.LL, x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr())
+        if status:
+            self._transport.judge(status)
+        return step
+
+    def end_step(self, step: Any, out: Any) -> None:
+        """See `base.QuickCalls`."""
+        if type(step) is not CpuStep or step is not self._step:
+            raise HandleError("step: expected the one that was begun last and has not ended")
+        if not self._is_room(out, step.num_tokens):
+            checks.tensor("out", out, (step.num_tokens, self._hidden), self._z_dtypes, "cpu")
+        if step.shares(out):
+            raise ArgumentError("out", "memory apart from y", "bytes in common")
+        self._step = None
+        status = step.combine(out.data_ptr(), native.type_code(out.dtype))
+        if status:
+            self._transport.judge(status)
 
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
         """See `base.QuickCalls`."""
@@ -110,7 +156,8 @@ class CpuQuickCalls:
         return z
 
     def _is_room(self, out: Any, rows: int) -> bool:
-        return any(_is_plain(out, dtype, self._hidden) for dtype in self._z_dtypes) and len(out) == rows
+        dtype = out.dtype if type(out) is torch.Tensor else None
+        return dtype in self._z_dtypes and _is_plain(out, dtype, self._hidden, rows)
 
     def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> None:
         """See `base.QuickCalls`: its halves are apart."""
@@ -125,16 +172,17 @@ def serves(config: MoEConfig) -> bool:
     return plain and config.resolved_layout is Layout.GROUPED and config.mode is not Mode.AG
 
 
-def _is_plain(tensor: Any, dtype: torch.dtype, columns: int) -> bool:
-    """Whether `checks.tensor` would take it, whatever its rows."""
+def _is_plain(tensor: Any, dtype: torch.dtype | None, columns: int, rows: int | None = None) -> bool:
+    """Whether `checks.tensor` would take it; rows: None: whatever there are."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.dim() != 2:
+        return False
+    found = tensor.shape
     return (
-        type(tensor) is torch.Tensor
-        and tensor.dtype is dtype
+        tensor.dtype is dtype
         and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and tensor.dim() == 2
-        and tensor.shape[1] == columns
+        and found[1] == columns
+        and (rows is None or found[0] == rows)
         and tensor.is_contiguous()
         and not tensor.is_neg()
-        and (tensor.data_ptr() != 0 or not len(tensor))
+        and (tensor.data_ptr() != 0 or not found[0])
     )

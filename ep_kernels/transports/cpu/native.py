@@ -240,6 +240,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_sent": (None, (c_void_p, POINTER(Sent))),
     "cd_dispatch_free": (c_int, (c_void_p,)),
     "cd_dispatch": (c_int, (c_void_p, POINTER(DispatchOp))),
+    "cd_dispatch_step": (c_int, (c_void_p, POINTER(DispatchOp), c_int)),
     "cd_combine": (c_int, (c_void_p, POINTER(CombineOp))),
     "cd_dispatch_send": (c_int, (c_void_p, POINTER(DispatchOp))),
     "cd_dispatch_place": (c_int, (c_void_p, POINTER(DispatchOp))),

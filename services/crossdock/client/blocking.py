@@ -88,7 +88,7 @@ class Client:
         out = self._read(call) if call is not None else self._streamed(batch)
         if out is None:
             out = self._run(self._client.by_stream(batch, call.refused if call is not None else None))
-        return out.to(x.device)
+        return out if x.is_cpu else out.to(x.device)
 
     def _check_process(self) -> None:
         if self._loop.is_parents:

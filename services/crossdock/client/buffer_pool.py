@@ -78,13 +78,17 @@ class BufferPool:
     def give_back(self, buffer: RequestBuffer) -> None:
         """It has no request in flight."""
         buffer.used_at = now = time.monotonic()
-        idle = self._idle.setdefault(buffer.address, deque())
+        idle = self._idle.get(buffer.address)
+        if idle is None:
+            idle = self._idle.setdefault(buffer.address, deque())
         idle.append(buffer)
         if self._closed:
             buffer.close()
-        with contextlib.suppress(IndexError):
+        try:
             if now - idle[0].used_at > _IDLE_S:
                 idle.popleft().close()
+        except IndexError:  # taken meanwhile
+            pass
 
     def claim(self, address: str, num_bytes: int) -> bool:
         """Whether to open a buffer of that size for a worker now; then no other is, until `open_one` has ended. Not if

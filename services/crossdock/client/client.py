@@ -29,6 +29,7 @@ from crossdock.client.buffer_pool import BufferPool, Way
 from crossdock.client.direct import DirectCall
 from crossdock.client.directory import Directory, ServingWorkers
 from crossdock.client.errors import ClientError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from crossdock.client.opened_buffer import RequestBuffer
 from crossdock.client.retry import RetryBudget
 from crossdock.client.shares import (
     MAX_TIMEOUT_S,
@@ -178,7 +179,7 @@ class AsyncClient:
             return None
         x, ids, _ = batch.parts
         shares = split(x.shape[0], len(service.workers), batch.turn, x.shape[0], self._min_tokens)
-        call, is_complete = DirectCall(self._pool, batch.deadline), True
+        found, is_complete = list[tuple[Share, RequestBuffer]](), True
         for share in shares:
             address = service.workers[share.worker][1]
             num_bytes = Places.of(share.stop - share.start, x.shape[1], ids.shape[1], x.element_size()).num_bytes
@@ -187,7 +188,8 @@ class AsyncClient:
                 is_complete = False
                 call_in_loop(self._pool.loop, self._open_buffer, service, share.worker, num_bytes)
             else:
-                call.add(share, buffer)
+                found.append((share, buffer))
+        call = DirectCall(self._pool, batch.deadline, found)
         if not is_complete:
             call.give_back()
             return None

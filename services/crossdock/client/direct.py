@@ -24,22 +24,18 @@ class DirectCall:
     Args:
         pool: of the buffers.
         deadline: monotonic seconds.
+        shares: of the batch, each with its buffer.
 
     Attributes:
         refused: the worker had no room for it.
         out: [T, H], filled by `read` or `finish`; there once it was sent.
     """
 
-    def __init__(self, pool: BufferPool, deadline: float) -> None:
+    def __init__(self, pool: BufferPool, deadline: float, shares: list[tuple[Share, RequestBuffer]]) -> None:
         self.refused: Overloaded | None = None
         self.out: torch.Tensor
         self._pool, self._deadline = pool, deadline
-        self._waiting: list[tuple[Share, RequestBuffer]] = []
-        self._is_sent = False
-
-    def add(self, share: Share, buffer: RequestBuffer) -> None:
-        """One more share, before `send`."""
-        self._waiting.append((share, buffer))
+        self._waiting, self._is_sent = shares, False
 
     def send(self, layer: int, parts: Parts, model: str) -> bool:
         """Send all shares. False: a worker is gone."""

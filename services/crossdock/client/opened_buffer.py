@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import select
 import socket
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,7 +63,7 @@ class RequestBuffer(ABC):
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._id, self._requests = 0, RepeatedRequests()
-        self._shape: tuple[torch.dtype, int, int, int]
+        self._shape: tuple[torch.dtype, int, int, int] | None = None
         self.closed = False
 
     @property
@@ -79,6 +81,7 @@ class RequestBuffer(ABC):
 
     def send(self, layer: int, timeout_s: float, model: str) -> bool:
         """Send the request of what was written, or the first part of it. Whether all is sent. Raises Unavailable."""
+        assert self._shape is not None
         self._id += 1
         fields = *self._shape, layer, max(1, int(timeout_s * 1000)), model, current_traceparent()
         return self._send(self._requests.packet_of(self._id, fields, functools.partial(_request, *fields)))
@@ -134,8 +137,10 @@ class SharedBuffer(RequestBuffer):
 
     def write(self, parts: Parts) -> None:
         """Copy the tensors of a request that fits."""
-        dtype, tokens, hidden, topk = self._shape = _shape_of(parts)
-        self._rows = self._memory.rows(tokens, hidden, topk, dtype)
+        shape = _shape_of(parts)
+        if shape != self._shape:
+            self._shape = dtype, tokens, hidden, topk = shape
+            self._rows = self._memory.rows(tokens, hidden, topk, dtype)
         _copy(parts, self._rows)
 
     def _send(self, packet: bytes) -> bool:
@@ -153,7 +158,7 @@ class SharedBuffer(RequestBuffer):
         if not packet:
             raise self._gone()
         self._check(packet)
-        _fill(out, self._rows.y)
+        _take(out, self._rows)
         return True
 
 
@@ -184,7 +189,8 @@ class RequestConnection(RequestBuffer):
             _copy(parts, self._rows)
             self._parts = self._rows.sent
             return
-        ids = ids if ids.dtype is torch.int32 else _narrow(ids, torch.empty(ids.shape, dtype=torch.int32, device="cpu"))
+        if ids.dtype is not torch.int32:
+            ids = _narrow(ids, torch.empty(ids.shape, dtype=torch.int32, device="cpu"))
         self._parts = [wire.bytes_of(part) for part in (x, ids, weights)]
 
     def push(self) -> bool:
@@ -216,40 +222,54 @@ class RequestConnection(RequestBuffer):
         except (EOFError, DecodeError) as error:
             raise self._gone() from error
         if self._rows is not None and not self._is_answered:
-            _fill(out, self._rows.y)
+            _take(out, self._rows)
         return not self._is_answered
 
 
 def _shape_of(parts: Parts) -> tuple[torch.dtype, int, int, int]:
     x, ids, _ = parts
-    return x.dtype, x.shape[0], x.shape[1], ids.shape[1]
+    return x.dtype, *x.shape, ids.shape[1]
 
 
 def _copy(parts: Parts, rows: RequestRows) -> None:
     x, ids, weights = parts
-    _fill(rows.x, x)
-    if ids.dtype is torch.int32:
-        _fill(rows.ids, ids)
-    else:
+    start, places, (x_bytes, ids_bytes, weights_bytes) = rows.start, rows.places, rows.sent
+    if not _moved(x, start + places.x, len(x_bytes)):
+        rows.x.copy_(x)
+    if ids.dtype is not torch.int32:
         _narrow(ids, rows.ids)
-    _fill(rows.weights, weights)
+    elif not _moved(ids, start + places.ids, len(ids_bytes)):
+        rows.ids.copy_(ids)
+    if not _moved(weights, start + places.weights, len(weights_bytes)):
+        rows.weights.copy_(weights)
 
 
-def _fill(into: torch.Tensor, rows: torch.Tensor) -> None:
-    """into becomes rows. torch's function for that takes longer than to copy a few."""
-    plain = type(rows) is torch.Tensor and rows.dtype is into.dtype and rows.is_contiguous() and not rows.is_neg()
-    if plain and into.is_contiguous() and into.nbytes <= _FEW_BYTES:
-        ctypes.memmove(into.data_ptr(), rows.data_ptr(), into.nbytes)
+def _moved(rows: torch.Tensor, address: int, num_bytes: int) -> bool:
+    """Copy that many bytes of `rows`, a tensor of the client or of a caller that has been checked. torch's function for
+    that takes longer than to copy a few; False: it has to."""
+    few = num_bytes <= _FEW_BYTES and rows.is_contiguous() and not rows.is_neg() and type(rows) is torch.Tensor
+    if few:
+        ctypes.memmove(address, rows.data_ptr(), num_bytes)
+    return few
+
+
+def _take(out: torch.Tensor, rows: RequestRows) -> None:
+    """out, rows of an answer that the client has made, becomes y."""
+    num_bytes = len(rows.answered)
+    if num_bytes <= _FEW_BYTES:
+        ctypes.memmove(out.data_ptr(), rows.start + rows.places.y, num_bytes)
     else:
-        into.copy_(rows)
+        out.copy_(rows.y)
 
 
 def _narrow(ids: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """into, int32, becomes int64 ids: what no int32 holds becomes another number that the worker refuses."""
-    few = [number for row in ids.tolist() for number in row] if ids.numel() <= _FEW else []
-    if few and min(few) >= _LEAST and max(few) <= _MOST:  # torch's functions would take longer
-        (ctypes.c_int32 * len(few)).from_address(into.data_ptr())[:] = few
-        return into
+    if ids.numel() <= _FEW:  # torch's functions would take longer
+        few = list(itertools.chain.from_iterable(ids.tolist()))
+        if few and min(few) >= _LEAST and max(few) <= _MOST:
+            narrow = array("i", few)
+            ctypes.memmove(into.data_ptr(), narrow.buffer_info()[0], 4 * len(narrow))
+            return into
     return into.copy_(ids.clamp(_LEAST, _MOST))
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import torch
 
@@ -31,8 +30,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (torch.int32, torch.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardCall:
+class ForwardCall(NamedTuple):
     """One call of `forward`.
 
     Attributes:
@@ -48,8 +46,7 @@ class ForwardCall:
     turn: int
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """Rows start..stop of a batch, for the worker at position `worker` of the list."""
 
     worker: int
@@ -86,6 +83,10 @@ def most_tokens(parts: Sequence[torch.Tensor]) -> int:
 
 def check(layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, timeout_s: float) -> None:
     """Raises InvalidRequest: what no worker would take, apart from sizes of the model."""
+    if _is_usual(x, _FLOATS) and _is_usual(topk_ids, _INTS) and _is_usual(topk_weights, _FLOATS):
+        fit = topk_ids.shape == topk_weights.shape and len(topk_ids) == len(x)
+        if fit and type(layer) is int and 0 <= layer < 1 << 32 and type(timeout_s) is float and timeout_s >= 0:
+            return
     if not _is_layer(layer):
         raise InvalidRequest(f"layer: expected an int in 0..2^32-1, got {layer!r}")
     check_timeout(timeout_s)
@@ -105,6 +106,17 @@ def check(layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: tor
     for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if tuple(tensor.shape) != expected:
             raise InvalidRequest(f"{name}: expected {list(expected)}, got {list(tensor.shape)}")
+
+
+def _is_usual(tensor: object, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether nothing but its sizes can be wrong with one part of a batch."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.dtype in dtypes
+        and tensor.dim() == 2
+        and tensor.layout is torch.strided
+    )
 
 
 def check_timeout(timeout_s: float) -> None:
@@ -147,6 +159,8 @@ def read_rows(response: Response, out: torch.Tensor) -> None:
 def on_host(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As requests carry them, the ids apart."""
     weights = topk_weights if topk_weights.dtype is torch.float32 else topk_weights.detach().float()
+    if x.is_cpu and topk_ids.is_cpu and weights.is_cpu and not x.requires_grad and not weights.requires_grad:
+        return x, topk_ids, weights
     return _on_host(x), _on_host(topk_ids), _on_host(weights)
 
 

@@ -77,12 +77,13 @@ class RoutingCopy:
         shape: [T, K].
 
     Attributes:
+        count: T * K.
         ids, weights: int32 and float32 [T, K].
         id_values, weight_values: the same without their shape.
     """
 
     def __init__(self, theirs: memoryview, shape: tuple[int, int]) -> None:
-        self._theirs = theirs
+        self._theirs, self.count = theirs, shape[0] * shape[1]
         self._place, self._other = (_routing_place(len(theirs), shape) for _ in range(2))
         self._own, self.ids, self.weights, self.id_values, self.weight_values = self._place
 
@@ -111,7 +112,7 @@ def _routing_place(
 class RequestRows:
     """The tensors of a request in its memory, which a client of this host may change at any time: x [T, H], topk_ids
     int32 [T, K], topk_weights float32 [T, K], y [T, H] and its first column, and a copy of ids and weights. `sent`,
-    `answered`: bytes of x, ids and weights, and of y."""
+    `answered`: bytes of x, ids and weights, and of y; `start`: address of the first."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -121,6 +122,8 @@ class RequestRows:
     routing: RoutingCopy
     sent: tuple[memoryview, memoryview, memoryview]
     answered: memoryview
+    places: Places
+    start: int
 
 
 class RequestMemory:
@@ -158,8 +161,9 @@ class RequestMemory:
                 self._bytes(places.ids, few_bytes),
                 self._bytes(places.weights, few_bytes),
             )
+            x = self.tensor(dtype, wide, places.x)
             made = RequestRows(
-                self.tensor(dtype, wide, places.x),
+                x,
                 self.tensor(torch.int32, few, places.ids),
                 self.tensor(torch.float32, few, places.weights),
                 y,
@@ -167,6 +171,8 @@ class RequestMemory:
                 RoutingCopy(chosen, few),
                 sent,
                 self._bytes(places.y, x_bytes),
+                places,
+                x.data_ptr() - places.x,
             )
             self._rows = key, made
         return self._rows[1]

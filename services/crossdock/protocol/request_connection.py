@@ -108,26 +108,31 @@ class Receiver:
         """
         found = self._whole() if self._have else None
         if found is None:
-            self._have += self._received(self._sock.recv_into, self._view[self._have :])
+            room = self._view[self._have :] if self._have else self._view
+            self._have += self._received(self._sock.recv_into, room)
             found = self._whole()
         return found
 
     def begin(self, tensors: Sequence[memoryview] = ()) -> None:
         """The tensors that follow the message go there."""
-        at, self._into = self._end, []
+        at, have, self._into = self._end, self._have, []
         for tensor in tensors:
-            part = self._view[at : min(at + len(tensor), self._have)]
-            count = len(part)
-            tensor[:count] = part
-            at += count
-            if count < len(tensor):
+            count = len(tensor)
+            if at + count <= have:
+                tensor[:] = self._view[at : at + count]
+            else:
+                count = have - at
+                tensor[:count] = self._view[at:have]
                 self._into.append(tensor[count:])
+            at += count
         self._have -= at
         if self._have:
             self._read[: self._have] = bytes(self._view[at : at + self._have])
 
     def fill(self) -> bool:
         """Receive tensors as far as they are here. Whether they are whole. Raises EOFError."""
+        if not self._into:
+            return True
         for _ in range(_READS):
             count = self._received(self._received_into, self._into) if self._into else 0
             if not count:

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import grpc
 import torch
@@ -26,8 +27,7 @@ REQUEST_BYTES = 1024
 _FEW = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Tensors of a valid request: x [T, H] served dtype, topk_ids int32 [T, K], topk_weights float32 [T, K]."""
 
     x: torch.Tensor
@@ -78,7 +78,7 @@ class RequestValidator:
         checked, to one of two places (`RoutingCopy`). Raises Refused."""
         routing = shared.routing
         routing.take()
-        if len(routing.id_values) <= _FEW:
+        if routing.count <= _FEW:
             self._check_few(routing.id_values.tolist(), routing.weight_values.tolist())
         else:
             self._check_values(routing.ids, routing.weights)
@@ -132,7 +132,9 @@ class RequestValidator:
             self._check_extremes(low, high, [float(value) for value in weights.aminmax()])  # one NaN makes both NaN
 
     def _check_few(self, ids: list[int], weights: Sequence[float]) -> None:
-        self._check_extremes(min(ids), max(ids), weights)
+        low, high = min(ids), max(ids)
+        if low < -1 or high >= self.spec.num_experts or not math.isfinite(sum(weights)):  # or finite ones overflow
+            self._check_extremes(low, high, weights)
 
     def _check_extremes(self, low: int, high: int, weights: Sequence[float]) -> None:
         if low < -1 or high >= self.spec.num_experts:

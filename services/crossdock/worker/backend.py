@@ -35,7 +35,7 @@ class Backend:
 
     def check_rate(self, client: Hashable) -> None:
         """Count a request of that client. Raises Refused: too many in this second."""
-        if not self.limiter.allow(client):
+        if self.limiter.rate > 0 and not self.limiter.allow(client):
             limit = f"requests: expected at most {self.limiter.rate:g} a second of one client, got more"
             raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, limit))
 
@@ -54,18 +54,11 @@ class Backend:
         shared: RequestRows | None = None,
     ) -> Work:
         """A checked request that arrives now. shared: its answer goes there."""
-        now_ns = time.monotonic_ns()
+        now_ns, (x, ids, weights) = time.monotonic_ns(), tokens
+        timeout_ms = request.timeout_ms
+        deadline_ns = now_ns + (timeout_ms * 1_000_000 if timeout_ms else int(self.config.request_timeout_s * 1e9))
+        y, first_column = (None, None) if shared is None else (shared.y, shared.first_column)
         return Work(
-            client=client,
-            stream=stream,
-            layer=request.layer,
-            x=tokens.x,
-            topk_ids=tokens.topk_ids,
-            topk_weights=tokens.topk_weights,
-            deadline_ns=now_ns + int(self.timeout_s(request) * 1e9),
-            arrived_ns=now_ns,
-            reply=reply,
-            y=None if shared is None else shared.y,
-            first_column=None if shared is None else shared.first_column,
-            trace=trace,
-        )
+            client, request.layer, x, ids, weights, deadline_ns, now_ns, reply, stream,
+            y=y, first_column=first_column, trace=trace,
+        )  # fmt: skip

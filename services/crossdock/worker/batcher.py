@@ -16,15 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from crossdock.worker.work import Slice, Work
 
 _NEVER_NS = 1 << 63
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """Preferred next layer of this rank.
 
     Attributes:
@@ -178,10 +177,10 @@ class Batcher:
     def take(self, layer: int, max_tokens: int, now_ns: int) -> list[Slice]:
         """Cut at most `max_tokens` tokens for `layer`, clients in order of waiting, one request each per round."""
         lone = self._lone
-        if lone is not None and lone.layer == layer and lone.num_waiting <= max_tokens:
-            piece, self._lone = Slice(lone, lone.num_taken, lone.num_tokens), None
-            lone.num_taken = piece.stop
-            return [piece]
+        if lone is not None and lone.layer == layer and lone.num_tokens - lone.num_taken <= max_tokens:
+            start, self._lone = lone.num_taken, None
+            lone.num_taken = lone.num_tokens
+            return [Slice(lone, start, lone.num_tokens)]
         self._queue_lone()
         clients = sorted(self._clients.values(), key=_Client.waiting_since_ns)
         slices: list[Slice] = []

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from operator import attrgetter
 
 import grpc
 import torch
@@ -33,6 +34,7 @@ from crossdock.worker.batcher import Batcher
 from crossdock.worker.device_stream import stream_of
 from crossdock.worker.expert_mlps import ExpertMLPs
 from crossdock.worker.expert_tables import ExpertTables
+from crossdock.worker.placement import SlotMap
 from crossdock.worker.request_sockets import RequestSockets
 from crossdock.worker.stepper import Batch, Stepper
 from crossdock.worker.steps import Departure, DesyncError, Proposal, Step, choose_step
@@ -220,19 +222,24 @@ class Engine:
             if self._paused:
                 return Fault("the group continues without a lost rank")
             words = comm.exchange(self._propose(unconfirmed).words())
-            proposals = {sender: Proposal.parse(each) for sender, each in enumerate(words) if each is not None}
+            proposals, placements = dict[int, Proposal](), list[int]()
+            for sender, each in enumerate(words):
+                if each is not None:
+                    proposals[sender] = proposal = Proposal.parse(each)
+                    placements.append(proposal.placement)
             if unconfirmed is not None:
                 self._finish(unconfirmed, [sender for sender, proposal in proposals.items() if proposal.failed])
                 unconfirmed = None
             if self._tables is not None:
-                self._tables.apply_agreed([proposal.placement for proposal in proposals.values()])
+                self._tables.apply_agreed(placements)
             decision = choose_step(proposals, self._max_tokens)
             if isinstance(decision, Departure):
                 return Left(decision.ranks)
             if isinstance(decision, Step):
                 batch = self._step(stepper, decision)
-                self._steps_are_long = time.monotonic_ns() - batch.start_ns > _LONG_NS
-                request_trace.stepped(batch, rank, self._epoch, self._num_steps, time.monotonic_ns())
+                ended_ns = time.monotonic_ns()
+                self._steps_are_long = ended_ns - batch.start_ns > _LONG_NS
+                request_trace.stepped(batch, rank, self._epoch, self._num_steps, ended_ns)
                 if batch.unconfirmed:
                     unconfirmed = batch
                 else:
@@ -248,8 +255,8 @@ class Engine:
         while True:
             self._request_sockets.poll()
             with self._lock:
-                pending = self._tables is not None and self._tables.has_pending_change()
-                self._sleeping = not (self._batcher or self._leaving or self._paused or pending)
+                due = self._batcher or self._leaving or self._paused
+                self._sleeping = not (due or (self._tables is not None and self._tables.has_pending_change()))
                 if not self._sleeping:
                     break
             left_s = until_s - time.monotonic()
@@ -285,27 +292,30 @@ class Engine:
                 failed=batch is not None and bool(batch.error),
                 placement=placement,
             )
-        self._answer(expired, Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline passed in the queue"))
+        if expired:
+            self._answer(expired, Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline passed in the queue"))
         return proposal
 
     def _step(self, stepper: Stepper, plan: Step) -> Batch:
         now_ns = time.monotonic_ns()
         with self._lock:
             slices = self._batcher.take(plan.layer, plan.max_tokens, now_ns)
-            self._running = [piece.work for piece in slices]
+            self._running = list(map(_work_of, slices))
             self._num_steps += 1
         for piece in slices:
+            work = piece.work
             if piece.start == 0:
-                piece.work.timing = Timing(queue_ns=now_ns - piece.work.arrived_ns)
-                request_trace.taken(piece.work, now_ns)
-        if self._tables is not None:
-            slices = [piece for piece in slices if not self._is_lost(piece.work, plan.layer)]
+                work.timing = Timing(now_ns - work.arrived_ns)
+                if work.trace is not None:
+                    request_trace.taken(work, now_ns)
+        route = self._tables.route(plan.layer) if self._tables is not None else None
+        if route is not None and route.lost:
+            slices = [piece for piece in slices if not self._is_lost(piece.work, plan.layer, route)]
         return stepper.step(plan.layer, plan.max_tokens, slices)
 
-    def _is_lost(self, work: Work, layer: int) -> bool:
+    def _is_lost(self, work: Work, layer: int, route: SlotMap) -> bool:
         """Whether a request needs an expert that only lost ranks held; if so, it is answered."""
-        route = self._tables.route(layer) if self._tables is not None else None
-        experts = route.lost_in(work.topk_ids) if route is not None else []
+        experts = route.lost_in(work.topk_ids)
         if not experts or self._comm is None:
             return bool(experts)
         lost = tuple(rank for rank, active in enumerate(self._comm.active) if not active)
@@ -348,6 +358,9 @@ class Engine:
         with self._lock:
             self._running = []
             self._emptied.notify_all()
+
+
+_work_of = attrgetter("work")
 
 
 def _postmortem(record: dict[str, object], rank: int, epoch: int, num_steps: int) -> str:

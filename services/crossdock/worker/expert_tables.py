@@ -77,6 +77,7 @@ class ExpertTables:
         self._staged: tuple[Weights | None, SlotMap] | None = None
         self._error = ""
         self._last_word = -1
+        self._held_now: dict[int, tuple[int, ...]] = {}
         self._closed = False
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -167,7 +168,10 @@ class ExpertTables:
 
     def held(self, layer: int) -> tuple[int, ...]:
         """The experts of this rank's slots in the next step."""
-        return self._held(layer)
+        found = self._held_now.get(layer)
+        if found is None:
+            found = self._held_now[layer] = self._held(layer)
+        return found
 
     def progress_word(self) -> int:
         """Progress of this rank for the next exchange: version of the target and layers loaded."""
@@ -206,6 +210,7 @@ class ExpertTables:
         before = self._held(layer) if self._weights[layer] == self._target.weights(layer) else ()
         self._rows[layer], self._routes[layer] = self._target.layers[layer], route
         self._weights[layer] = self._target.weights(layer)
+        self._held_now.pop(layer, None)
         if self._experts is not None and weights is not None:
             self._experts.replace(layer, self._held(layer), *weights, checkpoint=self._weights[layer].number)
         self._switched += 1

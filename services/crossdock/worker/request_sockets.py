@@ -61,8 +61,11 @@ class RequestSockets:
         try:
             for number, _ in self._sockets.poll(0, _MANY):
                 read = self._readers.get(number)
-                if read is not None:
-                    self._call(read)
+                try:
+                    if read is not None:
+                        read()
+                except Exception:  # one socket must not end the others
+                    _log.exception("a request socket failed")
         finally:
             self._reading.release()
 
@@ -81,10 +84,3 @@ class RequestSockets:
         if self._armed:
             self._armed = False
             self._outer.modify(self._sockets, 0)
-
-    @staticmethod
-    def _call(read: Callable[[], None]) -> None:
-        try:
-            read()
-        except Exception:  # one socket must not end the others
-            _log.exception("a request socket failed")

@@ -38,10 +38,11 @@ def taken(work: Work, now_ns: int) -> None:
 
 def stepped(batch: Batch, rank: int, epoch: int, number: int, now_ns: int) -> None:
     """Step `number` of the epoch has ended for all requests of a batch."""
-    traces = {trace for piece in batch.slices if (trace := piece.work.trace) is not None}
-    if traces:
-        phase = _step(batch, rank, epoch, number, now_ns)
-        for trace in traces:
+    phase: PendingSpan | None = None
+    for piece in batch.slices:
+        trace = piece.work.trace
+        if trace is not None:
+            phase = phase or _step(batch, rank, epoch, number, now_ns)
             trace.phases.append(phase)
 
 

@@ -156,7 +156,9 @@ class ServedBuffer:
     def _serve(self, request: expert_pb2.ForwardRequest) -> None:
         """A request whose tensors are in the memory."""
         backend, received_ns = self._backend, time.monotonic_ns()
-        trace = request_trace.begin(backend.tracer, request, None, received_ns)
+        tracer, trace = backend.tracer, None
+        if tracer is not None:
+            trace = request_trace.begin(tracer, request, None, received_ns)
         try:
             backend.check_rate(self.offer.client)
             backend.engine.expect()  # not before: it wakes all ranks
@@ -173,7 +175,7 @@ class ServedBuffer:
 
     def _work_of(self, request: expert_pb2.ForwardRequest, trace: RequestTrace | None) -> Work:
         """Raises Refused."""
-        rows = self._rows_of(request)
+        rows = self._rows or self._rows_of(request)
         tokens, reply = self._backend.validator.taken(rows), functools.partial(self._reply, request.id, rows)
         return self._backend.work_of(request, tokens, self.offer.client, self, reply, trace, rows)
 

@@ -107,6 +107,10 @@ class Stepper:
 
         Raises: TransportError and its kinds.
         """
+        if self._rounds and (not slices or (len(slices) == 1 and slices[0].is_whole)):
+            batch = self._kept_step(layer, max_tokens, slices)
+            if batch is not None:
+                return batch
         stream, parts = self._stream, _parts(slices) or [[part] for part in self._none]
         parts[1] = self._slots(layer, parts[1])
         if len(parts[0]) > 1 and stream.device.type == "cpu":  # joined where dispatch reads them
@@ -131,24 +135,63 @@ class Stepper:
             start_ns,
         )  # fmt: skip
 
+    def _kept_step(self, layer: int, max_tokens: int, slices: Sequence[Slice]) -> Batch | None:
+        """The step of at most one request on a CPU, its sums written where it wants them. None: it has not begun, and
+        takes the long way."""
+        x, ids, weights = slices[0].tokens() if slices else self._none
+        route = self._tables.route(layer) if self._tables is not None else None
+        if route is not None:
+            ids = route.slots(ids, self._rank)
+        start_ns = time.monotonic_ns()
+        step = self._comm.begin_step(x, ids, weights, max_tokens)
+        if step is None:
+            return None
+        z, sent_ns = self._own_room(slices), time.monotonic_ns()
+        why, num_rows = "", step.tokens.shape[0]
+        if num_rows and self._experts is not None:
+            most_rows = min(num_rows, self._rows_per_token * max_tokens)
+            try:
+                self._experts.forward(layer, step.tokens, step.offsets, step.counts, out=step.y, num_rows=most_rows)
+            except Exception as error:  # the peers wait for these rows in any case
+                _log.exception("experts failed", layer=layer)
+                step.y.fill_(torch.nan)
+                why = f"layer {layer}: experts: {type(error).__name__}: {error}"
+        computed_ns = time.monotonic_ns()
+        self._comm.end_step(step, z)
+        phases_ns = sent_ns - start_ns, computed_ns - sent_ns, time.monotonic_ns() - computed_ns
+        unconfirmed = bool(why)
+        if slices and not why:
+            unconfirmed = any(map(math.isnan, _first_column(slices, z).tolist()))
+        return Batch(layer, max_tokens, slices, (ids,), z, step.counts, phases_ns, why, unconfirmed, start_ns)
+
+    def _own_room(self, slices: Sequence[Slice]) -> torch.Tensor:
+        """The y of at most one request."""
+        if not slices:
+            return self._none[0]
+        work = slices[0].work
+        work.y = torch.empty_like(work.x) if work.y is None else work.y
+        return work.y
+
     def record_of(self, batch: Batch) -> StepRecord:
         """What telemetry counts of a step; before the next one."""
         layer, max_tokens = batch.layer, batch.max_tokens
         held = self._tables.held(layer) if self._tables is not None else None
-        exemplar = next((piece.work.trace.exemplar for piece in batch.slices if piece.work.trace is not None), None)
+        exemplar, num_tokens = None, 0
+        for piece in batch.slices:
+            num_tokens += piece.stop - piece.start
+            if exemplar is None and piece.work.trace is not None:
+                exemplar = piece.work.trace.exemplar
         if max_tokens not in self._wire_bytes:
             self._wire_bytes[max_tokens] = self._comm.wire_bytes(max_tokens)
-        ids = [part.clone() for part in batch.topk_ids]  # those of a request buffer last until its next answer
-        counts = batch.num_tokens, batch.rows_per_expert.clone(), ids, self._count_remote_rows
+        ids = list(map(torch.clone, batch.topk_ids))  # those of a request buffer last until its next answer
+        counts = num_tokens, batch.rows_per_expert.clone(), ids, self._count_remote_rows
         return StepRecord(*counts, *batch.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
 
     def _room(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
         """Where combine writes z [T, H]; of a request that has the step alone: to where its rows are wanted. None:
         anywhere."""
         if len(slices) == 1 and num_tokens and slices[0].is_whole and self._rounds:
-            work = slices[0].work
-            work.y = torch.empty_like(work.x) if work.y is None else work.y
-            return work.y
+            return self._own_room(slices)
         return self._stream.room(num_tokens, self._hidden_size, self._output_dtype)
 
     def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -69,8 +69,7 @@ class Proposal(NamedTuple):
         return Proposal(step, layer, waited_ns, num_tokens, *said, placement)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """All ranks dispatch now: at most `max_tokens` tokens each, all for `layer`."""
 
     layer: int

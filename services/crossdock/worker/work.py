@@ -35,8 +35,10 @@ class Timing(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+_NO_TIME = Timing()
+
+
+class Done(NamedTuple):
     """The answer: y [T, H], dtype of x."""
 
     y: torch.Tensor
@@ -80,6 +82,7 @@ class Work:
         stream: of the client; its requests are served in order within a layer, streams of one client take turns.
         answered: True once `reply` was called (or must not be any more).
         trace: of the request; None: not traced.
+        num_tokens: T.
     """
 
     client: Hashable
@@ -94,14 +97,13 @@ class Work:
     num_taken: int = 0
     y: torch.Tensor | None = None
     first_column: torch.Tensor | None = None
-    timing: Timing = field(default_factory=Timing)
+    timing: Timing = _NO_TIME
     answered: bool = False
     trace: RequestTrace | None = None
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.x.shape[0]
+    def __post_init__(self) -> None:
+        self.num_tokens = self.x.shape[0]
 
     @property
     def num_waiting(self) -> int:
@@ -109,8 +111,7 @@ class Work:
         return self.num_tokens - self.num_taken
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """Rows [start, stop) of one request, as part of one step."""
 
     work: Work
@@ -130,7 +131,7 @@ class Slice:
     @property
     def is_whole(self) -> bool:
         """True if it is all of the request."""
-        return self.start == 0 and self.is_last
+        return self.start == 0 and self.stop == self.work.num_tokens
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows of x, topk_ids and topk_weights."""

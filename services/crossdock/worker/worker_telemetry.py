@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import attrgetter
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import grpc
 import torch
@@ -46,8 +46,7 @@ R = TypeVar("R")
 RemoteRows = Callable[[Sequence[torch.Tensor]], int]
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One step of this rank.
 
     Attributes:

@@ -99,6 +99,11 @@ CD_API int cd_dispatch(cd::Member* m, cd::DispatchOp* op) {
   if (status == cd::kOk) status = cd::dispatch_place(moe(m), *op);
   return status == cd::kOk ? cd::dispatch_receive(moe(m), *op) : status;
 }
+// And waits until expert output buffer `slot` may be written.
+CD_API int cd_dispatch_step(cd::Member* m, cd::DispatchOp* op, int slot) {
+  const int status = cd_dispatch(m, op);
+  return status == cd::kOk ? cd::outputs_free(moe(m), slot, cd::Op::combine) : status;
+}
 CD_API int cd_combine(cd::Member* m, cd::CombineOp* op) {
   const int status = cd::combine_send(moe(m), *op);
   return status == cd::kOk ? cd::combine_receive(moe(m), *op) : status;
