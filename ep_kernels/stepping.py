@@ -16,6 +16,7 @@ import torch
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import HandleError, TransportError
 from ep_kernels.in_flight import InFlight
+from ep_kernels.lazy_output import written
 from ep_kernels.membership import GroupMember
 from ep_kernels.transports import base
 from ep_kernels.types import KeptStep
@@ -24,10 +25,12 @@ from ep_kernels.types import KeptStep
 class SteppingMember(GroupMember[MoEConfig, base.Transport]):
     """What a MoECommunicator does in steps."""
 
-    _quick: base.QuickCalls | None
+    _quick: base.QuickCalls | None = None
     _dispatches: InFlight
     _combines: InFlight
     _received: torch.Tensor | None
+    _step_number: int = -1
+    """Of the dispatch of the step that was begun last."""
 
     def begin_step(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, step_tokens: int
@@ -48,7 +51,7 @@ class SteppingMember(GroupMember[MoEConfig, base.Transport]):
             self._broken(error)
             raise
         if step is not None:
-            self._dispatches.num_begun += 1
+            self._dispatches.num_begun = self._step_number = self._dispatches.num_begun + 1
         return step
 
     def end_step(self, step: KeptStep, out: torch.Tensor) -> torch.Tensor:
@@ -61,6 +64,9 @@ class SteppingMember(GroupMember[MoEConfig, base.Transport]):
             self._ready("combine")
         if self._quick is None:
             raise HandleError("step: made by another communicator")
+        if self._dispatches.num_begun != self._step_number:
+            raise HandleError("step: expected end_step before the next dispatch, whose rows take its memory")
+        written(out)
         try:
             self._quick.end_step(step, out)
         except TransportError as error:
@@ -68,6 +74,11 @@ class SteppingMember(GroupMember[MoEConfig, base.Transport]):
             raise
         self._combines.num_begun += 1
         return out
+
+    def _leave(self) -> None:
+        super()._leave()
+        if self._quick is not None:
+            self._quick.close()
 
     def _is_free(self, kind: InFlight) -> bool:
         """Whether nothing of this rank's own stands against an operation."""

@@ -155,6 +155,9 @@ class QuickCalls(Protocol):
     def end_step(self, step: Any, out: Any) -> None:
         """See `MoECommunicator.end_step`. Raises ArgumentError, HandleError: nothing was sent."""
 
+    def close(self) -> None:
+        """Let go of the memory that steps keep. There is no call afterwards."""
+
 
 class HandleState(Protocol):
     """What `DispatchHandle.state` is."""

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +180,13 @@ def no_kept_steps(rank: int, size: int, store: dist.Store) -> None:
             comm.end_step(step, torch.empty(2, H))
         step = comm.begin_step(x, ids, weights, 2)
         assert step is not None
+        later = [comm.dispatch(x, ids, weights) for _ in range(comm.config.max_in_flight)]
+        with pytest.raises(HandleError, match="before the next dispatch"):
+            comm.end_step(step, torch.empty(2, H))
+        for out, handle in later:
+            comm.combine(out.tokens.clone(), handle)
+        step = comm.begin_step(x, ids, weights, 2)
+        assert step is not None
         comm.set_active([True] * size, 1)
         with pytest.raises(HandleError):
             comm.end_step(step, torch.empty(2, H))
@@ -190,6 +198,53 @@ def no_kept_steps(rank: int, size: int, store: dist.Store) -> None:
     assert comm.begin_step(x, ids, weights, 2) is None
     with pytest.raises(ClosedError):
         comm.end_step(step, torch.empty(2, H))
+
+
+def overwritten(rank: int, size: int, store: dist.Store) -> None:
+    """Backward of what autograd saved before a kept step wrote there raises, instead of giving other gradients."""
+    comm, given, weight = make(store, rank, size), drawn(4), torch.randn(H, H, requires_grad=True)
+    losses = []
+    for _ in range(comm.config.max_in_flight):
+        out, handle = comm.dispatch(*given)
+        z = torch.empty(4, H)
+        losses += [(out.tokens @ weight).sum(), (comm.combine(out.tokens.clone(), handle, out=z) @ weight).sum()]
+    with torch.no_grad():
+        step = comm.begin_step(*given, 4)
+        assert step is not None
+        step.y.copy_(step.tokens)
+        comm.end_step(step, z)
+    for changed in (losses[0], losses[-1]):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            changed.backward()
+    losses[2].backward()
+    comm.barrier()
+    comm.close()
+
+
+def closed(rank: int, size: int, store: dist.Store) -> tuple[int, int]:
+    """Mapped regions of a communicator that has kept steps, before it is closed and after."""
+    comm = make(store, rank, size)
+    with torch.no_grad():
+        for _ in range(comm.config.max_in_flight):
+            in_step(comm, drawn(3), 3)
+        assert comm.begin_step(*drawn(3), 3) is not None
+    comm.barrier()
+    before = _regions()
+    comm.close()
+    return before, _regions()
+
+
+def _regions() -> int:
+    return sum("crossdock-region" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_closed_communicator_keeps_no_steps(world: Worlds) -> None:
+    for before, after in world(2).run(closed):
+        assert before > after
+
+
+def test_gradients_of_what_a_kept_step_overwrites_are_refused(world: Worlds) -> None:
+    world(2).run(overwritten)
 
 
 def test_what_no_kept_step_serves(world: Worlds) -> None:

@@ -128,6 +128,11 @@ class CpuQuickCalls:
         if status:
             self._transport.judge(status)
 
+    def close(self) -> None:
+        """See `base.QuickCalls`."""
+        self._steps.clear()
+        self._step = None
+
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
         """See `base.QuickCalls`."""
         comm, transport = self._comm(), self._transport

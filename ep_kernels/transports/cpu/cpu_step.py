@@ -7,6 +7,7 @@ import struct
 
 import torch
 
+from ep_kernels.lazy_output import recycle
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
 from ep_kernels.transports.cpu.cpu_routing import FreshState
@@ -31,11 +32,11 @@ class CpuStep:
 
     def __init__(self, comm: NativeComm, slot: int, exact_shapes: bool) -> None:
         self._comm, self._slot, self._exact_shapes = comm, slot, exact_shapes
-        self._buffers = comm.buffers[slot]
+        self._buffers, self._rows = comm.buffers[slot], comm.buffers[slot].tokens()
         self._state = state = FreshState(comm.places, 0)
         self.counts, self.offsets = state.counts, state.offsets
         *routing, valid, counts, offsets = state.addresses()
-        tokens = self._buffers.tokens().data_ptr()
+        tokens = self._rows.data_ptr()
         self._dispatch = native.dispatch_op(
             (*routing, 0), (0, 0), (0, 0, 0, 0), (1, exact_shapes), (valid, tokens, 0, 0, 0, counts, offsets)
         )
@@ -44,12 +45,13 @@ class CpuStep:
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._y_address = self._buffers.expert_outputs.data_ptr()
         self._y_end = self._y_address + self._buffers.expert_outputs.nbytes
-        self._shape, self._num_rows, self._capacity = (0, 0), 0, self._buffers.tokens().shape[0]
+        self._shape, self._num_rows, self._capacity = (0, 0), 0, self._rows.shape[0]
         self.tokens, self.y = self._view(0)
 
     def dispatch(self, tokens: int, mode: int, x: int, ids: int, weights: int) -> int:
         """Of that many tokens, whose parts lie there. The native status."""
         op, comm = self._dispatch, self._comm
+        recycle(self._rows)
         _GIVEN.pack_into(op, _GIVEN_AT, tokens, mode, x, 0, ids, weights)
         status: int = comm.lib.cd_dispatch_step(comm.pointer, self._at[0], self._slot)
         if not status:
@@ -81,6 +83,6 @@ class CpuStep:
         if len(self._views) == _VIEWS:
             self._views.clear()
         with torch.inference_mode(False):
-            views = self._buffers.tokens()[:num_rows], self._buffers.expert_outputs[:num_rows]
+            views = self._rows[:num_rows], self._buffers.expert_outputs[:num_rows]
         self._views[num_rows] = views
         return views

@@ -337,6 +337,9 @@ class NvlinkQuickCalls:
     def end_step(self, step: Any, out: Any) -> None:
         """See `base.QuickCalls`."""
 
+    def close(self) -> None:
+        """See `base.QuickCalls`: nothing is kept."""
+
     def receive_combine(self, by: OperationPlan, mode: Mode, words: bytes, keep: Any) -> None:
         """What is left of it."""
         done = by.receive(words)
