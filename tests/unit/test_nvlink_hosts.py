@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -250,6 +252,24 @@ def test_abort_ends_every_wait(boxes: list[Mailbox]) -> None:
         boxes[0].exchange(WORDS, 30)
     with pytest.raises(AbortedError, match="re-forming"):
         boxes[0].wait_for_peer(30)
+
+
+def test_a_desk_that_was_short_of_descriptors_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, short = socket.socket.accept, [errno.EMFILE, errno.ENFILE]
+
+    def accepted(self: socket.socket) -> Any:
+        if short:
+            raise OSError(short.pop(), "no descriptor is left")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accepted)
+    read, write = os.pipe()
+    desk = sharing.Desk([read])
+    fds, _ = sharing.fetch(0, desk.address, 1, 5.0)
+    desk.close()
+    assert not desk._thread.is_alive()
+    for fd in (read, write, *fds):
+        os.close(fd)
 
 
 def test_descriptors_travel() -> None:

@@ -6,18 +6,22 @@ Needs no ptrace and no file system; needs a network namespace in common (contain
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 
 from ep_kernels.errors import TransportError
 
 _NONCE_BYTES = 16
 _PEER_CREDENTIALS = struct.Struct("3i")
+_SHORT, _RETRY_S = (errno.EMFILE, errno.ENFILE, errno.ENOMEM), 0.01
+"""Of descriptors or memory, which others may give back."""
 
 
 class DescriptorServer:
@@ -47,8 +51,11 @@ class DescriptorServer:
         while True:
             try:
                 peer, _ = self._socket.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if error.errno not in _SHORT:  # it was shut down
+                    return
+                time.sleep(_RETRY_S)
+                continue
             if self._answer(peer) and self._lends:
                 self._borrowers.append(peer)
             else:
