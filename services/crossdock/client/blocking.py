@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 
 
 class Client:
-    """Thread-safe client. Arguments as AsyncClient. A process that forked makes one of its own: the connections are
-    its parent's."""
+    """Thread-safe client. Arguments as AsyncClient. It stays with the process that made it, not with one that forked:
+    start processes that call by spawn or forkserver."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Client:
 
     def _check_process(self) -> None:
         if self._loop.is_parents:
-            raise ClientError("the client was made before this process forked: expected one that it has made itself")
+            raise ClientError("client: expected a process that spawn or forkserver started, got one that forked")
 
     def _streamed(self, batch: ForwardCall) -> torch.Tensor | None:
         """The rows of a batch by streams that are open. None: one is not."""
