@@ -391,7 +391,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         return self._noted(number, out, made, self._transport.dropped_by(out, made) if self._reads_dropped else 0)
 
     def _noted(self, number: int, out: DispatchOutput, made: DispatchHandle, dropped: int) -> Delivered:
-        """Its buffers are current; raises what overflowed."""
+        """Note that the buffers of a dispatch are current. Raises CapacityError if it overflowed."""
         self._recent.append((number, made.seq))
         if self._received is not None:
             self._received += self._transport.source_rows(made)

@@ -223,7 +223,7 @@ class GroupMember(Generic[C, M]):
         self._leave()
 
     def __del__(self) -> None:
-        """One that is dropped is closed, but at the end of the process: its memory is not freed otherwise."""
+        """Close an object that was dropped, except at the end of the process: its memory is not freed otherwise."""
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
             self.close()
 

@@ -43,7 +43,7 @@ class TraceSite:
 
     @classmethod
     def of(cls, owner: int, config: MoEConfig, ll_max_tokens: int, device: str) -> TraceSite:
-        """Of a communicator that has been brought up."""
+        """The description of a communicator that has been brought up."""
         order, backward_order = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
         for tensor in (order, backward_order):
             # What torch._dynamo.mark_static_address does, whose import would cost seconds. CUDA graphs of the compiler
@@ -82,7 +82,7 @@ class Communicator(Protocol):
 
     @property
     def config(self) -> MoEConfig:
-        """As it was agreed."""
+        """The configuration that the ranks agreed on."""
 
     @property
     def num_local_experts(self) -> int:

@@ -263,7 +263,7 @@ class Channel:
         return str(text)
 
     def traffic(self) -> list[proxy.Traffic]:
-        """By rank, since the channel was made."""
+        """Traffic by rank since the channel was made."""
         counters = (proxy.Traffic * self._ranks)()
         self._call(None, self._lib.cn_traffic, counters)
         return list(counters)

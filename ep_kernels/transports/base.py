@@ -209,7 +209,7 @@ class MemberTransport(Protocol):
         """Latency records since the last call, oldest first; the ring keeps the newest 4096."""
 
     def traffic(self) -> list[PeerTraffic]:
-        """By rank of other hosts, in ascending order; [] without a network. Any thread."""
+        """Traffic by rank of other hosts, in ascending order; [] without a network. Any thread."""
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
         """A host copy of int64 [R] on the device, beside whatever that does: no stream is waited for. None where it
@@ -343,7 +343,7 @@ class RegionMap:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole region."""
+        """Bytes of the whole region."""
         return sum(array.num_bytes for array in self.arrays)
 
 

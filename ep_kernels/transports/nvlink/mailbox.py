@@ -37,7 +37,7 @@ _AGREE, _AGREED = 2, 3
 """Blocks beside those of exchanges, 0 and 1."""
 _AGREED_AT = _AGREED * BLOCK_WORDS
 _MASK_WORDS, _MASK_BITS = 2, 32
-"""Of a mask of ranks."""
+"""Words of a mask of ranks, and bits in each."""
 _FIRST_NAP_S, _LONGEST_NAP_S, _REDIAL_S = 20e-6, 1e-3, 1.0
 
 
@@ -156,7 +156,7 @@ class Mailbox:
                 self.remote.leave(rank, epoch)
 
     def _settle(self, timeout_s: float) -> None:
-        """Nothing is on its way to active ranks of other hosts that the next `_write` would change."""
+        """Wait until nothing that the next `_write` would change is on its way to active ranks of other hosts."""
         deadline, bits = time.monotonic() + timeout_s, self._active_bits()
         while self.remote is not None and not self.remote.is_quiet(bits) and time.monotonic() < deadline:
             self.check()
@@ -308,7 +308,7 @@ def _mask_words(mask: int) -> tuple[int, ...]:
 
 
 def _mask_of(words: Sequence[int]) -> int:
-    """Of the first words, as `_mask_words` made them."""
+    """The mask in the first words, as `_mask_words` made them."""
     return sum(words[i] << (_MASK_BITS * i) for i in range(_MASK_WORDS))
 
 

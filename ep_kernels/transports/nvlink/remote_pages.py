@@ -101,7 +101,7 @@ class RemotePages:
         self._channel.give_up(ranks)
 
     def send(self, block: int, mask: int) -> None:
-        """That block of the own page to those of `mask` that are of other hosts. Waits while the ring is full, which
+        """Send that block of the own page to the ranks of `mask` on other hosts. Waits while the ring is full, which
         the proxy empties whatever peers do. Nothing after `close`."""
         for rank in self._tickets:
             if mask >> rank & 1:
@@ -110,7 +110,7 @@ class RemotePages:
                     pass
 
     def send_again(self, block: int, mask: int) -> None:
-        """The same, to those with whom connections are newer than what was sent last: that may be lost."""
+        """Send the block again to ranks whose connections are newer than the last send, which may be lost."""
         self.send(block, mask & sum(1 << rank for rank in self._tickets if self._joined[rank] != self._told[rank]))
 
     def is_quiet(self, mask: int) -> bool:
@@ -141,5 +141,5 @@ class RemotePages:
 
 
 def _address(area: mmap.mmap) -> int:
-    """Of a writable mapping, which stays as long as the object."""
+    """Address of a writable mapping, which stays as long as the object."""
     return ctypes.addressof(ctypes.c_char.from_buffer(area))

@@ -120,7 +120,7 @@ class Caller:
         return f"{', '.join(self.names) or 'no certificate'} at {self.host}"
 
     def speaks_for(self, uid: str) -> bool:
-        """Whether it may act as the worker of that uid."""
+        """Whether the caller may act as the worker of that uid."""
         if not self.guarded:
             return True
         if Role.WORKER not in self.roles:

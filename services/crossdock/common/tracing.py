@@ -81,7 +81,7 @@ def context_of_call(context: grpc.aio.ServicerContext[Any, Any]) -> TraceContext
 
 
 def current_traceparent() -> str:
-    """Of this program's current span, if it uses OpenTelemetry and has one; else empty. Imports nothing."""
+    """The traceparent of this program's current OpenTelemetry span; empty if there is none. Imports nothing."""
     api: Any = sys.modules.get("opentelemetry.trace")
     current = api.get_current_span().get_span_context() if api is not None else None
     if current is None or not current.is_valid:

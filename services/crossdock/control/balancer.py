@@ -197,7 +197,7 @@ def _make_room(
 
 
 def _as_before(current: Table, table: Table, shape: Shape) -> Table:
-    """The same sets of experts, given to the ranks of the same domain and size that hold most of them already."""
+    """The sets of experts, given to the ranks of the same domain and size that hold most of them already."""
     kept = [set(held) for held in current]
     pairs = sorted(
         (-len(kept[old].intersection(table[new])), old, new)

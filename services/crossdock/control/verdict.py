@@ -124,7 +124,7 @@ class Judgement:
 
     @property
     def named(self) -> tuple[object, ...]:
-        """What is named, without figures."""
+        """The kind and its subject, without figures."""
         return self.kind, self.ranks, self.hosts, self.expert
 
 
@@ -157,7 +157,7 @@ def judge(times: Mapping[int, RankTimes], usual: Usual | None = None) -> Judgeme
 
 
 def usual_of(times: Mapping[int, RankTimes]) -> Usual | None:
-    """What is usual, if nothing is wrong with these; None: too few."""
+    """What is usual by these times, in which nothing is wrong; None: too few steps."""
     steps, rows = sum(one.steps for one in times.values()), sum(one.rows for one in times.values())
     experts_s = sum(one.experts_s for one in times.values())
     if steps < MIN_STEPS or not rows or not experts_s:
@@ -336,7 +336,7 @@ def _uniform(sums: _Sums, usual: Usual | None) -> Judgement | None:
 
 
 def _calm(sums: _Sums) -> float:
-    """How far the largest loss is from being named."""
+    """Distance of the largest loss from being named."""
     return round(max(0.0, 1 - max(sums.net) / sums.step_s), 3)
 
 

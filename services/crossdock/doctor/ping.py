@@ -22,7 +22,7 @@ from ep_kernels.transports.base import boxes
 
 
 def main(network: str) -> dict[str, Any]:
-    """What is printed."""
+    """What the process prints: the answers, or why it failed."""
     try:
         config = msgspec.json.decode(network, type=NetworkConfig)
         return {**asdict(ping(config)), **_boxes(config)}

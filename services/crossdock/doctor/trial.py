@@ -26,7 +26,7 @@ from crossdock.doctor.findings import Finding, Level, fail, judge, ok, warn
 
 CPU_RANKS = 2
 HOSTS = 2
-"""Of a trial between hosts, with a rank on each."""
+"""Number of hosts of a trial between hosts, with a rank on each."""
 MOST_GPUS = 8
 STEP_NAMES = {"latency", "bandwidth"}
 """Of `rank.STEPS`."""
@@ -82,7 +82,7 @@ def judge_ping(answer: Mapping[str, Any]) -> Finding:
 
 
 def judge_boxes(answer: Mapping[str, Any]) -> Iterator[Finding]:
-    """What it says of a GPU's boxes."""
+    """Findings about the boxes of a GPU."""
     if "boxes" in answer:
         yield ok("network-boxes", answer["boxes"])
     if "no_boxes" in answer:

@@ -91,7 +91,7 @@ def parts_of(config: HostConfig) -> list[ContainerPlan]:
 
 
 def control_address(config: HostConfig) -> str:
-    """Where this host reaches the control plane."""
+    """Address at which this host reaches the control plane."""
     return config.worker.control if config.control is None else reachable_from_here(config.control.listen)
 
 
@@ -141,7 +141,7 @@ def _listens(worker: WorkerConfig) -> list[str]:
 
 
 def _request_address(worker: WorkerConfig) -> str:
-    """Where it takes request connections; empty: it takes none."""
+    """Address at which the worker takes request connections; empty: none."""
     if worker.request_port is None or worker.security.is_on:
         return ""
     return format_address(split_address(worker.listen)[0], worker.request_port)
@@ -214,7 +214,7 @@ class Owner:
         return f"{self.host} {self.pid} {self.begun}"
 
     def lives(self) -> bool:
-        """Whether it runs on this host."""
+        """Whether the owner's process runs on this host."""
         return self.host == socket.gethostname() and bool(self.begun) and _begun(self.pid) == self.begun
 
 
@@ -287,7 +287,7 @@ def _files(security: SecurityConfig) -> list[str]:
 
 
 def _mounts(files: list[str], folders: list[str] | None = None) -> tuple[str, ...]:
-    """What is mounted: single files, because keys of others may lie beside a certificate, and whole folders."""
+    """Paths to mount: single files, since keys of others may lie beside a certificate, and whole folders."""
     found = [*files, *(folders or [])]
     places = {*map(os.path.dirname, files), *(folders or [])}
     if wrong := _IMAGES_OWN.intersection(places):

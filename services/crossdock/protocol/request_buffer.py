@@ -32,12 +32,12 @@ from crossdock.protocol import wire
 from crossdock.protocol.v1 import expert_pb2
 
 MAX_PACKET_BYTES = 4096
-"""Of a message without data; longer texts of errors are cut."""
+"""Most bytes of a message without data; longer error texts are cut."""
 MAX_BUFFER_BYTES = 16 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ALIGN = 64
 _SHAPES = 256
-"""Of requests whose places are remembered."""
+"""Number of request shapes whose places are cached."""
 
 
 def host_identity() -> str:
