@@ -323,7 +323,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         return self._run(self._transport.row_weights, self._own(handle))
 
     def count_received(self) -> None:
-        """From now on count the tokens that dispatch brings here, for `received`: one addition of [R] per dispatch, on
+        """Begin to count the tokens that dispatch brings here, for `received`: one addition of [R] per dispatch, on
         the device, in CUDA graphs captured from now on too. Nothing is read back. Idempotent; not while capturing."""
         self._ready("count_received")
         if self._received is None:

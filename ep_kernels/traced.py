@@ -67,8 +67,8 @@ class TraceSite:
 
 
 def _digest(config: MoEConfig) -> str:
-    """Of all that shapes and dtypes follow from. The compiler keeps code on disk by the text of a graph, which has the
-    communicator's name: in another process that number may be one of another configuration."""
+    """Digest of all that shapes and dtypes follow from. The compiler keeps code on disk by the text of a graph, which
+    has the communicator's name: in another process that number may be one of another configuration."""
     text = repr((config.group.size, config.group.rank, sorted(bringup.fingerprint(config).items())))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -28,7 +28,7 @@ Roles = dict[int, socket.socket]
 
 
 class Dialer:
-    """Of one rank.
+    """Makes one rank's connections.
 
     Args:
         ended: what ends a dial of that rank from now on; None: nothing does. Looked at every 50 ms.

@@ -35,7 +35,7 @@ _LOOK_S = 0.001
 
 
 class Network:
-    """Of one process and one configuration. `Network.of` shares it.
+    """The network of one process and one configuration. `Network.of` shares it.
 
     Attributes:
         address, why: what peers dial, and how it was chosen.

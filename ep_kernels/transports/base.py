@@ -222,7 +222,7 @@ class MemberTransport(Protocol):
         """Sticky: every wait of this rank, present and future, ends in AbortedError(reason)."""
 
     def give_up(self, ranks: Sequence[int]) -> None:
-        """Those ranks are lost: while they are active, this rank's waits for their parts, present and future, end in
+        """Give up these ranks: while they are active, this rank's waits for their parts, present and future, end in
         PeerTimeout (`given_up`) at once; on the host those for others, too. What has arrived already counts."""
 
     def drain(self) -> None:

@@ -13,7 +13,7 @@ _ALIGN = 16
 
 @dataclass(frozen=True, slots=True)
 class NumberOffsets:
-    """Where the numbers of a dispatch lie in its memory, bytes; 0 also for those that its layout does not have, which
+    """Offsets of the numbers of a dispatch in its memory, bytes; 0 also for those that its layout does not have, which
     are never the first."""
 
     num_rows: int

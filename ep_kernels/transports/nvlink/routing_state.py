@@ -91,7 +91,7 @@ class Origin(NamedTuple):
 
 
 class QuickState(StateParts):
-    """Of a dispatch by a plan (`quick_calls`), from its launch on; what a `DispatchState` has is made when it is read.
+    """State of a dispatch by a plan (`quick_calls`), from its launch on. Fields of `DispatchState` are made when read.
 
     Attributes:
         words: what plans take of it.

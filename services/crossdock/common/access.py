@@ -129,7 +129,7 @@ class Caller:
 
 
 CALLER: ContextVar[Caller] = ContextVar("caller")
-"""Of the current call."""
+"""The caller of the current call."""
 
 
 class RateLimiter:
@@ -160,7 +160,7 @@ class RateLimiter:
 
 
 CALL_PERMITS: ContextVar[CallPermits] = ContextVar("call_permits")
-"""Of the current call."""
+"""The permits of the current call."""
 
 
 class CallAuthorizer:

@@ -217,7 +217,7 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Spans of requests, exported to an OpenTelemetry collector. Needs the extra `otlp`."""
 
     endpoint: str
-    """Where the collector takes OTLP over gRPC: http://HOST:PORT in plain text, https://HOST:PORT with TLS."""
+    """Address of the collector's OTLP over gRPC: http://HOST:PORT in plain text, https://HOST:PORT with TLS."""
     ca_file: str = ""
     """https: PEM of the authorities of the collector's certificate. Empty: those that gRPC brings."""
     ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0

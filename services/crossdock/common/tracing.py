@@ -154,7 +154,7 @@ class Tracer:
     def begin(
         self, name: str, parent: TraceContext | None, start_ns: int, attributes: Attributes
     ) -> RequestTrace | None:
-        """Of a request that came at monotonic `start_ns`; None: it is not traced. Ends by `end` or `release`."""
+        """Begin the trace of a request that came at `start_ns` (monotonic). None: the request is not traced."""
         wanted = parent.sampled if parent is not None else random.random() < self._ratio
         if not wanted or not self._room.acquire(blocking=False):
             return None

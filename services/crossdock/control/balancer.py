@@ -215,7 +215,7 @@ def _as_before(current: Table, table: Table, shape: Shape) -> Table:
 
 
 def _keep_slots(current: Table, table: Table) -> Table:
-    """The same experts by rank; those that were there keep their slot."""
+    """The experts of each rank in slots; those that a rank had before keep their slot."""
     rows = []
     for old, new in zip(current, table, strict=True):
         fresh = iter(expert for expert in new if expert not in old)

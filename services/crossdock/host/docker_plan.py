@@ -148,7 +148,7 @@ def _request_address(worker: WorkerConfig) -> str:
 
 
 def _network(network: WorkerNetworkConfig | None) -> WorkerNetworkConfig | None:
-    """The same inside a container, which has addresses and interfaces of its own."""
+    """The network inside a container, which has addresses and interfaces of its own."""
     if network is None:
         return None
     advertise = network.advertise or split_address(network.listen)[0]
@@ -160,7 +160,7 @@ def _network(network: WorkerNetworkConfig | None) -> WorkerNetworkConfig | None:
 
 
 def with_ports(config: HostConfig) -> HostConfig:
-    """The same with a port that is free now in the place of each 0; workers' ports are consecutive."""
+    """The config with a free port in the place of each 0; workers' ports are consecutive."""
     with contextlib.ExitStack() as held:
 
         def fix(address: str, count: int = 1) -> str:
@@ -271,7 +271,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _absolute(security: SecurityConfig) -> SecurityConfig:
-    """The same with absolute paths: a container works in another folder."""
+    """The config with absolute paths: a container works in another folder."""
 
     def fixed(config: Config, names: tuple[str, ...]) -> Config:
         paths = {name: getattr(config, name) for name in names}

@@ -52,7 +52,7 @@ def host_identity() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the tensors of a request of one shape lie: offsets in bytes, and what they need in all."""
+    """Places of the tensors of a request of one shape: offsets in bytes, and what they need in all."""
 
     x: int
     ids: int
@@ -240,7 +240,7 @@ class RepeatedRequests:
 
 _ID_TAG, _MORE = 0x08, 0x80
 _ID_BYTES = 11
-"""Of the longest field: its tag, and 64 bits by sevens."""
+"""Most bytes of an id field: its tag, and 64 bits by sevens."""
 
 
 def _id_field(number: int) -> bytes:
