@@ -237,7 +237,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         topk_weights: torch.Tensor | None = None,
     ) -> CombineRequest:
         """As `combine`, but returns when this rank's sends are done; `.wait()` receives. y may be reused at once,
-        unless it is `combine_input`'s buffer: that is lent until a later `combine_input` gives it again.
+        unless it is `combine_input`'s buffer: peers read that until a later `combine_input` returns it again.
 
         For backward passes: `row_weights` (float32, the leading shape of y; rank-wise layouts: and K) is returned
         to the source ranks, as the request's `.weights` [T, K]; `apply_weights=False` sums rows unweighted.
@@ -277,8 +277,8 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         return base.CombineArgs(y, handle, row_weights, apply_weights, at_once, weights)
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
-        """A registered buffer [num_tokens, H] of `config.dtype` to write the next dispatch's x into: dispatch copies it
-        no more. From that dispatch on it is lent to the peers: to write again, ask again.
+        """A registered buffer [num_tokens, H] of `config.dtype` to write the next dispatch's x into, which dispatch
+        then does not copy. From that dispatch on peers read it: call this again before writing again.
 
         Raises ArgumentError unless 0 <= num_tokens <= M, and what a wait for a peer may raise.
         """
@@ -289,9 +289,9 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         return self._run(self._transport.dispatch_input, num_tokens)
 
     def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
-        """A registered buffer in the shape of the handle's tokens and the output dtype, to write expert rows into:
-        `combine` copies them no more. From that combine on it is lent to the peers: to write again, ask again (which
-        waits until they are done). HandleError once `max_in_flight` later dispatches have recycled it."""
+        """A registered buffer in the shape of the handle's tokens and the output dtype, to write expert rows into,
+        which `combine` then does not copy. From that combine on peers read it: call this again before writing again
+        (it waits until they have finished). HandleError once `max_in_flight` later dispatches have recycled it."""
         if torch.compiler.is_compiling():
             return ops.combine_input(self, handle)
         self._ready("combine_input")
@@ -302,7 +302,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
         """The handle of a dispatch in fixed shapes, cut to its `num_rows`, which the caller has read: `combine` takes
-        [num_rows, H], `combine_input` gives it. Fewer than arrived lose some. Raises ArgumentError, HandleError."""
+        [num_rows, H], `combine_input` gives it. Rows past it are lost. Raises ArgumentError, HandleError."""
         handle = self._own(handle)
         checks.trimmed_rows(num_rows, handle, self._config)
         return self._transport.trimmed(handle, num_rows)
