@@ -1,8 +1,8 @@
 """The network of a process: data port, proxy thread, and one channel for each communicator.
 
 Knows bytes, ranks and immediates, and no rows. A channel lets a rank write into its mirrors at ranks of other hosts,
-and tells it what has arrived in the mirrors here (native/ring.hpp). A network outlives the channels: epochs come and
-go, port and thread stay. See docs/network.md.
+and reports to it what has arrived in the mirrors here (native/ring.hpp). A network outlives its channels: port and
+thread stay over epochs. See docs/network.md.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as NVML tells it.
+    """One GPU as NVML reports it.
 
     Attributes:
         index, uuid, name: as NVML has them.

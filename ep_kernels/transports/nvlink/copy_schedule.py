@@ -3,7 +3,7 @@
 Push (outs registered), rank r of R, operation `seq`:
 
     word = seq, signature; READY[r] of r + 1, r + 2, ... <- word "my outs are free"
-    begun = seq                                         this rank's host hears that its stream may have to wait
+    begun = seq                                         for this rank's host: its stream may have to wait
     for p in r + 1, r + 2, ...:  wait READY[p]; out of p, shard r <- x, part by part; SHARD[r] of p <- word
     for p in r - 1, r - 2, ...:  wait SHARD[p]
     the operation is over; seen <- SHARD; ended = seq

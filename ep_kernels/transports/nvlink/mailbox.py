@@ -6,8 +6,9 @@
 
 A rank enters exchange n by writing its words to block n % 2 and then n. It cannot enter n + 2 before everybody entered
 n + 1, so a block is never overwritten while a peer still reads it. Survivors of a loss may have stopped in different
-exchanges, so they agree on the next epoch in a block of its own. A rank that looks at a peer which has agreed to an
-epoch without it hears so: it was left out, and what the peer publishes now is not for it. Waiting sleeps (never spins).
+exchanges, so they agree on the next epoch in a block of its own. A rank that reads the page of a peer which has agreed
+to an epoch without it raises: it was left out, and what the peer publishes now is not for it. Waiting sleeps (never
+spins).
 Fences stand between words and the number that vouches for them, on both sides: Arm's processors, as beside GB200, would
 not keep that order.
 
@@ -150,7 +151,7 @@ class Mailbox:
                 raise _left_out(op, peer, self._vouched(peer, _AGREED))
 
     def leave(self, mask: Sequence[bool], epoch: int) -> None:
-        """Part from ranks of other hosts outside `mask`, which hear that the group has gone on in this epoch."""
+        """Close the connections with ranks of other hosts outside `mask`; the last message names the epoch."""
         for rank in self.remote.ranks if self.remote is not None else ():
             if not mask[rank] and self.remote is not None:
                 self.remote.leave(rank, epoch)
@@ -180,7 +181,7 @@ class Mailbox:
             mine[i] = word
         self._fence()
         mine[start] = number
-        if self.remote is not None:  # of epochs those hear, too, who take no part
+        if self.remote is not None:  # epochs are sent to ranks that take no part, too
             self.remote.send(block, self._active_bits() if block < _AGREE else (1 << len(self._pages)) - 1)
 
     def _vouched(self, peer: int, block: int) -> int:

@@ -4,7 +4,8 @@
 
 A rank pushes a block of its page to each rank of another host, with the block's number as immediate. At the other end
 native/host_words.cpp takes it over when all of it is there, words first, so a copy is read as a page of this host is.
-The connections also say who lives: a rank whose connections end counts as dead, one that parts says in which epoch.
+The connections also show which ranks are alive: a rank whose connections end counts as dead, one that leaves sends the
+epoch first.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class RemotePages:
         return self._channel.is_quiet(mask)
 
     def leave(self, rank: int, epoch: int) -> None:
-        """Part from a rank that takes no part in that epoch; it hears of it."""
+        """Send the epoch to a rank that takes no part in it, and close its connections."""
         if rank in self._tickets:
             self._channel.leave(rank, epoch)
 
