@@ -39,7 +39,7 @@ IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git r
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
-	  printf '%-16s %s\n' "$$name" "$$text"; done
+	  printf '%-20s %s\n' "$$name" "$$text"; done
 
 demo: $(DEMO) ## Install, then serve three small models here and compare them with plain transformers
 	$(VENV)/bin/crossdock demo $(ARGS)
@@ -81,7 +81,7 @@ types: $(DEV) ## mypy, strict
 model: $(DEV) ## Search every order of events of small groups with two disturbances (minutes)
 	$(PY) -m tests.unit.test_group_model $(ARGS)
 
-house: $(DEV) ## The house rules: floors, environment, budgets, public names, generated files
+house: $(DEV) ## The house rules: layers, environment, budgets, public names, generated files
 	$(PY) -m pytest -q tests/house
 
 proto: $(PROTO) ## Generate services/crossdock/protocol/v1 from protos/
@@ -130,14 +130,14 @@ chaos: $(DEV) ## Kill, stop and cut off control planes and workers at random und
 attack: $(DEV) ## Attack a real group, plain and with mTLS, while a client compares every answer (5 minutes; ARGS="--short")
 	$(PY) -m tests.attack --out docs/results/$$(date +%F)-attack $(ARGS)
 
-test-observability: $(DEV) ## A real Prometheus scrapes a real group of 8; faults must be named, silence must be silent (15 minutes; Go)
+test-observability: $(DEV) ## A real Prometheus scrapes a real group of 8; each fault must raise its alert, and no alert may fire without one (15 minutes; Go)
 	$(PY) -m tests.observability --out docs/results/$$(date +%F)-observability $(ARGS)
 	$(PY) -m tests.observability --hosts 2 --ranks 4 --calm 60 --out docs/results/$$(date +%F)-observability-hosts $(ARGS)
 
 bench-overhead: $(DEV) ## What latency records cost an operation: with and without, in turn (ARGS="--device cuda" on a GPU)
 	$(PY) -m tests.observability.overhead --out docs/results/$$(date +%F)-overhead $(ARGS)
 
-soak: $(DEV) ## Kills, reconnects and moves for minutes; what survives may not grow (ARGS="--minutes 10")
+soak: $(DEV) ## Kills, reconnects and moves for minutes; the processes that stay may not grow (ARGS="--minutes 10")
 	$(PY) -m tests.soak $(ARGS)
 
 BENCH_MOE = benchmarks.run --device cuda $(if $(CASES),--cases $(CASES))

@@ -21,7 +21,7 @@ from ep_kernels.types import Layout, Mode
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What a rank tells the others.
+    """What each rank sends to all others at bring-up.
 
     Attributes:
         abi: hash of the region's byte map.

@@ -237,7 +237,7 @@ class MoECommunicator(SteppingMember):
         topk_weights: torch.Tensor | None = None,
     ) -> CombineRequest:
         """As `combine`, but returns when this rank's sends are done; `.wait()` receives. y may be reused at once,
-        unless it is `combine_input`'s buffer: that is lent until a later `combine_input` gives it again.
+        unless it is `combine_input`'s buffer: peers read that until a later `combine_input` returns it again.
 
         For backward passes: `row_weights` (float32, the leading shape of y; rank-wise layouts: and K) is returned
         to the source ranks, as the request's `.weights` [T, K]; `apply_weights=False` sums rows unweighted.
@@ -277,8 +277,8 @@ class MoECommunicator(SteppingMember):
         return base.CombineArgs(y, handle, row_weights, apply_weights, at_once, weights)
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
-        """A registered buffer [num_tokens, H] of `config.dtype` to write the next dispatch's x into: dispatch copies it
-        no more. From that dispatch on it is lent to the peers: to write again, ask again.
+        """A registered buffer [num_tokens, H] of `config.dtype` to write the next dispatch's x into, which dispatch
+        then does not copy. From that dispatch on peers read it: call this again before writing again.
 
         Raises ArgumentError unless 0 <= num_tokens <= M, and what a wait for a peer may raise.
         """
@@ -289,9 +289,9 @@ class MoECommunicator(SteppingMember):
         return self._run(self._transport.dispatch_input, num_tokens)
 
     def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
-        """A registered buffer in the shape of the handle's tokens and the output dtype, to write expert rows into:
-        `combine` copies them no more. From that combine on it is lent to the peers: to write again, ask again (which
-        waits until they are done). HandleError once `max_in_flight` later dispatches have recycled it."""
+        """A registered buffer in the shape of the handle's tokens and the output dtype, to write expert rows into,
+        which `combine` then does not copy. From that combine on peers read it: call this again before writing again
+        (it waits until they have finished). HandleError once `max_in_flight` later dispatches have recycled it."""
         if torch.compiler.is_compiling():
             return ops.combine_input(self, handle)
         self._ready("combine_input")
@@ -323,7 +323,7 @@ class MoECommunicator(SteppingMember):
         return self._run(self._transport.row_weights, self._own(handle))
 
     def count_received(self) -> None:
-        """From now on count the tokens that dispatch brings here, for `received`: one addition of [R] per dispatch, on
+        """Begin to count the tokens that dispatch brings here, for `received`: one addition of [R] per dispatch, on
         the device, in CUDA graphs captured from now on too. Nothing is read back. Idempotent; not while capturing."""
         self._ready("count_received")
         if self._received is None:
@@ -387,7 +387,7 @@ class MoECommunicator(SteppingMember):
         return self._noted(number, out, made, self._transport.dropped_by(out, made) if self._reads_dropped else 0)
 
     def _noted(self, number: int, out: DispatchOutput, made: DispatchHandle, dropped: int) -> Delivered:
-        """Its buffers are current; raises what overflowed."""
+        """Note that the buffers of a dispatch are current. Raises CapacityError if it overflowed."""
         self._recent.append((number, made.seq))
         if self._received is not None:
             self._received += self._transport.source_rows(made)

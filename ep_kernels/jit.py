@@ -28,7 +28,7 @@ FEW_THREADS = 64
 """A thread for each rank."""
 NUM_THREADS = 256
 WIDE_THREADS = 512
-"""Of LL, and of HT combine with a warp for each of its tasks: one block fills a multiprocessor's registers."""
+"""Threads of a block of LL, and of HT combine with a warp for each task: one block fills an SM's registers."""
 NUM_STAGES = 3
 SHIPPED_ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Hopper; Blackwell for data centres, two steps of it; Blackwell for workstations."""
@@ -91,7 +91,7 @@ class Variant:
 
 NARROW = Variant("narrow")
 GENERAL = Variant("barrier"), NARROW
-"""Those that every configuration launches."""
+"""Variants that every configuration launches."""
 
 
 def dispatch_variant(mode: str, layout: int, quantized: str = "u8") -> Variant:
@@ -121,7 +121,7 @@ def shipped_variants() -> Iterator[Variant]:
 
 
 def collective_variants(dtypes: Sequence[str] = ("bf16", "f16", "f32")) -> Iterator[Variant]:
-    """Those of collectives, for sums of these types."""
+    """Variants of collectives, for sums of these types."""
     yield Variant("all_gather")
     yield Variant("copy_wait")
     for dtype in dtypes:
@@ -147,7 +147,7 @@ def all_variants() -> Iterator[Variant]:
 
 
 def network_variants() -> Iterator[Variant]:
-    """Those for groups that are not of one domain: the variants of LL, which carries their HT, too."""
+    """Variants for groups of several domains: those of LL, which carries their HT, too."""
     for variant in all_variants():
         if variant.kernel == "barrier" or variant.kernel.startswith("ll_"):
             yield replace(variant, network=True)
@@ -300,7 +300,7 @@ def _check(result: tuple[Any, ...], nvrtc: Any) -> Any:
 
 
 def supported_archs() -> tuple[str, ...]:
-    """Those of SHIPPED_ARCHS that this NVRTC can compile for."""
+    """Architectures of SHIPPED_ARCHS that this NVRTC can compile for."""
     from cuda.bindings import nvrtc
 
     known = _check(nvrtc.nvrtcGetSupportedArchs(), nvrtc)

@@ -145,14 +145,14 @@ class GroupMember(Generic[C, M]):
         return self._run(self._transport.wait_for_peer, timeout_s)
 
     def look_for_peer(self, timeout_s: float, fd: int) -> bool:
-        """As `wait_for_peer`, but looks again and again instead of sleeping; in between, other threads of its processor
-        run. False at the timeout, once file descriptor `fd` can be read, or earlier: the caller asks again."""
+        """As `wait_for_peer`, but polls instead of sleeping; between two polls other threads of its processor run.
+        False at the timeout, once file descriptor `fd` can be read, or earlier: the caller calls it again."""
         self._ready("look_for_peer")
         return self._run(self._transport.look_for_peer, timeout_s, fd)
 
     def call_exchange(self) -> None:
         """Hint that this rank will soon enter an `exchange`: peers that wait for one may enter it at once, and are not
-        waited for later. Any thread; does nothing once closed, and where ranks cannot be told at once."""
+        waited for later. Any thread; does nothing once closed, and where the transport cannot signal peers at once."""
         with self._lock:
             if not self._closed:
                 self._transport.call_exchange()
@@ -176,15 +176,15 @@ class GroupMember(Generic[C, M]):
             return Samples.of(() if self._closed else self._transport.samples())
 
     def traffic(self) -> list[PeerTraffic]:
-        """What has passed between this rank and those of other hosts, by rank; [] on one host. Any thread; empty once
-        closed."""
+        """Messages and bytes between this rank and each rank of other hosts, by rank; [] on one host. Any thread;
+        empty once closed."""
         with self._sampling:
             return [] if self._closed else self._transport.traffic()
 
     def give_up(self, ranks: Sequence[int]) -> None:
-        """The owner of the group says that these ranks are lost: what this rank does with them, now or later, ends in
-        PeerTimeout at once instead of at its deadline. `set_active` without them is the way out, for all that are
-        left. Any thread; does nothing once closed. Raises ArgumentError for ranks that are no peers."""
+        """Treat these ranks as lost, as the owner of the group has decided: operations with them, present and future,
+        end in PeerTimeout at once instead of at their deadline. Afterwards all remaining ranks call `set_active`
+        without them. Any thread; does nothing once closed. Raises ArgumentError for ranks that are no peers."""
         wrong = [rank for rank in ranks if rank == self.rank or not 0 <= rank < self.size]
         if wrong:
             raise ArgumentError("ranks", f"other ranks of 0..{self.size - 1} than {self.rank}", wrong)
@@ -196,20 +196,20 @@ class GroupMember(Generic[C, M]):
 
     def check(self) -> None:
         """Raise what broke this communicator, if anything did, or what an operation without a wait has found (a
-        HandleError or CapacityError, once; it breaks nothing). Waits for nothing: on GPUs it says what kernels have met
-        so far, so synchronise first to hear of all of them (after a graph's replay, say)."""
+        HandleError or CapacityError, once; it breaks nothing). Waits for nothing: on GPUs it raises
+        what kernels have found so far, so synchronise first, for example after a graph's replay."""
         self._ready("check")
         self._transport.check_results()
 
     def failed(self) -> torch.Tensor:
         """int64 [1] on the device of the operations: 0 until one of them has ended in an error there, which the next
-        call raises (or `check`). A copy of it on a stream, behind an operation, tells of that one: a CUDA graph's
-        replay raises nothing. Always 0 on the CPU."""
+        call raises (or `check`). A copy of it on a stream, behind an operation, shows whether that one failed, also
+        in a CUDA graph, whose replay raises nothing. Always 0 on the CPU."""
         return self._transport.failed()
 
     def unheard(self) -> TransportError | None:
-        """The error in which an operation ended on the device and that no call has raised so far, for a graph's replay
-        asks nobody; None where there is none, once a call has raised it, and once closed. Breaks nothing, waits for
+        """The error of an operation on the device that no call has raised so far, since the replay of a graph raises
+        none; None where there is none, once a call has raised it, and once closed. Breaks nothing, waits for
         nothing, other threads included. Any thread."""
         try:
             if not self._closed and self._fault is None:
@@ -219,15 +219,15 @@ class GroupMember(Generic[C, M]):
         return None
 
     def close(self) -> None:
-        """Free everything. What this rank has begun is brought to its end first, for peers may need rows of it: bounded
-        by the deadline of those operations, and not at all once the communicator is broken or aborted. Idempotent; any
-        thread. Tensors handed out stay readable. One that is dropped is closed."""
+        """Free everything, after the operations that this rank has begun have ended, since peers may need their rows:
+        bounded by the deadline of those operations, and at once where the communicator is broken or aborted.
+        Idempotent; any thread. Tensors handed out stay readable. One that is dropped is closed."""
         if not self._closed and self._fault is None:
             self._transport.drain()  # not under the lock: `abort` ends it
         self._leave()
 
     def __del__(self) -> None:
-        """One that is dropped is closed, but at the end of the process: its memory is not freed otherwise."""
+        """Close an object that was dropped, except at the end of the process: its memory is not freed otherwise."""
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
             self.close()
 

@@ -248,8 +248,8 @@ def _present(order: torch.Tensor, results: Sequence[torch.Tensor | None]) -> lis
 
 
 def _distinct(results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same values, each at the start of memory that it shares with no other and with nothing given: an operator's
-    outputs must not alias, and compiled code relies on their alignment."""
+    """Copies of the values, each at the start of memory that it shares with no other and with nothing given: an
+    operator's outputs must not alias, and compiled code relies on their alignment."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in given}
     for index, tensor in enumerate(results):
         address = tensor.untyped_storage().data_ptr()

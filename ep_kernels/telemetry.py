@@ -35,11 +35,11 @@ Kind = tuple[str, str]
 KINDS: Mapping[tuple[int, int], Kind] = {
     (op, mode): (name, algorithm) for op, (name, modes) in _OPS.items() for mode, algorithm in enumerate(modes)
 }
-"""By the numbers in a record."""
+"""Kinds of operations by the numbers in a record."""
 
 
 def record_bytes(ranks: int) -> int:
-    """Of one record."""
+    """Bytes of one record."""
     return _HEAD.size + 8 * ranks
 
 
@@ -104,7 +104,7 @@ class Samples(Sequence[LatencySample]):
     __hash__ = None  # type: ignore[assignment]
 
     def kind(self, op: int, mode: int) -> Kind:
-        """Of the operation with these numbers. Raises ValueError: no transport writes them."""
+        """The kind of the operation with these numbers. Raises ValueError: no transport writes them."""
         found = self.kinds.get((op, mode))
         if found is None:
             raise ValueError(f"records: no such operation: op {op}, mode {mode}")

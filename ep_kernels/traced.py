@@ -43,7 +43,7 @@ class TraceSite:
 
     @classmethod
     def of(cls, owner: int, config: MoEConfig, ll_max_tokens: int, device: str) -> TraceSite:
-        """Of a communicator that has been brought up."""
+        """The description of a communicator that has been brought up."""
         order, backward_order = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
         for tensor in (order, backward_order):
             # What torch._dynamo.mark_static_address does, whose import would cost seconds. CUDA graphs of the compiler
@@ -67,8 +67,8 @@ class TraceSite:
 
 
 def _digest(config: MoEConfig) -> str:
-    """Of all that shapes and dtypes follow from. The compiler keeps code on disk by the text of a graph, which has the
-    communicator's name: in another process that number may be one of another configuration."""
+    """Digest of all that shapes and dtypes follow from. The compiler keeps code on disk by the text of a graph, which
+    has the communicator's name: in another process that number may be one of another configuration."""
     text = repr((config.group.size, config.group.rank, sorted(bringup.fingerprint(config).items())))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -82,7 +82,7 @@ class Communicator(Protocol):
 
     @property
     def config(self) -> MoEConfig:
-        """As it was agreed."""
+        """The configuration that the ranks agreed on."""
 
     @property
     def num_local_experts(self) -> int:

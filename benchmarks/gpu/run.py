@@ -164,7 +164,7 @@ class Session:
         return group.all_gather(b"late" if late else b"", DEADLINE_S)[0] == b"late"
 
     def _agree(self, group: StoreGroup, fault: str, what: str) -> bool:
-        """All ranks hear of a failure on any of them; True if there was none."""
+        """Share failures among all ranks; True if there was none on any of them."""
         faults = [text.decode() for text in group.all_gather(fault.encode()[-4000:], DEADLINE_S)]
         for text in dict.fromkeys(filter(None, faults)):
             self.failures.append((what, text))

@@ -10,7 +10,7 @@ from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabil
 
 
 class BufferPlace(enum.Enum):
-    """Where a tensor lies; equal on all ranks."""
+    """Kind of memory of a tensor; equal on all ranks."""
 
     PLAIN = "plain"
     """Anywhere: no peer can reach it."""

@@ -70,7 +70,7 @@ def gathered(index: str, x: object, out: object, own: OwnRank) -> tuple[torch.Te
 
 
 def disjoint(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Of several gathers at once, no out lies in another's memory: neither in its out nor in its x."""
+    """Check that among gathers of one call no out shares memory with another's out or x."""
     spans = sorted((*_span(out), i) for i, (_, out) in enumerate(pairs) if out.numel())
     for (_, end, i), (begin, _, j) in itertools.pairwise(spans):
         if begin < end:
@@ -143,12 +143,12 @@ def why_not_summed(op: str, dtype: torch.dtype) -> str:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Of its elements."""
+    """Bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8 [n]."""
+    """The tensor's memory as uint8 [n]."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

@@ -35,7 +35,7 @@ class CollectiveSite:
 
     @classmethod
     def of(cls, number: int, device: str) -> CollectiveSite:
-        """Of the object with that id."""
+        """The description of the object with that id."""
         order = torch.zeros(1, dtype=torch.int32, device=device)
         order._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]  # as in TraceSite
         return cls(f"crossdock-collectives-{number}", order)

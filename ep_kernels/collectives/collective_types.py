@@ -12,7 +12,7 @@ SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class CollectiveOp(enum.Enum):
-    """What is done."""
+    """Kind of operation."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"

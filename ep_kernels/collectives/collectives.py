@@ -78,8 +78,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous, uninitialised tensor of registered memory: peers read and write it where it lies, so operations
-        on it copy less. Collective: all ranks ask for the same in the same order. Its memory returns to the pool when
-        the last view has died on all ranks; the pool notices in a later `empty`.
+        on it copy less. Collective: all ranks allocate the same tensors in the same order. Its memory returns to the
+        pool when the last view has died on all ranks; the pool notices in a later `empty`.
 
         Raises ArgumentError: sizes differ between ranks, or `pool_bytes` are used up (then on all ranks).
         """

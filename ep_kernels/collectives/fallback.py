@@ -175,7 +175,7 @@ class TorchCollectives:
         return self.wait_for_peer(0.0)
 
     def call_exchange(self) -> None:
-        """See `MemberTransport.call_exchange`: peers cannot be told."""
+        """See `MemberTransport.call_exchange`: does nothing, since peers cannot be signalled."""
 
     def wake(self) -> None:
         """See `MemberTransport.wake`."""

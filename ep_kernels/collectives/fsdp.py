@@ -135,7 +135,7 @@ class AllGather(_CustomAllGather):  # type: ignore[misc]
         return None
 
     def _check(self, group: dist.ProcessGroup) -> None:
-        """Of the same ranks as the collectives, where those know them; else of as many, and this one's place."""
+        """Check that the group has the ranks of the collectives; where unknown, as many, and this rank's place."""
         if (group.rank(), group.size()) != (self._coll.rank, self._coll.size):
             expected = f"rank {self._coll.rank} of {self._coll.size}, as the collectives"
             raise ArgumentError("group", expected, f"rank {group.rank()} of {group.size()}")

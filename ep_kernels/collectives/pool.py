@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from ep_kernels.errors import ArgumentError, TransportError
 
 ALIGN_BYTES = 256
-"""Of every block: a cache line pair, and what vector and bulk copies want."""
+"""Alignment of every block, bytes: a cache line pair, and what vector and bulk copies want."""
 _SIZE_BITS = 46
 _TOO_MANY = (1 << _SIZE_BITS) - 1
 """Bytes that stand for more than any pool has: what would not fit the bits of a word."""

@@ -72,7 +72,7 @@ class Repeats:
         return self._missed is not None
 
     def keep(self, plan: CollectivePlan, out: torch.Tensor) -> None:
-        """From now on `find` has it for the arguments that it had none for."""
+        """Store the plan: `find` returns it for the arguments of its last, unsuccessful call."""
         key, self._missed = self._missed, None
         assert key is not None
         if len(self._plans) >= MAX_PLANS:

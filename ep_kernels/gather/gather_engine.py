@@ -164,7 +164,7 @@ class GatherEngine:
         )
 
     def routed_again(self, state: GatherState) -> Routed:
-        """Of a handle that is used again."""
+        """The routing of a handle that is used again."""
         return Routed(state, *self.tables.local(state.places))
 
     def local_choices(self, slot: int, routed: Routed) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ _RINGS = {Algorithm.COPY_PUSH.value: "copies", Algorithm.COPY_PULL.value: "copie
 
 
 def renamed(error: TransportError | HandleError) -> TransportError | HandleError:
-    """The same error, of the operation that the caller knows."""
+    """The error, with the name of the operation that the caller began."""
     name, _, text = str(error).partition(": ")
     if name not in _NAMES or isinstance(error, AbortedError):
         return error

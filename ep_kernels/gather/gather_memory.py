@@ -27,13 +27,13 @@ from ep_kernels.quant import scale_columns
 from ep_kernels.types import ScaleFormat
 
 HEAD_BYTES = 16
-"""Of a rank's metadata: T, and padding."""
+"""Bytes in front of a rank's metadata: T, and padding."""
 ROUND_BYTES = 16
 """Pieces of a shard that kernels like to move."""
 LEAST_STAGING, MOST_STAGING = 1 << 20, 64 << 20
 """Bytes of a staging slot: the rows of a whole step, within these. GPUs have five slots."""
 COLLECTIVES = 3
-"""Of a dispatch and its combine, at most: tokens, rows, gradients of weights."""
+"""Most collectives of a dispatch and its combine: tokens, rows, gradients of weights."""
 _PAGE = 4096
 HOLDS = {
     "tokens": "output: rows of every rank in their final place",
@@ -104,7 +104,7 @@ def scale_row(config: MoEConfig) -> tuple[int, torch.dtype]:
 
 
 def collective_config(config: MoEConfig) -> CollectiveConfig:
-    """Of the collectives underneath."""
+    """The configuration of the collectives underneath."""
     item = max(config.payload_dtype.itemsize, config.resolved_output_dtype.itemsize)
     rows = config.group.size * config.max_tokens_per_rank * config.hidden_size * item
     return CollectiveConfig(

@@ -54,7 +54,7 @@ class GatherState:
 
     @classmethod
     def blank(cls, config: MoEConfig, num_tokens: int, device: torch.device) -> GatherState:
-        """Of a step of M tokens, uninitialised."""
+        """The routing of a step of M tokens, uninitialised."""
         lead = config.group.size, config.max_tokens_per_rank
         dtype = config.resolved_output_dtype
         return cls(

@@ -121,7 +121,7 @@ class CollectiveSizes:
 
     @property
     def shared_row(self) -> int:
-        """The same, where the sums are in the slot, too."""
+        """Bytes of a chunk that one round of a reduction moves, where the sums are in the slot, too."""
         return self.reduce_row // 2 // abi.ALIGN * abi.ALIGN
 
 

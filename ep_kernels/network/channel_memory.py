@@ -10,7 +10,7 @@ from ep_kernels.network import proxy
 
 @dataclass(frozen=True, slots=True)
 class DeviceRing:
-    """Where kernels push: memory that a GPU must be able to reach.
+    """Ring into which kernels push: memory that a GPU must be able to reach.
 
     Attributes:
         ring, popped: addresses of the descriptors, and of the number of those that the proxy has taken.

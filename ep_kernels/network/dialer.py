@@ -28,7 +28,7 @@ Roles = dict[int, socket.socket]
 
 
 class Dialer:
-    """Of one rank.
+    """Makes one rank's connections.
 
     Args:
         ended: what ends a dial of that rank from now on; None: nothing does. Looked at every 50 ms.
@@ -187,12 +187,12 @@ class _OtherFailed(Exception):
 
 
 class _Dial:
-    """Of one rank, in one `dial`: `failed` once another one has failed."""
+    """One rank's connections in one `dial`: `failed` once those with another rank have failed."""
 
     def __init__(self, rank: int, ticket: NetworkTicket, until: float, failed: threading.Event) -> None:
         self.rank, self.ticket, self.until, self.failed = rank, ticket, until, failed
 
 
 def unreached(rank: int, waited_s: float, why: str) -> PeerTimeout:
-    """Of a connection with a rank."""
+    """The error of a connection with a rank that was not made."""
     return PeerTimeout(peer=rank, op="connect", phase="connection", expected=1, seen=0, waited_s=waited_s, end=why)

@@ -50,7 +50,7 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Of a token that a hello may name: its secret, and who takes the connection."""
+    """What belongs to a token that a hello may name: its secret, and who takes the connection."""
 
     secret: bytes
     admit: Admit
@@ -92,7 +92,7 @@ class Listener:
             raise TransportError(f"network: the thread of the data port cannot be started: {error}") from error
 
     def open(self, token: int, registration: Registration) -> None:
-        """From now on hellos may name `token`."""
+        """Accept hellos that name `token`."""
         with self._lock:
             self._registered[token] = registration
 

@@ -1,8 +1,8 @@
 """The network of a process: data port, proxy thread, and one channel for each communicator.
 
 Knows bytes, ranks and immediates, and no rows. A channel lets a rank write into its mirrors at ranks of other hosts,
-and tells it what has arrived in the mirrors here (native/ring.hpp). A network outlives the channels: epochs come and
-go, port and thread stay. See docs/network-protocol.md.
+and reports to it what has arrived in the mirrors here (native/ring.hpp). A network outlives its channels: port and
+thread stay over epochs. See docs/network-protocol.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOOK_S = 0.001
 
 
 class Network:
-    """Of one process and one configuration. `Network.of` shares it.
+    """The network of one process and one configuration. `Network.of` shares it.
 
     Attributes:
         address, why: what peers dial, and how it was chosen.
@@ -263,7 +263,7 @@ class Channel:
         return str(text)
 
     def traffic(self) -> list[proxy.Traffic]:
-        """By rank, since the channel was made."""
+        """Traffic by rank since the channel was made."""
         counters = (proxy.Traffic * self._ranks)()
         self._call(None, self._lib.cn_traffic, counters)
         return list(counters)

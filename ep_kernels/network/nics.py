@@ -128,7 +128,7 @@ def resolved(
 
 
 def usable_nics(nics: Sequence[Nic], devices: Sequence[str] = ()) -> list[Nic]:
-    """Those of `devices` (empty: all) that can carry bytes. Raises TransportError if there are none, or one is
+    """Ports among `devices` (empty: all) that can carry bytes. Raises TransportError if there are none, or one is
     unknown."""
     devices = [device.replace(":", "/") for device in devices]
     names = {nic.name for nic in nics} | {nic.device for nic in nics}

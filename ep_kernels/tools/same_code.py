@@ -90,7 +90,7 @@ class DeviceFunction:
         self.lines: list[tuple[str, int]] = []  # text, control bits
 
     def body(self, called: Mapping[str, str]) -> str:
-        """Its instructions, wherever it lies and whatever it is called; callees are known by `called`."""
+        """The kernel's instructions without its place and name; callees are named by `called`."""
         width = 16
         after_calls = {self.start + width * (i + 1) for i, (text, _) in enumerate(self.lines) if "CALL" in text}
 

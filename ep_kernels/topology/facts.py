@@ -40,7 +40,7 @@ class NvLink:
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """Where a GPU belongs in an NVLink fabric that a fabric manager has set up.
+    """A GPU's place in an NVLink fabric that a fabric manager has set up.
 
     Attributes:
         state: "not supported", "not started", "in progress" or "completed".
@@ -93,7 +93,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as NVML tells it.
+    """One GPU as NVML reports it.
 
     Attributes:
         index, uuid, name: as NVML has them.

@@ -1,4 +1,4 @@
-"""What NVML tells of the GPUs. Each answer is asked for by itself: one that is not to be had costs no other."""
+"""Facts of the GPUs by NVML. Each is queried separately: one that is not available does not affect the others."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class MemberTransport(Protocol):
         """Latency records since the last call, oldest first; the ring keeps the newest 4096."""
 
     def traffic(self) -> list[PeerTraffic]:
-        """By rank of other hosts, in ascending order; [] without a network. Any thread."""
+        """Traffic by rank of other hosts, in ascending order; [] without a network. Any thread."""
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
         """A host copy of int64 [R] on the device, beside whatever that does: no stream is waited for. None where it
@@ -231,7 +231,7 @@ class MemberTransport(Protocol):
         """Sticky: every wait of this rank, present and future, ends in AbortedError(reason)."""
 
     def give_up(self, ranks: Sequence[int]) -> None:
-        """Those ranks are lost: while they are active, this rank's waits for their parts, present and future, end in
+        """Give up these ranks: while they are active, this rank's waits for their parts, present and future, end in
         PeerTimeout (`given_up`) at once; on the host those for others, too. What has arrived already counts."""
 
     def drain(self) -> None:
@@ -352,7 +352,7 @@ class RegionMap:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole region."""
+        """Bytes of the whole region."""
         return sum(array.num_bytes for array in self.arrays)
 
 

@@ -97,7 +97,7 @@ def test_text_shows_the_balance_the_ranks_and_each_layer(world: World) -> None:
     status, out, err = world.run("experts")
     assert (status, err) == (0, "")
     (headline, balance), rows = out.splitlines()[:2], _rows(out)
-    assert headline == f"4 experts and 2 copies more on 2 ranks  placement 7  control plane {world.target}"
+    assert headline == f"4 experts and 2 extra copies on 2 ranks  placement 7  control plane {world.target}"
     assert balance == "imbalance 1.200 (if 3 copies moved: 1.012; domains: 1.100)"
     assert ["0", "0", "60.00%", "1.200"] in rows
     assert ["1", "1", "40.00%", "0.800"] in rows

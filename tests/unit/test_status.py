@@ -60,6 +60,15 @@ def test_ranks_that_share_memory_are_told_from_those_that_a_network_joins() -> N
     assert "shared memory among ranks 0-2 on node-0; no rank is reached by tcp" in rendered(alone)
 
 
+def test_workers_that_are_kept_out_are_named_with_the_reason_and_for_how_long() -> None:
+    what = view()
+    what.barred.add(uid="b/0", hostname="b", cause="cordoned", reason="new memory")
+    what.barred.add(uid="c/0", hostname="c", cause="quarantined", reason="silent in epoch 6", left_s=59.4)
+    words = rendered(what)
+    assert "b/0 on b: cordoned: new memory, until `crossdock uncordon b/0`" in words
+    assert "c/0 on c: quarantined: silent in epoch 6, for 59 s more" in words
+
+
 def test_the_ways_of_clients_are_counted() -> None:
     what = view()
     assert "clients:" not in rendered(what)

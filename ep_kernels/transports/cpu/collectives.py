@@ -67,7 +67,7 @@ class CpuCollective:
         self.done = False
 
     def finish(self) -> None:
-        """It needs its buffers no longer."""
+        """Mark that the operation no longer needs its buffers."""
         self.done, self._kept = True, ()
 
     def wait(self) -> None:

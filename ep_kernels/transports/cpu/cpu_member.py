@@ -209,7 +209,7 @@ class CpuMember(Generic[N]):
         raise fault.difference() if status == native.DIFFERS else fault.timeout(self._why(fault.peer))
 
     def _why(self, peer: int) -> str:
-        """What is known of the end of a connection with that rank."""
+        """Why the connection with the rank ended, as far as it is known."""
         return ""
 
 

@@ -44,7 +44,7 @@ class RoutingParts:
         )  # fmt: skip
 
     def weighted(self, weights: torch.Tensor) -> RoutingState:
-        """The same with other weights of this rank's tokens."""
+        """The state with other weights of this rank's tokens."""
         return RoutingState(
             self.dest, weights, self.rows, self.row_weights, self.source_tokens, self.counts, self.offsets, self.valid,
             self.totals, self.origin,
@@ -117,7 +117,7 @@ class PartPlace(NamedTuple):
 
 
 class StatePlaces:
-    """Of one geometry: eight tensors in one allocation.
+    """Places of the state of one geometry: eight tensors in one allocation.
 
     Attributes:
         parts: by name.
@@ -149,7 +149,7 @@ class StatePlaces:
 
 
 class FreshState(RoutingParts):
-    """Of a new routing; its tensors are made when they are read.
+    """State of a new routing; its tensors are made when they are read.
 
     Args:
         places: of the geometry.

@@ -11,7 +11,7 @@ MAX_ROWS = 2**31 - 1
 """Places of rows are int32."""
 _NS = 1_000_000_000
 _ROUTING_BYTES = 8
-"""Of each chosen expert of a row: its place and its weight."""
+"""Bytes for each chosen expert of a row: its place and its weight."""
 
 
 def geometry_of(config: MoEConfig) -> native.Geometry:

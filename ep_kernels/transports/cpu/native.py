@@ -30,7 +30,7 @@ _ROUND_BITS = 24
 _ARGUMENTS = ("operation", "bytes", "dtype", "sizes of parts", "algorithm")
 """Fields of `cd::Fingerprint`."""
 MODES = ("LL", "HT")
-"""Of a dispatch, by number."""
+"""Modes of a dispatch, by number."""
 MAX_RANKS = 64
 MAX_SLOTS = 64
 
@@ -216,7 +216,7 @@ MEMBER_SIGNATURES: dict[str, Signature] = {
     "cd_fault": (None, (c_void_p, POINTER(NativeFault))),
     "cd_samples": (c_int64, (c_void_p, c_void_p, c_int64)),
 }
-"""Of what all native members share."""
+"""Signatures of the functions that all native members share."""
 
 _SIGNATURES: dict[str, Signature] = {
     **MEMBER_SIGNATURES,

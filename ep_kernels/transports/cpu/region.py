@@ -83,7 +83,7 @@ def pid_namespace() -> int:
 
 
 def own_domain() -> str:
-    """Those with whom this process can share memory, if the configuration does not say it."""
+    """Name of the ranks with which this process can share memory, where the configuration names none."""
     return f"{boot_id()}/{pid_namespace()}/{os.geteuid()}"
 
 

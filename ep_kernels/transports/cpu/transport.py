@@ -35,7 +35,7 @@ from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Mode,
 LL_MAX_TOKENS = 128
 """AUTO's crossover. Both modes take the same time here; this is the size of a decode step."""
 _PART_S = 0.1
-"""What is left to be sent to a rank that is left out gets so long."""
+"""Seconds to send what is left for a rank that is left out."""
 THREADS = 3
 """Processors for each rank of a host from which on it gets a helper thread: itself, the proxy thread, the helper."""
 SPIN_NS, LONG_NS = 100_000, 500_000

@@ -13,7 +13,7 @@ _ALIGN = 16
 
 @dataclass(frozen=True, slots=True)
 class NumberOffsets:
-    """Where the numbers of a dispatch lie in its memory, bytes; 0 also for those that its layout does not have, which
+    """Offsets of the numbers of a dispatch in its memory, bytes; 0 also for those that its layout does not have, which
     are never the first."""
 
     num_rows: int
@@ -27,7 +27,7 @@ class NumberOffsets:
 
 
 class RecordAddresses:
-    """Of one configuration.
+    """Addresses in the records of one configuration.
 
     Attributes:
         state: byte map of the routing and of what is carried.
@@ -60,7 +60,7 @@ class RecordAddresses:
         self, block: int, routing: int, routing_id: int, carried: int, x: int, x_scales: int, topk_ids: int,
         weights: int, scales: int,
     ) -> tuple[int, ...]:  # fmt: skip
-        """Those of a dispatch's record, in its order."""
+        """Addresses of a dispatch's record, in its order."""
         at, to = self.state, self._numbers
         return (
             carried, routing_id, x, x_scales, topk_ids, weights, routing + at.routes, block + to.valid,
@@ -73,7 +73,7 @@ class RecordAddresses:
     def combine(
         self, op: int, routing: int, routing_id: int, carried: int, y: int, row_weights: int, weights: int, z: int
     ) -> tuple[int, ...]:
-        """Those of a combine's record, in its order, but for the weights that are returned."""
+        """Addresses of a combine's record, in its order, except the weights that are returned."""
         at = self.state
         return (
             op, routing_id, y, row_weights, routing + at.dst_rows, carried + at.weights, routing + at.tokens,

@@ -28,8 +28,8 @@ these, by the copy bandwidth of a block that plan.py has (COMBINE_GBPS); a sum, 
 BLOCK_BYTES = 16 << 10
 """Fewest bytes, over all peers, that are worth another block."""
 ONE_SHOT_BLOCK_BYTES = 4 * abi.PACKET_DATA
-"""The same of a one-shot all-reduce: a packet for each of four warps. On two H200 8 KiB took 3.5 us with these, 3.9
-with 16 KiB a block; 64 KiB 3.9, 5.7; 256 KiB 4.4, 6.1; 1 MiB 6.8, 8.3."""
+"""Fewest bytes that are worth another block of a one-shot all-reduce: a packet for each of four warps.
+On two H200 8 KiB took 3.5 us with these, 3.9 with 16 KiB a block; 64 KiB 3.9, 5.7; 256 KiB 4.4, 6.1; 1 MiB 6.8, 8.3."""
 _STAGE_BYTES = 16 * 3 * 4096  # kernels/collectives/all_gather.cuh: warps, stages of a warp, bytes of a stage
 _HEAD_BYTES = 512  # common/block.cuh: mbarriers
 
@@ -60,17 +60,17 @@ def num_blocks(num_bytes: int, most: int, num_sms: int | None, available: int, b
 
 
 def gather_launch(blocks: int, size: int) -> Launch:
-    """Of the all-gather kernel. Pull needs no stages, but a kernel is loaded once, with one size."""
+    """Launch of the all-gather kernel. Pull needs no stages, but a kernel is loaded once, with one size."""
     return Launch(blocks, _HEAD_BYTES + (size + 1) // 2 * 16 + _STAGE_BYTES + 128, 0, 0)
 
 
 def reduce_launch(blocks: int, size: int) -> Launch:
-    """Of the kernels that sum."""
+    """Launch of the kernels that sum."""
     return Launch(blocks, _HEAD_BYTES + (size + 1) // 2 * 16, 0, 0)
 
 
 def add_launch(blocks: int, size: int) -> Launch:
-    """Of the kernel that sums what copy engines have brought: it starts when they are done."""
+    """Launch of the kernel that sums what copy engines have brought: it starts when they are done."""
     return replace(reduce_launch(blocks, size), overlapped=False)
 
 
@@ -138,7 +138,7 @@ def barrier_variant() -> jit.Variant:
 
 
 def launch_of(variant: jit.Variant, size: int) -> Launch:
-    """Of one block of a variant: its shared memory, which does not depend on the operation, is what loading needs."""
+    """Launch of one block of a variant. Loading needs its shared memory, which no operation changes."""
     if variant.kernel == "copy_wait":
         return Launch(1, 0, 0, 0, overlapped=False)
     return gather_launch(1, size) if variant.kernel == "all_gather" else reduce_launch(1, size)

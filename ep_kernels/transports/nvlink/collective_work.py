@@ -159,7 +159,7 @@ class DoneWork:
         self._ranks = ranks
 
     def wait(self) -> None:
-        """Nothing."""
+        """Does nothing: the work is complete."""
 
     def is_completed(self) -> bool:
         """True."""

@@ -3,7 +3,7 @@
 Push (outs registered), rank r of R, operation `seq`:
 
     word = seq, signature; READY[r] of r + 1, r + 2, ... <- word "my outs are free"
-    begun = seq                                         this rank's host hears that its stream may have to wait
+    begun = seq                                         for this rank's host: its stream may have to wait
     for p in r + 1, r + 2, ...:  wait READY[p]; out of p, shard r <- x, part by part; SHARD[r] of p <- word
     for p in r - 1, r - 2, ...:  wait SHARD[p]
     the operation is over; seen <- SHARD; ended = seq
@@ -137,7 +137,7 @@ class CopyMarks:
 
     @staticmethod
     def of(events: Sequence[int], arrivals: Sequence[int]) -> CopyMarks:
-        """Those events: end, and where peers are told apart sent and one for each of `arrivals`."""
+        """The events of an operation: end and, where peers are distinguished, sent and one for each of `arrivals`."""
         sent = events[1] if arrivals else 0
         return CopyMarks(events[0], sent, dict(zip(arrivals, events[2:], strict=False)))
 
@@ -175,19 +175,19 @@ def push_begin(places: CopyPlaces, seq: int, signature: int) -> list[CopyStep]:
 
 
 def push_to(places: CopyPlaces, peer: int, seq: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
-    """Those that send this rank's shard to a peer."""
+    """The steps that send this rank's shard to a peer."""
     return [_permission(places, peer, seq), *_shard(places, peer, parts)]
 
 
 def push_end(places: CopyPlaces, seq: int, marks: CopyMarks = NO_MARKS) -> list[CopyStep]:
-    """Those behind the last shard."""
+    """The steps behind the last shard."""
     return _arrivals(places, seq, marks) + _end(places, seq, marks)
 
 
 def push_by_graphs(
     places: CopyPlaces, seq: int, signature: int, ready: int, shards: int, marks: CopyMarks = NO_MARKS
 ) -> list[CopyStep]:
-    """The same by graphs of `ready_flags` and of `all_shards`."""
+    """The steps of a push by graphs of `ready_flags` and of `all_shards`."""
     steps = [*_word(places, seq, signature), (GRAPH, ready, 0, 0), _begun(places, seq)]
     steps += [_permission(places, peer, seq) for peer in places.others(1)]
     steps.append((GRAPH, shards, 0, 0))

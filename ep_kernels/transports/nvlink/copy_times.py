@@ -72,7 +72,7 @@ class CopyTimes:
         self._newest = 0
 
     def address(self, seq: int) -> int:
-        """Of the events of operation `seq`, which is to begin: `behind`, then those of `marks`."""
+        """Address of the events of operation `seq`, which is to begin: `behind`, then those of `marks`."""
         self._newest = seq
         return self._addresses[seq % RING]
 

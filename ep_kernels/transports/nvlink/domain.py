@@ -113,7 +113,7 @@ class Domain:
         return TICKET.pack(*head, len(address), len(here)) + address + here + bytes(self.region.token)
 
     def _where(self) -> links.Host:
-        """Where this rank is, and the network by which others reach it, opened."""
+        """This rank's host record, and its network, opened."""
         if self._network is None:
             return links.Host(self._own)
         words = self.mailbox.open_network(self._network, self._group.size, self._host.gone_address)

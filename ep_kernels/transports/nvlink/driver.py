@@ -179,7 +179,7 @@ def _passed(stream: Any, patience_s: float) -> bool:
 
 @contextlib.contextmanager
 def _apart(context: Any) -> Iterator[None]:
-    """In that context, and free to do what would break a capture if it were part of one."""
+    """Run in that context, with calls allowed that would otherwise break a stream capture of this thread."""
     call("cuCtxPushCurrent", context)
     try:
         relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED

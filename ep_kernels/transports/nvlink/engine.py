@@ -367,5 +367,5 @@ def _aligned(rows: torch.Tensor) -> torch.Tensor:
 
 
 def pointer(tensor: torch.Tensor | None) -> int:
-    """Its address; 0: none."""
+    """The address of a tensor; 0: there is none."""
     return 0 if tensor is None else tensor.data_ptr()

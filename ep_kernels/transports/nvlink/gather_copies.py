@@ -97,7 +97,7 @@ class GatherCopies:
                 copy_by_kernel(self.own(part), part.x)
 
     def plan_for(self, part: GatherPart, tag: int, quiet: Quiet) -> CopyPlan | None:
-        """Of a push of one part in its place; None elsewhere."""
+        """The plan of a push of one part in its place; None for other operations."""
         if self.own(part).data_ptr() != part.x.data_ptr():
             return None
         listed, word = self._pushed([part], tag)

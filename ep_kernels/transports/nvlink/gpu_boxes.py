@@ -58,7 +58,7 @@ class CudaGpu:
 
 
 def flush_of() -> Flush:
-    """Of the current context's GPU."""
+    """The flush of NIC writes of the current context's GPU."""
     library = ctypes.CDLL("libcuda.so.1")
     enter, run = (
         ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0

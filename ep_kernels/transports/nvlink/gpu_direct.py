@@ -58,7 +58,7 @@ class Chosen:
 
 
 class GpuMemory(Protocol):
-    """What is asked of a GPU."""
+    """What a GPU must offer."""
 
     def order(self) -> tuple[Flush | None, str]:
         """How what NICs write becomes visible, None: it is; and in words. Raises TransportError: it cannot."""

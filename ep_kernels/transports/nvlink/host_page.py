@@ -55,7 +55,7 @@ class HostPage:
         """A dropped row is a finding."""
         self.address, self.gone_address = self._words.data_ptr(), self._gone.data_ptr()
         self.fault_addresses = (self.address + 8 * _ABORT, self.address + 8 * _STATUS)
-        """Of the words that are 0 while there is no fault."""
+        """Addresses of the words that are 0 while there is no fault."""
         self.reason = ""
         self._failure: TransportError | None = None
 
@@ -80,11 +80,11 @@ class HostPage:
             self.clear()
 
     def mark_gone(self, rank: int) -> None:
-        """That rank's process is dead: it is not waited for any longer."""
+        """Record that the rank's process is dead: kernels stop waiting for it."""
         self._gone[rank] = abi.DEAD
 
     def give_up(self, rank: int) -> None:
-        """That rank is not waited for any longer, whatever its process does."""
+        """Record that kernels stop waiting for the rank, alive or not."""
         if not self._gone[rank]:
             self._gone[rank] = abi.GIVEN_UP
 

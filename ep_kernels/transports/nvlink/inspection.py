@@ -210,8 +210,8 @@ def expected_instructions(variant: jit.Variant) -> tuple[str, ...]:
 
 
 def unwanted_instructions(variant: jit.Variant) -> tuple[str, ...]:
-    """What it must not show. LL: the release of a share, which waits for the links to drain, and the copy engine, whose
-    writes are not lines. (Fences are in every kernel, for post-mortems.)"""
+    """Instructions that a kernel must not contain. LL: the release of a share, which waits for the links to
+    drain, and the copy engine, whose writes are not lines. (Fences are in every kernel, for post-mortems.)"""
     return (_SHARE, _STORE, _LOAD) if variant.kernel.startswith("ll_") else ()
 
 

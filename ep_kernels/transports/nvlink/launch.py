@@ -60,7 +60,7 @@ BOXES: dict[str, Signature] = {
     "cd_boxes_restart": (None, (c_void_p, c_uint64, c_uint64, c_uint64)),
     "cd_boxes_free": (None, (c_void_p,)),
 }
-"""Of native/box_words.cpp, which needs no driver."""
+"""Functions of native/box_words.cpp, which need no driver."""
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def graph_of(steps: Sequence[CopyStep], library: ctypes.CDLL) -> int:
 
 
 def free_graph(graph: int, library: ctypes.CDLL) -> None:
-    """Nothing of it runs any more."""
+    """Free a graph of which nothing runs any more."""
     library.cd_graph_free(graph)
 
 
@@ -182,7 +182,7 @@ class Kernel:
         return start
 
     def prepared(self, num_blocks: int, num_threads: int, *, cooperative: bool, overlapped: bool) -> Prepared:
-        """Of a launch, kept for good."""
+        """A launch with this grid; made once."""
         flags = _COOPERATIVE if cooperative else _OVERLAPPED if overlapped else 0
         found = self._prepared.get((num_blocks, num_threads, flags))
         if found is None:

@@ -27,7 +27,7 @@ descriptor server and of the `Host`, which follow; then comes the token of the r
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a rank runs, as JSON in its ticket.
+    """The host of a rank, as JSON in its ticket.
 
     Attributes:
         name: ranks of equal names reach each other's processes and hand descriptors over; `own_host`.

@@ -6,8 +6,9 @@
 
 A rank enters exchange n by writing its words to block n % 2 and then n. It cannot enter n + 2 before everybody entered
 n + 1, so a block is never overwritten while a peer still reads it. Survivors of a loss may have stopped in different
-exchanges, so they agree on the next epoch in a block of its own. A rank that looks at a peer which has agreed to an
-epoch without it hears so: it was left out, and what the peer publishes now is not for it. Waiting sleeps (never spins).
+exchanges, so they agree on the next epoch in a block of its own. A rank that reads the page of a peer which has agreed
+to an epoch without it raises: it was left out, and what the peer publishes now is not for it. Waiting sleeps (never
+spins).
 Fences stand between words and the number that vouches for them, on both sides: Arm's processors, as beside GB200, would
 not keep that order.
 
@@ -37,7 +38,7 @@ _AGREE, _AGREED = 2, 3
 """Blocks beside those of exchanges, 0 and 1."""
 _AGREED_AT = _AGREED * BLOCK_WORDS
 _MASK_WORDS, _MASK_BITS = 2, 32
-"""Of a mask of ranks."""
+"""Words of a mask of ranks, and bits in each."""
 _FIRST_NAP_S, _LONGEST_NAP_S, _REDIAL_S = 20e-6, 1e-3, 1.0
 
 
@@ -150,13 +151,13 @@ class Mailbox:
                 raise _left_out(op, peer, self._vouched(peer, _AGREED))
 
     def leave(self, mask: Sequence[bool], epoch: int) -> None:
-        """Part from ranks of other hosts outside `mask`, which hear that the group has gone on in this epoch."""
+        """Close the connections with ranks of other hosts outside `mask`; the last message names the epoch."""
         for rank in self.remote.ranks if self.remote is not None else ():
             if not mask[rank] and self.remote is not None:
                 self.remote.leave(rank, epoch)
 
     def _settle(self, timeout_s: float) -> None:
-        """Nothing is on its way to active ranks of other hosts that the next `_write` would change."""
+        """Wait until nothing that the next `_write` would change is on its way to active ranks of other hosts."""
         deadline, bits = time.monotonic() + timeout_s, self._active_bits()
         while self.remote is not None and not self.remote.is_quiet(bits) and time.monotonic() < deadline:
             self.check()
@@ -180,7 +181,7 @@ class Mailbox:
             mine[i] = word
         self._fence()
         mine[start] = number
-        if self.remote is not None:  # of epochs those hear, too, who take no part
+        if self.remote is not None:  # epochs are sent to ranks that take no part, too
             self.remote.send(block, self._active_bits() if block < _AGREE else (1 << len(self._pages)) - 1)
 
     def _vouched(self, peer: int, block: int) -> int:
@@ -308,7 +309,7 @@ def _mask_words(mask: int) -> tuple[int, ...]:
 
 
 def _mask_of(words: Sequence[int]) -> int:
-    """Of the first words, as `_mask_words` made them."""
+    """The mask in the first words, as `_mask_words` made them."""
     return sum(words[i] << (_MASK_BITS * i) for i in range(_MASK_WORDS))
 
 

@@ -26,7 +26,7 @@ class Memory(Protocol):
 
 
 class FieldPlace(NamedTuple):
-    """Where a field lies in a call's memory, bytes."""
+    """Place of a field in a call's memory, bytes."""
 
     offset: int
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class FieldPlace(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of packed scales, elements, as the kernel takes them; `ROW_MAJOR` for others."""
+    """Strides of packed scales in elements, as the kernel takes them; `ROW_MAJOR` for others."""
 
     row: int
     column: int
@@ -62,10 +62,10 @@ class Outputs:
         self._map = abi.region_map(sizes.shape)
         self._packed = config.scale_format is ScaleFormat.UE8M0_PACKED
         self.scales_shape = self._shape_of_scales()
-        """Of the memory that a dispatch's scales take; () without."""
+        """Shape of the memory of a dispatch's scales; () without scales."""
         self._lands = sizes.shape.ht and not self.layout.per_expert  # where HT's kernels are
         self.places, self.num_bytes = self._placed()
-        """By field; `num_bytes` hold them all."""
+        """Places by field; `num_bytes` hold them all."""
         self._memory: Memory | None = None
         self._views: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -142,7 +142,7 @@ class Outputs:
         return (*self.rows[:-1], columns, round_up(self.rows[-1], 4)) if self._packed else (*self.rows, columns)
 
     def strides(self, trimmed: bool) -> Strides:
-        """Of scales."""
+        """Strides of the scales."""
         if not self._packed or not self.scales_shape:
             return ROW_MAJOR
         columns, pad = self.scales_shape[-2:]

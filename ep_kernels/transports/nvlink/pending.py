@@ -11,16 +11,16 @@ from ep_kernels.types import DispatchHandle, DispatchOutput
 
 
 class Finisher(Protocol):
-    """What an operation needs of the transport that it is of: what is left of it."""
+    """Second halves of operations, which the transport carries out."""
 
     def finish(self, step: Dispatch, phases: int) -> tuple[DispatchOutput, DispatchHandle]:
-        """Of a dispatch."""
+        """Receive half of a dispatch."""
 
     def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """See `base.PendingDispatch`."""
 
     def receive(self, call: Call, phases: int) -> None:
-        """Of a combine."""
+        """Receive half of a combine."""
 
 
 class NvlinkDispatch:

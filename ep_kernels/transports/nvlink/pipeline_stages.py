@@ -23,17 +23,18 @@ kernels/ht/combine_send.cuh), and those that end the pipeline: one for each of 4
 REDUCE_WARPS, MAX_TEAM_WARPS, MIN_TEAM_WARPS = 8, 4, 2
 """Reduce warps, and the sizes of their teams (kernels/ht/combine_block.cuh, kernels/ht/combine_reduce.cuh)."""
 MAX_SEGMENT_BYTES = 16384
-"""Of a stage."""
+"""Most bytes of a segment, which fill a stage."""
 MAX_FP8_SEGMENT_BYTES = 14336
-"""The same where rows become fp8 in their stages: the scales, which lie behind the fp8 columns, are first written when
-8 KiB of the row have been read (common/quantize.cuh). A multiple of COLUMN_UNIT columns of two and of four bytes."""
+"""Most bytes of a segment where rows become fp8 in their stages: the scales, which lie behind the fp8 columns, are
+first written when 8 KiB of the row have been read (common/quantize.cuh). A multiple of COLUMN_UNIT columns of two and
+of four bytes."""
 COLUMN_UNIT = 512
 """Segments of a row that has several: whole scale blocks, whole 16 bytes of scales."""
 RECV_SHARE = 0.36
 """Part of the memory for rows and received partials that the latter get. Rows of several experts are summed before they
 leave, so more bytes are loaded than received."""
 COPIED_RECV_SHARE = 0.7
-"""The same for copied rows: rows that wait in stages arrive late (docs/kernels/log/ht.md)."""
+"""Share of the stages that receive, for copied rows: rows that wait in stages arrive late (docs/kernels/log/ht.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ REDUCE_ROW_NS = 130
 """HT combine, reduced rows: time of a block per row, per partial it makes, and per partial it receives."""
 BLOCK_UNIT = 4
 TILE_BYTES = 9 * 2048
-"""Of HT dispatch: a tile of routed entries (kernels/routing/ht_scan.cuh)."""
+"""Bytes of a tile of routed entries in HT dispatch (kernels/routing/ht_scan.cuh)."""
 LAYOUTS = {Layout.EXPERT_MAJOR: 0, Layout.GROUPED: 1, Layout.RANK_MAJOR: 2, Layout.FLAT: 3}
 CPP_TYPES = {
     torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e4m3fn: "e4m3",
@@ -249,12 +249,12 @@ class Launch:
 
 
 def narrow_launch(c: MoEConfig) -> Launch:
-    """Of M x K ids."""
+    """Launch of the kernel that narrows M x K ids."""
     return Launch(-(-c.max_tokens_per_rank * c.topk // jit.NUM_THREADS), 0, 0, 0)
 
 
 def _launch(num_blocks: int, control_bytes: int, row_bytes: int, num_rows: int, width: int) -> Launch:
-    """Of HT dispatch; `width`: bytes loaded per byte sent."""
+    """Launch of HT dispatch; `width`: bytes loaded per byte sent."""
     offset = -(-control_bytes // 128) * 128
     per_stage = (SHARED_BYTES - offset) // (WARPS * jit.NUM_STAGES) - STAGE_EXTRA
     most = min(per_stage // width // SEGMENT_UNIT * SEGMENT_UNIT, MAX_SEGMENT)

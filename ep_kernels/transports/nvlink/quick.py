@@ -29,7 +29,7 @@ STATE_BASES = ("routing", "routing_id", "carried", "weights")
 """What a dispatch leaves to later operations: these addresses, then T and rows (`State` of quick.cpp)."""
 _FIRST_TENSOR = 1 + len(STATE_BASES)
 STATE_BYTES = 8 * (len(STATE_BASES) + 2)
-"""Of a state; behind it is the record of what is left."""
+"""Bytes of a state; behind it is the record of the second half of the operation."""
 _CUDA, _CPU = 2, 1
 _CODES = {
     torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.float32: (2, 32), torch.float8_e4m3fn: (10, 8),
@@ -39,7 +39,7 @@ _CODES = {
 
 
 Marks = Mapping[str, int]
-"""By name of a tensor, or of STATE_BASES: a number that stands for its address."""
+"""A number that stands for an address, by name of a tensor or of STATE_BASES."""
 
 
 class ExpectedTensor(NamedTuple):

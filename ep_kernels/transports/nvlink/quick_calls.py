@@ -32,7 +32,7 @@ _RUNS = ("num_tokens", "op")
 
 @dataclass(frozen=True, slots=True)
 class _PlansOfMode:
-    """Of one algorithm, in one launch or in two. `weighted`: combine with weights that are given to it."""
+    """Plans of one algorithm, in one launch or in two. `weighted`: combine with weights that are given to it."""
 
     fresh: OperationPlan
     again: OperationPlan
@@ -41,7 +41,7 @@ class _PlansOfMode:
 
 
 class NumberReader(Protocol):
-    """What is asked of the transport where the host has to read."""
+    """What the transport does where the host has to read from the device."""
 
     def settle(self) -> None:
         """Wait for the current stream and raise what failed on it."""
@@ -348,7 +348,7 @@ class NvlinkQuickCalls:
             self._receive(self._engine.combine_operations[mode], abi.CombineArgs, words, keep)
 
     def _judge(self, status: int | None) -> None:
-        """Nothing has begun (None), or the driver has refused it, which is raised."""
+        """Raise the error with which the driver refused the launch; None: nothing has begun."""
         if status is not None:
             raise launch.refused(launch.LAUNCH, status, self._around.library)
 

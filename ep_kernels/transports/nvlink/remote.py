@@ -49,7 +49,7 @@ class RemoteRanks:
         network: of the configuration.
         rank, size: of this rank, R.
         shape: of its region.
-        host: its page, which hears of dead ranks.
+        host: its page, in which dead ranks are marked.
         boxes: where they lie; `close` gives them back.
         register, unregister: make host memory reachable by the GPU, and give it back.
 
@@ -141,9 +141,9 @@ class RemoteRanks:
             time.sleep(_NAP_S)
 
     def go_on(self, mask: Sequence[bool], epoch: int, up: Sequence[int], timeout_s: float) -> None:
-        """Part from ranks that take no part any longer: they hear of the epoch, and write no more. Connect with those
-        of `mask` whose connections have ended, at either end. `up`: `channel.up()` of each rank, 0 of those outside
-        `mask`. Raises PeerTimeout, TransportError."""
+        """Close the connections with ranks that take no part any longer, after the epoch was sent to them. Connect with
+        those of `mask` whose connections have ended, at either end. `up`: `channel.up()` of each rank, 0 of those
+        outside `mask`. Raises PeerTimeout, TransportError."""
         for rank in self.ranks:
             if not mask[rank]:
                 self.channel.leave(rank, epoch)

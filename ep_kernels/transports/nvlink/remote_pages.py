@@ -4,7 +4,8 @@
 
 A rank pushes a block of its page to each rank of another host, with the block's number as immediate. At the other end
 native/host_words.cpp takes it over when all of it is there, words first, so a copy is read as a page of this host is.
-The connections also say who lives: a rank whose connections end counts as dead, one that parts says in which epoch.
+The connections also show which ranks are alive: a rank whose connections end counts as dead, one that leaves sends the
+epoch first.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class RemotePages:
         self._channel.give_up(ranks)
 
     def send(self, block: int, mask: int) -> None:
-        """That block of the own page to those of `mask` that are of other hosts. Waits while the ring is full, which
+        """Send that block of the own page to the ranks of `mask` on other hosts. Waits while the ring is full, which
         the proxy empties whatever peers do. Nothing after `close`."""
         for rank in self._tickets:
             if mask >> rank & 1:
@@ -110,7 +111,7 @@ class RemotePages:
                     pass
 
     def send_again(self, block: int, mask: int) -> None:
-        """The same, to those with whom connections are newer than what was sent last: that may be lost."""
+        """Send the block again to ranks whose connections are newer than the last send, which may be lost."""
         self.send(block, mask & sum(1 << rank for rank in self._tickets if self._joined[rank] != self._told[rank]))
 
     def is_quiet(self, mask: int) -> bool:
@@ -118,7 +119,7 @@ class RemotePages:
         return self._channel.is_quiet(mask)
 
     def leave(self, rank: int, epoch: int) -> None:
-        """Part from a rank that takes no part in that epoch; it hears of it."""
+        """Send the epoch to a rank that takes no part in it, and close its connections."""
         if rank in self._tickets:
             self._channel.leave(rank, epoch)
 
@@ -141,5 +142,5 @@ class RemotePages:
 
 
 def _address(area: mmap.mmap) -> int:
-    """Of a writable mapping, which stays as long as the object."""
+    """Address of a writable mapping, which stays as long as the object."""
     return ctypes.addressof(ctypes.c_char.from_buffer(area))

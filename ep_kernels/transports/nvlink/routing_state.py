@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Span:
-        """Of a whole tensor."""
+        """The layout of a whole tensor."""
         return cls(tensor, 0, tensor.nbytes, tensor.data_ptr())
 
     def bytes(self) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Origin(NamedTuple):
 
 
 class QuickState(StateParts):
-    """Of a dispatch by a plan (`quick_calls`), from its launch on; what a `DispatchState` has is made when it is read.
+    """State of a dispatch by a plan (`quick_calls`), from its launch on. Fields of `DispatchState` are made when read.
 
     Attributes:
         words: what plans take of it.
@@ -204,14 +204,14 @@ for _name, _read in {
 
 
 def quick_handle(state: QuickState) -> DispatchHandle:
-    """Its handle."""
+    """The handle of a dispatch by a plan."""
     made: DispatchHandle = object.__new__(QuickHandle)
     object.__setattr__(made, "quick", state)
     return made
 
 
 def quick_state(handle: object, origin: Origin) -> QuickState | None:
-    """Its state, where a plan of this origin has made it as it is."""
+    """The state of a handle that a plan of this origin has made; None for others."""
     state: QuickState | None = handle.quick if type(handle) is QuickHandle else None  # type: ignore[attr-defined]
     return state if state is not None and state.origin is origin else None
 

@@ -83,7 +83,7 @@ def lines(listing: str) -> Iterator[tuple[list[str], int, str, int]]:
 
 
 def instructions(listing: str) -> Iterator[Instruction]:
-    """Of a listing, as `lines` reads it."""
+    """The instructions of a listing, as `lines` reads it."""
     passed = set[str]()
     for labels, address, text, control in lines(listing):
         passed.update(labels)
@@ -97,7 +97,7 @@ def instructions(listing: str) -> Iterator[Instruction]:
 
 
 def early_waits(listing: str) -> list[EarlyWait]:
-    """Those of every load, at most one each, along the straight way."""
+    """Early waits of every load, at most one each, along the straight path."""
     code = list(instructions(listing))
     loads = (n for n, found in enumerate(code) if found.is_load and found.takes != _NONE)
     return [found for n in loads if (found := _early(code, n))]

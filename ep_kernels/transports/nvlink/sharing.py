@@ -119,7 +119,7 @@ def fetch(rank: int, address: bytes, num_fds: int, timeout_s: float) -> tuple[li
 
 
 def borrow(rank: int, address: bytes, num_fds: int, timeout_s: float) -> tuple[list[int], int, socket.socket]:
-    """As `fetch`, and the connection: until `give_back` of it, the peer's server knows that this process has them."""
+    """As `fetch`, and the connection: until its `give_back` the peer's server counts the descriptors as in use here."""
     nonce, name = address[:_NONCE_BYTES], address[_NONCE_BYTES:]
     cure = "its process is gone, or it runs in another network namespace or as another user"
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)

@@ -155,7 +155,7 @@ class NvlinkTransport(NvlinkMember):
         return NvlinkDispatch(self, step, BOTH if args.at_once else RECEIVE)
 
     def finish(self, step: Dispatch, phases: int) -> tuple[DispatchOutput, DispatchHandle]:
-        """What is left of it. Reads the device only where shapes or errors depend on it, and never under capture."""
+        """Receive half of a dispatch. Reads the device where shapes or errors depend on it, never under capture."""
         self._launch(step.call, phases)
         rows = step.state.num_rows  # known where the routing is used again
         unknown = self._exact and rows is None
@@ -179,7 +179,7 @@ class NvlinkTransport(NvlinkMember):
         return NvlinkCombine(self, call, receive, BOTH if args.at_once else RECEIVE)
 
     def receive(self, call: Call, phases: int) -> None:
-        """What is left of a combine."""
+        """Receive half of a combine."""
         self._launch(call, phases)
         self._raise_fault()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 
 class PeerWatch:
-    """Tells of each peer's death, once, until closed.
+    """Reports each peer's death, once, until closed.
 
     Attributes:
         ranks: those that are watched.

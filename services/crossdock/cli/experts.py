@@ -68,7 +68,7 @@ def _headline(found: ExpertsResponse, target: str) -> Text:
     moving = f"  moving: {found.layers_switched}/{found.layers_moving} layers" if found.layers_moving else ""
     return Text.assemble(
         (f"{found.num_experts} experts", "bold"),
-        f" and {more} copies more on {found.world_size} ranks  placement {found.version}",
+        f" and {more} extra copies on {found.world_size} ranks  placement {found.version}",
         (moving, "yellow"),
         (f"  control plane {target}\n", "dim"),
         "imbalance ",

@@ -40,7 +40,7 @@ def verdict_line(verdict: Verdict) -> list[Text]:
 
 
 def waits(view: GroupView) -> dict[int, dict[int, float]]:
-    """By rank, by peer: share of the rank's step time that it waited for that peer beyond the typical one."""
+    """By rank and peer: share of the rank's step time in which it waited for that peer beyond the typical one."""
     found: dict[int, dict[int, float]] = {}
     for member in view.members:
         latency = member.stats.latency

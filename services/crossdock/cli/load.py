@@ -56,7 +56,7 @@ def load(
 
 
 def _request(path: Path) -> LoadRequest:
-    """Of the checkpoint in this folder, whose fingerprint is read here."""
+    """The request for the checkpoint in this folder, whose fingerprint is read here."""
     from crossdock.protocol.v1.control_pb2 import LoadRequest
     from crossdock.worker.checkpoint import Checkpoint
 

@@ -55,7 +55,7 @@ def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: i
     columns, left_out = _fitting(rows, width)
     reason = [Text(f"last change: {view.reason}", style="dim")] if view.reason else []
     sick = [
-        Text(f"rank {member.rank} ({member.worker.uid}) looks sick and keeps its place: {member.sick}", style="red")
+        Text(f"rank {member.rank} ({member.worker.uid}) is sick and keeps its slot: {member.sick}", style="red")
         for member in view.members
         if member.sick
     ]
@@ -153,8 +153,8 @@ def _barred(one: Barred) -> dict[str, object]:
 
 
 def _out(one: Barred) -> str:
-    until = f"for {one.left_s:.0f} s more" if one.left_s else "until it is uncordoned"
-    return f"{one.uid} on {one.hostname}: {one.cause} {until}: {one.reason}"
+    until = f"for {one.left_s:.0f} s more" if one.left_s else f"until `crossdock uncordon {one.uid}`"
+    return f"{one.uid} on {one.hostname}: {one.cause}: {one.reason}, {until}"
 
 
 def _member(member: Member) -> dict[str, object]:

@@ -29,7 +29,7 @@ SIGNATURE = ("hidden_states", "top_k_index", "top_k_weights")
 """Parameters of an experts module's forward."""
 _ROUTED = (SIGNATURE, ("hidden_states", "router_indices", "routing_weights"))
 _WEIGHTED = ("hidden_states",)
-"""Of one that is given all experts' rows; it has stacked matrices."""
+"""Parameters of `forward` of a module that is given all experts' rows; it has stacked matrices."""
 
 MAX_PROBE_ERROR = 0.03
 """Largest root-mean-square difference between local and remote rows, relative to the local ones, that counts as the
@@ -47,7 +47,7 @@ class Site:
 
     @property
     def weighted(self) -> bool:
-        """Its rows come weighted, for all experts: [E * T, H] -> [E * T, H]."""
+        """Whether its rows come weighted, for all experts: [E * T, H] -> [E * T, H]."""
         return _parameters(self.module) == _WEIGHTED
 
     def local(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ class RemoteExperts(nn.Module):
 
 
 class _WeightedExperts(RemoteExperts):
-    """Of a module that is given rows for all experts, weighted, and zeros where one was not chosen."""
+    """Replaces a module that is given rows for all experts, weighted, and zeros where one was not chosen."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ class BufferPool:
         return None
 
     def give_back(self, buffer: RequestBuffer) -> None:
-        """It has no request in flight."""
+        """Return a buffer that has no request in flight."""
         buffer.used_at = now = time.monotonic()
         idle = self._idle.get(buffer.address)
         if idle is None:

@@ -37,7 +37,7 @@ from crossdock.protocol.request_connection import Receiver, Sender
 from crossdock.protocol.v1 import expert_pb2
 
 _SMALL_BYTES = 64 << 10
-"""Of a request and its answer."""
+"""Bytes of a request and its answer up to which both are copied through memory of our own."""
 _FEW, _FEW_BYTES = 64, 64 << 10
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 

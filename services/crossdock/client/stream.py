@@ -41,7 +41,7 @@ _STREAM_S = 300.0
 streams."""
 
 Answer = asyncio.Future[Response] | concurrent.futures.Future[Response]
-"""Of one request: for a coroutine, or for a thread, which must not cancel it."""
+"""Future of one answer: for a coroutine, or for a thread, which must not cancel it."""
 
 
 class _Asked(NamedTuple):
@@ -96,7 +96,7 @@ class WorkerStream:
 
     @property
     def unresponsive(self) -> bool:
-        """Whether it failed a probe and has not answered one since."""
+        """Whether the worker failed a probe and has not answered one since."""
         return self._probing is not None and not self._probing.done()
 
     async def describe(self, timeout_s: float) -> expert_pb2.DescribeResponse:
@@ -281,7 +281,7 @@ class WorkerStream:
                 await channel.close(None)
 
     async def _is_alive(self, channel: grpc.aio.Channel) -> bool:
-        """Whether it answers at all, if only that it has no health service."""
+        """Whether the worker answers at all, if only that it has no health service."""
         check = health_pb2_grpc.HealthStub(channel).Check
         try:
             await rpc.call(check, health_pb2.HealthCheckRequest(), timeout_s=_ALIVE_S)

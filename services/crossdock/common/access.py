@@ -120,7 +120,7 @@ class Caller:
         return f"{', '.join(self.names) or 'no certificate'} at {self.host}"
 
     def speaks_for(self, uid: str) -> bool:
-        """Whether it may act as the worker of that uid."""
+        """Whether the caller may act as the worker of that uid."""
         if not self.guarded:
             return True
         if Role.WORKER not in self.roles:
@@ -129,7 +129,7 @@ class Caller:
 
 
 CALLER: ContextVar[Caller] = ContextVar("caller")
-"""Of the current call."""
+"""The caller of the current call."""
 
 
 class RateLimiter:
@@ -160,7 +160,7 @@ class RateLimiter:
 
 
 CALL_PERMITS: ContextVar[CallPermits] = ContextVar("call_permits")
-"""Of the current call."""
+"""The permits of the current call."""
 
 
 class CallAuthorizer:

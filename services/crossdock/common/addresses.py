@@ -41,7 +41,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Of a socket that binds to it or connects to it; names are of IPv4."""
+    """Address family of a socket that binds or connects to this host; names are of IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -76,7 +76,7 @@ def count_up(address: str, steps: int) -> str:
 
 
 def is_host(text: str) -> bool:
-    """Whether it is a name or an address alone, brackets around IPv6 or not."""
+    """Whether the text is a name or an address alone, brackets around IPv6 or not."""
     if re.fullmatch(r"[A-Za-z0-9._-]+", text):
         return True
     try:

@@ -191,7 +191,7 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """Limit of a client's bytes (its certificate's names, or its host): requests and answers not yet written. Above it
     its streams are not read (flow control), except one request of each, up to twice this."""
     max_queued_bytes: Count = 256 << 20
-    """The same for all clients together; above it requests are refused with RESOURCE_EXHAUSTED."""
+    """Limit of the bytes of all clients together; above it requests are refused with RESOURCE_EXHAUSTED."""
     max_shared_bytes: Annotated[int, msgspec.Meta(ge=0)] = 128 << 20
     """Memory of request buffers; one client gets a quarter, and uses gRPC beyond it. 0: none."""
     request_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = 0
@@ -303,7 +303,7 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
         return load(FrameworkConfig, env.get("CROSSDOCK_CONFIG") or None, [f"vllm={chosen}"] if chosen else [])
 
     def listen_of(self, rank: int) -> str:
-        """Where rank i serves its metrics; "" for nowhere."""
+        """Address at which rank i serves its metrics; "" for none."""
         return count_up(self.http_listen, rank)
 
 

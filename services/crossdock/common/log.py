@@ -172,7 +172,7 @@ def _one_line(record: logging.LogRecord) -> str:
 
 
 def printable(text: str) -> str:
-    """The same with an escape in the place of each character that is none of print: controls (ESC, C1), line and
+    """The text with an escape in the place of each character that is none of print: controls (ESC, C1), line and
     paragraph separators, directions, halves of pairs. Terminals act on these."""
     if text.isprintable():
         return text

@@ -172,7 +172,11 @@ class WorkerMetrics(GuardedMetrics):
             "transport",
         )
         self.wire_bytes_total = self._counter(
-            "wire_bytes_total", "bytes", "The same as it travels: with scales, routing, padding", "op", "transport"
+            "wire_bytes_total",
+            "bytes",
+            "Payload as it travels: with scales, routing, padding",
+            "op",
+            "transport",
         )
         self.rows_dropped_total = self._counter(
             "rows_dropped_total", "rows", "Rows that dispatch dropped here, past the receive capacity; 0 in a worker"

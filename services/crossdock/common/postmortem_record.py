@@ -9,7 +9,7 @@ POSTMORTEM = "postmortem"
 """Event of the log line that ends with the record."""
 MAX_CHARS = 8192
 MAX_NUMBER = 1 << 53
-"""Of what a record may hold: larger ones are no sequence number and no time."""
+"""Largest number that a record may hold: larger ones are no sequence number and no time."""
 _NUMBERS = ("unix_s", "waited_s")
 _INTS = ("rank", "epoch", "peer", "expected", "seen")
 _NEEDED = ("rank",)
@@ -36,5 +36,5 @@ def _is_record(found: dict[str, Any]) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number of a plausible size."""
+    """Whether the value is a finite number of a plausible size."""
     return type(value) in (int, float) and abs(value) < MAX_NUMBER  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cert_file: str = ""
     """Certificate chain of this process. A server needs one; a caller too, unless servers ask for none."""
     key_file: str = ""
-    """Its private key, not encrypted."""
+    """Private key of the certificate, not encrypted."""
     ca_file: str = ""
     """Certificates of the authorities by which other parties are checked."""
     require_client_cert: bool = True
@@ -101,7 +101,7 @@ class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     lease_name: str = "crossdock"
     namespace: str = ""
-    """Of the Lease. Empty: the pod's own, or `default` outside of one."""
+    """Namespace of the Lease. Empty: the pod's own, or `default` outside of one."""
     kubeconfig: str = ""
     """Path of a kubeconfig file. Empty: the pod's service account, which must be allowed to get and update the Lease,
     and to create it unless something else does (the chart does)."""
@@ -206,7 +206,7 @@ class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         return {**msgspec.structs.asdict(self), "advertise": f"[{bare}]" if ":" in bare else bare}
 
     def of_worker(self, local_rank: int) -> WorkerNetworkConfig:
-        """That of the worker `local_rank` places after this one: a fixed port plus `local_rank`."""
+        """The network of the worker `local_rank` places after this one: a fixed port plus `local_rank`."""
         return msgspec.structs.replace(self, listen=count_up(self.listen, local_rank))
 
 
@@ -217,7 +217,7 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Spans of requests, exported to an OpenTelemetry collector. Needs the extra `otlp`."""
 
     endpoint: str
-    """Where the collector takes OTLP over gRPC: http://HOST:PORT in plain text, https://HOST:PORT with TLS."""
+    """Address of the collector's OTLP over gRPC: http://HOST:PORT in plain text, https://HOST:PORT with TLS."""
     ca_file: str = ""
     """https: PEM of the authorities of the collector's certificate. Empty: those that gRPC brings."""
     ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
@@ -241,7 +241,7 @@ class DockerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: str = ""
     """URL of the daemon, like unix:///run/docker.sock. Empty: as the `docker` command finds it."""
     name: str = "crossdock-up"
-    """Of the network; containers are called `<name>-control` and `<name>-worker`. One run per name."""
+    """Name of the network; containers are called `<name>-control` and `<name>-worker`. One run per name."""
     control_image: str = "crossdock-control"
     worker_image: str = "crossdock-worker"
     gpus: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -251,7 +251,7 @@ class DockerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     user: str = ""
     """UID:GID that runs them; it must be able to read model and certificates. Empty: the images' own, 10001."""
     environment: dict[str, str] = {}
-    """Of the containers, as NCCL_DEBUG: INFO."""
+    """Environment of the containers, like NCCL_DEBUG: INFO."""
     mounts: dict[str, str] = {}
     """More to mount read-only: path on this host -> path in the containers."""
     ulimits: dict[str, int] = {}

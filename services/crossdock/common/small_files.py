@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 MAX_BYTES = 1 << 20
-"""Of a config, a certificate, a file of tokens."""
+"""Most bytes of a config, a certificate, a file of tokens."""
 
 
 def read_small(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:

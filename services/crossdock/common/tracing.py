@@ -81,7 +81,7 @@ def context_of_call(context: grpc.aio.ServicerContext[Any, Any]) -> TraceContext
 
 
 def current_traceparent() -> str:
-    """Of this program's current span, if it uses OpenTelemetry and has one; else empty. Imports nothing."""
+    """The traceparent of this program's current OpenTelemetry span; empty if there is none. Imports nothing."""
     api: Any = sys.modules.get("opentelemetry.trace")
     current = api.get_current_span().get_span_context() if api is not None else None
     if current is None or not current.is_valid:
@@ -154,7 +154,7 @@ class Tracer:
     def begin(
         self, name: str, parent: TraceContext | None, start_ns: int, attributes: Attributes
     ) -> RequestTrace | None:
-        """Of a request that came at monotonic `start_ns`; None: it is not traced. Ends by `end` or `release`."""
+        """Begin the trace of a request that came at `start_ns` (monotonic). None: the request is not traced."""
         wanted = parent.sampled if parent is not None else random.random() < self._ratio
         if not wanted or not self._room.acquire(blocking=False):
             return None

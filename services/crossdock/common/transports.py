@@ -78,13 +78,13 @@ class TransportFacts:
 
 
 def names() -> list[str]:
-    """Those installed here, by name. Reads no file."""
+    """Names of the transports installed here. Reads no file."""
     return sorted(path.parent.name for path in _files())
 
 
 @cache
 def installed() -> dict[str, TransportFacts]:
-    """Those installed here, by name, in the order of preference."""
+    """Transports installed here, by name, in the order of preference."""
     found = [_parsed(path.parent.name, tomllib.loads(path.read_text(encoding="utf-8"))) for path in _files()]
     return {facts.name: facts for facts in sorted(found, key=lambda facts: (facts.preference, facts.name))}
 
@@ -96,7 +96,7 @@ def needs_gpu(name: str) -> bool:
 
 
 def cross_host_names() -> list[str]:
-    """Those installed here whose ranks may live on several hosts, given a network."""
+    """Names of the transports installed here whose ranks may run on several hosts, given a network."""
     return [facts.name for facts in installed().values() if facts.cross_host]
 
 

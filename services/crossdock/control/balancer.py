@@ -197,7 +197,7 @@ def _make_room(
 
 
 def _as_before(current: Table, table: Table, shape: Shape) -> Table:
-    """The same sets of experts, given to the ranks of the same domain and size that hold most of them already."""
+    """The sets of experts, given to the ranks of the same domain and size that hold most of them already."""
     kept = [set(held) for held in current]
     pairs = sorted(
         (-len(kept[old].intersection(table[new])), old, new)
@@ -215,7 +215,7 @@ def _as_before(current: Table, table: Table, shape: Shape) -> Table:
 
 
 def _keep_slots(current: Table, table: Table) -> Table:
-    """The same experts by rank; those that were there keep their slot."""
+    """The experts of each rank in slots; those that a rank had before keep their slot."""
     rows = []
     for old, new in zip(current, table, strict=True):
         fresh = iter(expert for expert in new if expert not in old)

@@ -143,7 +143,7 @@ def verdicts(group: Group) -> list[Verdict]:
 
 
 def sick(group: Group) -> Mapping[str, str]:
-    """By uid, why a member that keeps its slot counts as sick, or as one of two of which one is."""
+    """Why a member that keeps its slot counts as sick, by uid, or as one of two of which one is."""
     return _disputed(group) | {verdict.member.uid: verdict.reason for verdict in verdicts(group) if verdict.repeated}
 
 

@@ -96,7 +96,7 @@ class Bar:
     drain: bool = False
 
     def holds_for(self, worker: Worker) -> bool:
-        """Whether it excludes this process."""
+        """Whether the bar excludes this process."""
         return self.uid == worker.uid and (not self.incarnation or worker.incarnation <= self.incarnation)
 
 
@@ -124,7 +124,7 @@ class Worker:
     """`http_address` takes TLS only."""
     network: NetworkPlace | None = None
     boot_id: str = ""
-    """Of its host; empty: unknown."""
+    """Boot id of the worker's host; empty: unknown."""
     communicator: tuple[tuple[str, str], ...] = ()
     """Names and values of the communicator's settings; empty: not reported, by a worker of an older release."""
 
@@ -228,7 +228,7 @@ class Group:
     members: Members
     """Live members, by rank."""
     owners: tuple[Place | None, ...]
-    """By rank: current or last owner of the slot. All None until ranks are final."""
+    """Current or last owner of each rank slot. All None until ranks are final."""
     placed: bool
     """Ranks are final, from the first complete group on."""
     recover_until: float | None
@@ -344,7 +344,7 @@ class Heartbeat:
     uid: str
     incarnation: int
     epoch: int
-    """Of the sender's communicator; 0 before its first one."""
+    """Epoch of the sender's communicator; 0 before its first one."""
     silent_ranks: tuple[int, ...] = ()
     fault: str = ""
     standby_ready: bool = False

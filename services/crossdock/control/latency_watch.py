@@ -241,7 +241,7 @@ def _headline(found: Judgement) -> str:
 
 
 def _subject(found: Judgement) -> str:
-    """What is named, as the value of a label."""
+    """The named rank, host, link or expert, as the value of a label."""
     if found.kind == "hot_expert":
         return f"expert {found.expert}"
     if found.hosts:

@@ -206,7 +206,7 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
 
     @property
     def group(self) -> Group | None:
-        """Of the current leadership."""
+        """The group of the current leadership."""
         return self._service.group if self._service is not None else None
 
     def tick(self) -> None:

@@ -345,8 +345,8 @@ class PlacementManager:
             self._set_goal(done[0].version, tables)
 
     def _take_over(self, now: float) -> None:
-        """After a restart, if the ranks do not come to agree since some heard of a move and others did not: what they
-        hold becomes a new goal for all."""
+        """After a restart, if the ranks do not agree, since some learned of a move and others did not: what they hold
+        becomes a new goal for all."""
         expected = self.world_size - len(self._missing)
         if self.version or self.kind is None or len(self._reports) < expected or not self._domains:
             self._apart_since = math.inf

@@ -159,7 +159,7 @@ class PlacementSearch:
 
 
 def _nearest(pairs: Sequence[tuple[float, int]], share: float) -> tuple[float, int]:
-    """Of at least one, in ascending order."""
+    """The pair whose first number is nearest to `share`; pairs: at least one, in ascending order."""
     place = bisect.bisect_left(pairs, (share, -1))
     if place == len(pairs) or (place and share - pairs[place - 1][0] <= pairs[place][0] - share):
         return pairs[place - 1]

@@ -50,7 +50,7 @@ class Snapshot:
 
 
 def total_imbalance(loads: Sequence[Sequence[float]], tables: Sequence[Table]) -> float:
-    """Of layers that run one after the other: the sum of the most loaded ranks over the sum of the means."""
+    """Imbalance of layers that run one after the other: the sum of the most loaded ranks over the sum of the means."""
     most = mean = 0.0
     for load, table in zip(loads, tables, strict=True):
         ranks = rank_loads(load, table)

@@ -17,7 +17,7 @@ Load = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is to be placed, and where.
+    """Numbers of experts and slots, and domains of the ranks, of a placement.
 
     Attributes:
         num_experts: E.

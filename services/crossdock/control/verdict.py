@@ -68,18 +68,18 @@ class RankTimes:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What was so when nothing was wrong.
+    """Waits and times while nothing was wrong.
 
     Attributes:
         per_step_s, per_row_s: seconds of the experts of all ranks together.
-        line_share: of the steps, lost between the two hosts that lost most: a network is slower than shared memory.
+        link_share: share of steps lost between the two hosts that lose most: a network is slower than shared memory.
         waited_for, busier: by rank, shares of the steps: what the others wait for it, and how much less than they it
             waits. Where ranks share processors some are always a little later than others.
     """
 
     per_step_s: float
     per_row_s: float
-    line_share: float = 0.0
+    link_share: float = 0.0
     waited_for: Mapping[int, float] = field(default_factory=dict)
     busier: Mapping[int, float] = field(default_factory=dict)
 
@@ -93,7 +93,7 @@ class Usual:
         return Usual(
             mix(self.per_step_s, other.per_step_s),
             mix(self.per_row_s, other.per_row_s),
-            mix(self.line_share, other.line_share),
+            mix(self.link_share, other.link_share),
             {rank: mix(self.waited_for[rank], other.waited_for[rank]) for rank in ranks},
             {rank: mix(self.busier[rank], other.busier[rank]) for rank in ranks},
         )
@@ -124,7 +124,7 @@ class Judgement:
 
     @property
     def named(self) -> tuple[object, ...]:
-        """What is named, without figures."""
+        """The kind and its subject, without figures."""
         return self.kind, self.ranks, self.hosts, self.expert
 
 
@@ -150,26 +150,26 @@ def judge(times: Mapping[int, RankTimes], usual: Usual | None = None) -> Judgeme
         return Judgement("unknown", detail="too few steps")
     sums = _sums(ranks, [times[rank] for rank in ranks])
     slower = _uniform(sums, usual)
-    for found in (_slow_link(sums), _slow_line(sums, usual), _slow_host(sums), _slow_rank(sums, usual)):
+    for found in (_slow_link(sums), _slow_host_link(sums, usual), _slow_host(sums), _slow_rank(sums, usual)):
         if found is not None and (slower is None or found.confidence >= CERTAIN):
             return found
     return slower or Judgement("nothing", confidence=_calm(sums))
 
 
 def usual_of(times: Mapping[int, RankTimes]) -> Usual | None:
-    """What is usual, if nothing is wrong with these; None: too few."""
+    """What is usual by these times, in which nothing is wrong; None: too few steps."""
     steps, rows = sum(one.steps for one in times.values()), sum(one.rows for one in times.values())
     experts_s = sum(one.experts_s for one in times.values())
     if steps < MIN_STEPS or not rows or not experts_s:
         return None
     ranks = sorted(times)
     sums = _sums(ranks, [times[rank] for rank in ranks])
-    line_share = max(_lines(sums).values(), default=0.0) / sums.step_s
+    link_share = max(_host_links(sums).values(), default=0.0) / sums.step_s
     waited_for, busier = (
         {rank: cost / sums.step_s for rank, cost in zip(ranks, costs, strict=True)}
         for costs in (sums.total, sums.busier)
     )
-    return Usual(experts_s / steps, experts_s / rows, line_share, waited_for, busier)
+    return Usual(experts_s / steps, experts_s / rows, link_share, waited_for, busier)
 
 
 def _sums(ranks: Sequence[int], times: Sequence[RankTimes]) -> _Sums:
@@ -240,8 +240,8 @@ def _between(sums: _Sums, waiting: Sequence[int], late: Sequence[int]) -> float:
     return sum(costs) / len(costs) if costs else 0.0
 
 
-def _lines(sums: _Sums) -> dict[tuple[str, str], float]:
-    """By pair of hosts, what each waits for the other. Nothing where no rank has a neighbour to compare with."""
+def _host_links(sums: _Sums) -> dict[tuple[str, str], float]:
+    """Time that each of two hosts waits for the other, by pair. Empty where no rank has a neighbour to compare with."""
     blocks = _blocks(sums)
     if all(len(places) < 2 for places in blocks.values()):
         return {}
@@ -251,16 +251,16 @@ def _lines(sums: _Sums) -> dict[tuple[str, str], float]:
     }  # fmt: skip
 
 
-def _slow_line(sums: _Sums, usual: Usual | None) -> Judgement | None:
+def _slow_host_link(sums: _Sums, usual: Usual | None) -> Judgement | None:
     """Two hosts of which each waits for the other, and for nobody else as long, nor as long as usual. Where there are
     two hosts only, what is usual must be known."""
-    both, blocks = _lines(sums), _blocks(sums)
+    both, blocks = _host_links(sums), _blocks(sums)
     if not both or (len(both) == 1 and usual is None):
         return None
     (a, b), lost_s = max(both.items(), key=lambda item: item[1])
     inside = [_between(sums, places, places) for places in blocks.values()]
     others = [cost for pair, cost in both.items() if pair != (a, b)]
-    next_s = max([*inside, *others, usual.line_share * sums.step_s if usual is not None else 0.0])
+    next_s = max([*inside, *others, usual.link_share * sums.step_s if usual is not None else 0.0])
     if not _clear(lost_s, next_s, sums, CLEAR):
         return None
     ranks = tuple(sorted(sums.ranks[place] for place in (*blocks[a], *blocks[b])))
@@ -336,7 +336,7 @@ def _uniform(sums: _Sums, usual: Usual | None) -> Judgement | None:
 
 
 def _calm(sums: _Sums) -> float:
-    """How far the largest loss is from being named."""
+    """Distance of the largest loss from being named."""
     return round(max(0.0, 1 - max(sums.net) / sums.step_s), 3)
 
 

@@ -28,7 +28,7 @@ EXIT_CODE = 70
 
 
 class Guard:
-    """Of this process's communicators.
+    """Watches this process's communicators.
 
     Args:
         end: called once, with a message, where a failure stayed unreported.

@@ -129,7 +129,7 @@ class LowLatency:
         self._pool = pool
         self._marks: dict[BufferShape, torch.Tensor] = {}
         self.prepared: dict[tuple[Any, ...], PreparedStep] = {}
-        """By signature."""
+        """Prepared calls, by signature."""
 
     def prepare(self, signature: StepSignature, like: torch.Tensor) -> PreparedStep:
         """For calls of this signature on tensors like this one; `prepared` has it then. Raises ArgumentError."""

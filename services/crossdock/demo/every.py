@@ -28,7 +28,7 @@ from crossdock.worker.families import FAMILIES, NOT_SERVED
 
 NUM_PROMPTS, NUM_TOKENS = 4, 64
 MAX_DIFFERENCE = 1e-3
-"""Of logits whose standard deviation is between 0.5 and 10."""
+"""Largest difference of logits whose standard deviation is between 0.5 and 10."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ FAMILIES: dict[str, ModelSizes] = {
     "mixtral": {"num_experts": 8, "topk": 2},
     "deepseek_v3": {"num_experts": 16, "topk": 4},
 }
-"""What is served, and how many experts each has."""
+"""Families that are served, and the number of experts of each."""
 
 ALL = "all"
 """Instead of a family: each one of `transformers`, tiny and in float32 alone."""

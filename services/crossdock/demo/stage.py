@@ -75,7 +75,7 @@ class Stage:
         )
 
     def on_hosts(self, num_hosts: int) -> Stage:
-        """The same with its workers divided among hosts. Raises ConfigFileError."""
+        """This stage with its workers divided among hosts. Raises ConfigFileError."""
         if num_hosts not in (1, NUM_HOSTS):
             raise ConfigFileError(f"--hosts: expected 1 or {NUM_HOSTS}, got {num_hosts}")
         joining = [name for name in cross_host_names() if not needs_gpu(name)]  # the hosts are parts of this machine

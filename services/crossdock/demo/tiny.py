@@ -75,7 +75,7 @@ def known_to_transformers() -> list[str]:
 
 
 def missing() -> list[str]:
-    """Those of them that are neither served nor listed with a reason."""
+    """Families that are neither served nor listed with a reason."""
     return [name for name in known_to_transformers() if name not in FAMILIES and name not in NOT_SERVED]
 
 

@@ -36,7 +36,7 @@ class Finding:
 
 
 def ok(check: str, what: str) -> Finding:
-    """Nothing to do."""
+    """A finding of level OK."""
     return Finding(check, Level.OK, what)
 
 
@@ -46,12 +46,12 @@ def skipped(check: str, why: str) -> Finding:
 
 
 def warn(check: str, what: str, cause: str, cure: str) -> Finding:
-    """It works, but worse than it should."""
+    """A finding of level WARN: it works, but worse than it should."""
     return Finding(check, Level.WARN, what, cause, cure)
 
 
 def fail(check: str, what: str, cause: str, cure: str) -> Finding:
-    """It does not work."""
+    """A finding of level FAIL: it does not work."""
     return Finding(check, Level.FAIL, what, cause, cure)
 
 

@@ -34,7 +34,7 @@ class Trial(Protocol):
 
 
 Trials = Mapping[tuple[str, str], Trial]
-"""By the PCI addresses of the GPUs (from, to)."""
+"""Trials by the PCI addresses of the GPUs (from, to)."""
 
 
 def judge_host(host: pb.HostFacts, *, needs_gpus: bool) -> Iterator[Finding]:

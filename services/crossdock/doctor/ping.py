@@ -22,7 +22,7 @@ from ep_kernels.transports.base import boxes
 
 
 def main(network: str) -> dict[str, Any]:
-    """What is printed."""
+    """What the process prints: the answers, or why it failed."""
     try:
         config = msgspec.json.decode(network, type=NetworkConfig)
         return {**asdict(ping(config)), **_boxes(config)}
@@ -31,7 +31,7 @@ def main(network: str) -> dict[str, Any]:
 
 
 def _boxes(config: NetworkConfig) -> dict[str, str]:
-    """Of the first GPU, if there is one and the provider registers memory."""
+    """Where the boxes of the first GPU would lie, if there is one and the provider registers memory."""
     if config.carrier == "tcp" or not torch.cuda.is_available():
         return {}
     transport = next(name for name in transports.cross_host_names() if transports.needs_gpu(name))

@@ -62,7 +62,7 @@ STEPS = {
         TrialStep("bandwidth", Mode.HT, Layout.FLAT, 4096, 7168, False, 5, 10),
     ),
 }
-"""By whether ranks have GPUs."""
+"""Steps of the trial, by whether ranks have GPUs."""
 
 
 def main(transport: str, rank: int, size: int, store_path: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from crossdock.doctor.findings import Finding, Level, fail, judge, ok, warn
 
 CPU_RANKS = 2
 HOSTS = 2
-"""Of a trial between hosts, with a rank on each."""
+"""Number of hosts of a trial between hosts, with a rank on each."""
 MOST_GPUS = 8
 STEP_NAMES = {"latency", "bandwidth"}
 """Of `rank.STEPS`."""
@@ -46,7 +46,7 @@ def run_trial(transport: str, num_ranks: int, deadline_s: float = DEADLINE_S) ->
 def run_between_hosts(
     transport: str, rank: int, meeting: str, network: WorkerNetworkConfig, wait_s: float
 ) -> list[dict[str, Any]]:
-    """The same of two ranks, of which one is here and the other one at another host, where this is called too.
+    """Run the trial with two ranks, one here and one on another host, where this is called too.
 
     Args:
         rank: 0 listens at `meeting`, 1 connects to it.
@@ -82,7 +82,7 @@ def judge_ping(answer: Mapping[str, Any]) -> Finding:
 
 
 def judge_boxes(answer: Mapping[str, Any]) -> Iterator[Finding]:
-    """What it says of a GPU's boxes."""
+    """Findings about the boxes of a GPU."""
     if "boxes" in answer:
         yield ok("network-boxes", answer["boxes"])
     if "no_boxes" in answer:
@@ -166,7 +166,7 @@ def judge_trial(
 
 
 def _took_us(answers: Sequence[Mapping[str, Any]], step: str) -> float:
-    """Of the rank that came last in each round: the others' times hold their wait for it. The median of all rounds."""
+    """Median over rounds of the time of the rank that came last: the others' times hold their wait for it."""
     rounds = zip(*(answer["steps"][step]["took_us"] for answer in answers), strict=True)
     return float(statistics.median(min(times) for times in rounds))
 

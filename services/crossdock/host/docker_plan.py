@@ -91,7 +91,7 @@ def parts_of(config: HostConfig) -> list[ContainerPlan]:
 
 
 def control_address(config: HostConfig) -> str:
-    """Where this host reaches the control plane."""
+    """Address at which this host reaches the control plane."""
     return config.worker.control if config.control is None else reachable_from_here(config.control.listen)
 
 
@@ -141,14 +141,14 @@ def _listens(worker: WorkerConfig) -> list[str]:
 
 
 def _request_address(worker: WorkerConfig) -> str:
-    """Where it takes request connections; empty: it takes none."""
+    """Address at which the worker takes request connections; empty: none."""
     if worker.request_port is None or worker.security.is_on:
         return ""
     return format_address(split_address(worker.listen)[0], worker.request_port)
 
 
 def _network(network: WorkerNetworkConfig | None) -> WorkerNetworkConfig | None:
-    """The same inside a container, which has addresses and interfaces of its own."""
+    """The network inside a container, which has addresses and interfaces of its own."""
     if network is None:
         return None
     advertise = network.advertise or split_address(network.listen)[0]
@@ -160,7 +160,7 @@ def _network(network: WorkerNetworkConfig | None) -> WorkerNetworkConfig | None:
 
 
 def with_ports(config: HostConfig) -> HostConfig:
-    """The same with a port that is free now in the place of each 0; workers' ports are consecutive."""
+    """The config with a free port in the place of each 0; workers' ports are consecutive."""
     with contextlib.ExitStack() as held:
 
         def fix(address: str, count: int = 1) -> str:
@@ -214,7 +214,7 @@ class Owner:
         return f"{self.host} {self.pid} {self.begun}"
 
     def lives(self) -> bool:
-        """Whether it runs on this host."""
+        """Whether the owner's process runs on this host."""
         return self.host == socket.gethostname() and bool(self.begun) and _begun(self.pid) == self.begun
 
 
@@ -271,7 +271,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _absolute(security: SecurityConfig) -> SecurityConfig:
-    """The same with absolute paths: a container works in another folder."""
+    """The config with absolute paths: a container works in another folder."""
 
     def fixed(config: Config, names: tuple[str, ...]) -> Config:
         paths = {name: getattr(config, name) for name in names}
@@ -287,7 +287,7 @@ def _files(security: SecurityConfig) -> list[str]:
 
 
 def _mounts(files: list[str], folders: list[str] | None = None) -> tuple[str, ...]:
-    """What is mounted: single files, because keys of others may lie beside a certificate, and whole folders."""
+    """Paths to mount: single files, since keys of others may lie beside a certificate, and whole folders."""
     found = [*files, *(folders or [])]
     places = {*map(os.path.dirname, files), *(folders or [])}
     if wrong := _IMAGES_OWN.intersection(places):

@@ -23,11 +23,11 @@ from crossdock.host.supervisor import CONTROL
 
 _PROBE_TIMEOUT_S = 1.0
 SCRAPE_TIMEOUT_S = 2.0
-"""Of a process's own page; less than any Prometheus waits for the host's."""
+"""Timeout of a process's own page; less than any Prometheus waits for the host's."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{?)", re.ASCII | re.MULTILINE)
 _FAMILIES = re.compile(r"^(?=# HELP )", re.MULTILINE)
 _END = "# EOF\n"
-"""Of a page in the OpenMetrics format."""
+"""Last line of a page in the OpenMetrics format."""
 
 
 def readiness(
@@ -105,7 +105,7 @@ class HostMetricsPage:
         return merged([own, *(labelled(page, name) for name, page in pages.items())]).encode()
 
     def _page(self, name: str, addresses: Addresses, content_type: str) -> str:
-        """That process's page; "" without one."""
+        """The process's page; "" without one."""
         try:
             status, text = _ask(name, addresses, "/metrics", SCRAPE_TIMEOUT_S, self._security, content_type)
         except (OSError, HTTPException):

@@ -257,7 +257,7 @@ class Supervisor(Watched):
 
 
 def share_cpus(workers: Sequence[WorkerConfig], num_cpus: int) -> list[WorkerConfig]:
-    """The same with `torch_threads` filled in where it is null: a worker's share of the processors, less one for its
+    """The configs with `torch_threads` filled in where it is null: a worker's share of the processors, less one for its
     event loop. Threads of a product spin: without a processor for each, throughput falls to a tenth."""
     share = max(1, num_cpus // len(workers) - 1)
     return [

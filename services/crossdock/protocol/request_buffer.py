@@ -32,12 +32,12 @@ from crossdock.protocol import wire
 from crossdock.protocol.v1 import expert_pb2
 
 MAX_PACKET_BYTES = 4096
-"""Of a message without data; longer texts of errors are cut."""
+"""Most bytes of a message without data; longer error texts are cut."""
 MAX_BUFFER_BYTES = 16 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ALIGN = 64
 _SHAPES = 256
-"""Of requests whose places are remembered."""
+"""Number of request shapes whose places are cached."""
 
 
 def host_identity() -> str:
@@ -52,7 +52,7 @@ def host_identity() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the tensors of a request of one shape lie: offsets in bytes, and what they need in all."""
+    """Places of the tensors of a request of one shape: offsets in bytes, and what they need in all."""
 
     x: int
     ids: int
@@ -246,7 +246,7 @@ class RepeatedRequests:
 
 _ID_TAG, _MORE = 0x08, 0x80
 _ID_BYTES = 11
-"""Of the longest field: its tag, and 64 bits by sevens."""
+"""Most bytes of an id field: its tag, and 64 bits by sevens."""
 
 
 def _id_field(number: int) -> bytes:

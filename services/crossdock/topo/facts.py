@@ -8,9 +8,9 @@ from crossdock.protocol.v1 import topology_pb2 as pb
 from ep_kernels import topology
 
 _MOST_CHARS = 256
-"""Of a reason; the control plane takes no longer texts."""
+"""Most characters of a reason; the control plane takes no longer texts."""
 _MOST_NICS, _MOST_GIDS = 64, 8
-"""Of a host, of a NIC: it takes no more, and a host may show hundreds of virtual functions."""
+"""Most NICs of a host, GIDs of a NIC that the control plane takes: a host may show hundreds of virtual functions."""
 
 
 def host_facts(hostname: str = "", facts: topology.HostFacts | None = None) -> pb.HostFacts:

@@ -26,7 +26,7 @@ from crossdock.tune.request import TIMEOUT_S, TuneRequest
 from ep_kernels import Mode, MoECommunicator, tuning
 
 PAIRS = {"cuda": 10, "cpu": 3}
-"""By device; the pairs of a graph share the cost of its launch."""
+"""Pairs of a measurement by device; the pairs of a graph share the cost of its launch."""
 SETS = 3
 """Routings drawn per routing used in a run."""
 WARMUP = 3

@@ -59,8 +59,8 @@ class TuneRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return Layout(layout) is Layout.RANK_MAJOR and not self.fp8_combine
 
     def config(self, layout: str, group: Any, mode: Mode = Mode.AUTO) -> MoEConfig:
-        """Of a communicator that can run every step of the ladder by either algorithm: M is one token more than the
-        largest step, which runs LL if `step_tokens` is its own size and HT if it is M. Shapes are fixed, as in
+        """Config of a communicator that can run every step of the ladder by either algorithm: M is one token more than
+        the largest step, which runs LL if `step_tokens` is its own size and HT if it is M. Shapes are fixed, as in
         serving, so the host does not wait for counts. Raises ConfigError."""
         payload = dict(PAYLOADS[self.dtype])
         if payload.get("scale_columns"):

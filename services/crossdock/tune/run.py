@@ -26,7 +26,7 @@ from ep_kernels.groups import PaperGroup
 from ep_kernels.transports.base import region_map
 
 LAYOUTS = (Layout.GROUPED.value, Layout.FLAT.value)
-"""Those of workers, and of vLLM."""
+"""Layouts of workers, and of vLLM."""
 SILENCE_S = 300.0
 """Longest silence of all ranks: they first compile kernels that are not in the wheel."""
 _MIB = 1 << 20

@@ -58,7 +58,7 @@ PARAMETERS = {
         "weight_and_reduce_impl",
     },
 }  # fmt: skip
-"""Of the methods that vLLM calls; `prepare` and `finalize` take the same."""
+"""Parameters of the methods that vLLM calls; `prepare` and `finalize` take the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class RequestValidator:
         return Tokens(x, ids if ids.dtype is torch.int32 else ids.to(torch.int32), weights)
 
     def rows_in(self, request: expert_pb2.ForwardRequest, memory: RequestMemory) -> RequestRows:
-        """Where the tensors of a request are in its buffer's memory; the request is checked but for what is in
+        """Places of a request's tensors in its buffer's memory; the request is checked but for what is in
         them. Raises Refused, as `validate`."""
         self._check_model(request)
         try:

@@ -40,7 +40,7 @@ class Backend:
             raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, limit))
 
     def timeout_s(self, request: expert_pb2.ForwardRequest) -> float:
-        """Of a request: its own, or the configured one."""
+        """Deadline of a request: its own, or the configured one."""
         return request.timeout_ms * 1e-3 or self.config.request_timeout_s
 
     def work_of(

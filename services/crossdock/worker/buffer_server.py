@@ -73,7 +73,7 @@ class RequestBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers, offered or open."""
+        """Bytes of all buffers, offered or open."""
         return sum(self._held.values())
 
     def listen(self) -> None:
@@ -126,7 +126,7 @@ class RequestBuffers:
                 end(buffer.sock)
 
     def _check(self, client: Hashable, request: expert_pb2.OpenBufferRequest) -> bool:
-        """Whether it is to be a TCP connection. Raises rpc.CallError."""
+        """Whether the buffer is to be reached by TCP. Raises rpc.CallError."""
         is_here = bool(self._host) and request.host == self._host
         if not is_here and not (request.tcp and self.port):
             raise rpc.FailedPrecondition(

@@ -17,7 +17,7 @@ from ep_kernels.network.nics import NicChoice
 from ep_kernels.topology import HostFacts
 
 _MOST_CHARS = 256
-"""Of a reason; the control plane takes no longer texts."""
+"""Most characters of a reason; the control plane takes no longer texts."""
 _log = log.get(__name__)
 
 

@@ -152,7 +152,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "nemotron_h": Family(rule="ungated", act="mlp_hidden_act", latent="moe_latent_size"),
 }  # fmt: skip
-"""By model_type of config.json, or of its text_config."""
+"""Families by model_type of config.json, or of its text_config."""
 
 DEFAULTS: dict[str, dict[str, float]] = {"gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}}
 """What a config.json may leave out, because the first checkpoints of the family do."""

@@ -26,7 +26,7 @@ holes of its own, so there are few."""
 
 
 def bound_freed_memory() -> None:
-    """From now on, in this process. Nothing where the C library is another."""
+    """Bound freed memory in this process. Does nothing where the C library is not glibc."""
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
         give_back = libc.malloc_trim
@@ -48,5 +48,5 @@ def _look(give_back: ctypes._NamedFuncPointer) -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
     "relu2": lambda x: functional.relu(x).square(),
 }
-"""By config.json's hidden_act."""
+"""Activations by hidden_act of config.json."""
 
 
 @dataclass(frozen=True, slots=True)

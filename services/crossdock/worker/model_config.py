@@ -15,7 +15,7 @@ from crossdock.worker.shards import CheckpointError, read_json
 from crossdock.worker.weights import Format
 
 _MOST = 1 << 20
-"""Of any size or number: loops go over layers and experts."""
+"""Most of any size or number: loops go over layers and experts."""
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -12,7 +12,7 @@ from crossdock.worker.shards import CheckpointError
 _IN_A_LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>[0-9]{1,9})\.(?P<rest>.*)")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 _SUFFIXES = ("", "_blocks")
-"""Of a matrix' name: none, or MXFP4's."""
+"""Suffixes of a matrix' name: none, or MXFP4's."""
 _PACKED = ("_packed", "qweight")
 """What int4 formats call a matrix instead."""
 
@@ -50,11 +50,11 @@ class Names:
         raise CheckpointError(f"{where}: none of the {num_layers} layers has experts; looked for {some} and others")
 
     def first(self, layer: int, expert: int) -> tuple[str, ...]:
-        """Of gate and up, or of what holds them."""
+        """Names of gate and up, or of the tensor that holds both."""
         return tuple(self._named(name, layer, expert) for name in self.naming.first)
 
     def down(self, layer: int, expert: int) -> str:
-        """Of the second matrix."""
+        """Name of the second matrix."""
         return self._named(self.naming.down, layer, expert)
 
     def _named(self, name: str, layer: int, expert: int) -> str:

@@ -92,7 +92,7 @@ class Placement:
         return self.layers[layer][first : self.first_slot(rank + 1)]
 
     def live_slots(self, mask: Sequence[bool]) -> tuple[bool, ...] | None:
-        """Of each slot, whether its rank is True in `mask`; None: all are."""
+        """By slot: whether its rank is True in `mask`; None: all are."""
         if all(mask):
             return None
         ranks = range(self.num_ranks)

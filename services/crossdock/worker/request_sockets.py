@@ -39,12 +39,12 @@ class RequestSockets:
         return self._sockets.fileno()
 
     def add(self, sock: socket.socket, read: Callable[[], None]) -> None:
-        """From now on `read` is called when `sock` has something to read (see `watch`), by one thread at a time."""
+        """Call `read` when `sock` has something to read (see `watch`), by one thread at a time."""
         self._readers[sock.fileno()] = read
         self._sockets.register(sock, select.EPOLLIN)
 
     def watch(self, sock: socket.socket, *, writable: bool) -> None:
-        """From now on `read` is called when `sock` can be written, or again when it has something to read."""
+        """Call `read` when `sock` can be written, or again when it has something to read."""
         with contextlib.suppress(OSError):
             self._sockets.modify(sock, select.EPOLLOUT if writable else select.EPOLLIN)
 

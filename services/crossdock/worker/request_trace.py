@@ -31,7 +31,7 @@ def admitted(work: Work, received_ns: int) -> None:
 
 
 def taken(work: Work, now_ns: int) -> None:
-    """Its first step has taken it from the queue."""
+    """Record that its first step has taken the request from the queue."""
     if work.trace is not None:
         work.trace.phases.append(PendingSpan("queue", work.arrived_ns, now_ns))
 

@@ -12,7 +12,7 @@ from crossdock.worker.expert_mlps import expert_bytes
 
 _GIB, _MOST_GIB = 1 << 30, 1 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""By name in a worker's config."""
+"""Dtypes by name in a worker's config."""
 
 
 def rank_bytes(checkpoint: Checkpoint, num_slots: int, dtype: torch.dtype, *, widen: bool = False) -> int:

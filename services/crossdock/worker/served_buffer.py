@@ -180,7 +180,7 @@ class ServedBuffer:
         return self._backend.work_of(request, tokens, self.offer.client, self, reply, trace, rows)
 
     def _rows_of(self, request: expert_pb2.ForwardRequest) -> RequestRows:
-        """Where its tensors are. Raises Refused."""
+        """Places of the request's tensors. Raises Refused."""
         if self._rows is None:
             self._rows = self._backend.validator.rows_in(request, self._memory)
         return self._rows

@@ -58,7 +58,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Of the slices."""
+        """Tokens of the slices."""
         return sum(piece.num_tokens for piece in self.slices)
 
 

@@ -112,12 +112,12 @@ class Stack:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those that are there."""
+        """The tensors that are there."""
         return tuple(tensor for tensor in (self.data, self.scales, self.bias) if tensor is not None)
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def __getitem__(self, slot: int) -> Stack:

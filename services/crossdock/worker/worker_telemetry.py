@@ -334,7 +334,7 @@ class WorkerTelemetry:
         return computed
 
     def _count_experts(self) -> None:
-        """Those rows by expert as a metric: a counter for each, and so not at each step."""
+        """Export the rows by expert: a counter for each, and so not at each step."""
         counted, self._expert_rows = self._expert_rows, {}
         for expert, rows in counted.items():
             self._expert(expert).inc(rows)

@@ -60,7 +60,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
     "fp8": (Tile(64, 32, True, 4, 3, 2), Tile(_MOST, 128, False, 8, 4, 1)),
     "mxfp4": (Tile(16, 16, True, 4, 4, 3), Tile(_MOST, 64, True, 4, 4, 2)),
 }
-"""By kind of format, in ascending order of rows; measured on an H100 with a DeepSeek-V3 rank's experts."""
+"""Tiles by kind of format, in ascending order of rows; measured on an H100 with a DeepSeek-V3 rank's experts."""
 
 
 @dataclass(frozen=True, slots=True)

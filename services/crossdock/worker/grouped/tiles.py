@@ -12,7 +12,7 @@ import triton.language as tl
 HALF = tl.constexpr(128)
 """Columns of a half: as many as share a scale once they are the next product's input."""
 LARGEST = tl.constexpr(448.0)
-"""Of e4m3."""
+"""Largest number of e4m3."""
 
 
 @triton.jit
