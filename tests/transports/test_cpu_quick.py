@@ -32,10 +32,10 @@ Worlds = Callable[[int], World]
 E, H, K, M = 8, 32, 2, 160
 
 
-def make(store: dist.Store, rank: int, size: int) -> MoECommunicator:
+def make(store: dist.Store, rank: int, size: int, **overrides: Any) -> MoECommunicator:
     case = RoutingCase(E, K, H, (M,) * size)
-    group = StoreGroup(store, rank, size)
-    return MoECommunicator(case.config(group, mode=Mode.AUTO, layout=Layout.GROUPED, dtype=torch.float32))
+    fields = {"mode": Mode.AUTO, "layout": Layout.GROUPED, "dtype": torch.float32} | overrides
+    return MoECommunicator(case.config(StoreGroup(store, rank, size), **fields))
 
 
 def drawn(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -198,6 +198,31 @@ def no_kept_steps(rank: int, size: int, store: dist.Store) -> None:
     assert comm.begin_step(x, ids, weights, 2) is None
     with pytest.raises(ClosedError):
         comm.end_step(step, torch.empty(2, H))
+    for overrides in ({"max_recv_rows": 3}, {"validate": True}):
+        comm = make(dist.PrefixStore(str(overrides), store), rank, size, **overrides)
+        with torch.no_grad():
+            assert comm.begin_step(x, ids, weights, 2) is None
+        comm.close()
+
+
+def fixed_shapes(rank: int, size: int, store: dist.Store) -> None:
+    comm = make(store, rank, size, exact_shapes=False)
+    with torch.no_grad():
+        for tokens in (3, 0, rank):
+            given = drawn(tokens)
+            out, handle = comm.dispatch(*given, step_tokens=5)
+            expected = comm.combine(out.tokens * (rank + 2), handle)
+            step = comm.begin_step(*given, 5)
+            assert step is not None
+            assert step.tokens.shape == out.tokens.shape
+            torch.mul(step.tokens, rank + 2, out=step.y)
+            assert torch.equal(comm.end_step(step, torch.empty(tokens, H)), expected)
+    comm.barrier()
+    comm.close()
+
+
+def test_kept_steps_of_fixed_shapes(world: Worlds) -> None:
+    world(2).run(fixed_shapes)
 
 
 def overwritten(rank: int, size: int, store: dist.Store) -> None:

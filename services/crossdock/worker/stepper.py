@@ -142,11 +142,11 @@ class Stepper:
         route = self._tables.route(layer) if self._tables is not None else None
         if route is not None:
             ids = route.slots(ids, self._rank)
-        start_ns = time.monotonic_ns()
+        z, start_ns = self._own_room(slices), time.monotonic_ns()  # nothing that may fail while peers wait
         step = self._comm.begin_step(x, ids, weights, max_tokens)
         if step is None:
             return None
-        z, sent_ns = self._own_room(slices), time.monotonic_ns()
+        sent_ns = time.monotonic_ns()
         why, num_rows = "", step.tokens.shape[0]
         if num_rows and self._experts is not None:
             most_rows = min(num_rows, self._rows_per_token * max_tokens)
