@@ -113,8 +113,7 @@ class PendingCombine(Protocol):
     """A combine whose send phase is done."""
 
     def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Finish: (z [T, H] in the output dtype, weights [T, K] float32 when row_weights were given). Raises as
-        `PendingDispatch.wait`."""
+        """Finish: (z [T, H] in the output dtype, float32 [T, K] with row_weights). Raises as `PendingDispatch.wait`."""
 
 
 Delivered = tuple[DispatchOutput, DispatchHandle, int]
@@ -132,8 +131,7 @@ class QuickPending(Protocol):
 
 
 class QuickCalls(Protocol):
-    """Plain operations by their shortest way, arguments not yet checked. None: nothing has begun, and the operation
-    takes the full path; so does a call with a wrong argument, and one with an error to raise."""
+    """Plain operations by their shortest way, arguments not checked. None: nothing has begun, the full path serves."""
 
     def dispatch(
         self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any, step_tokens: int | None = None
@@ -163,8 +161,7 @@ class HandleState(Protocol):
     """What `DispatchHandle.state` is."""
 
     def flatten(self) -> list[torch.Tensor]:
-        """Everything in it as tensors, in a fixed order; but what the handle itself has (`rows_shape`, say).
-        On GPUs all are on the device, or a CUDA graph could not hold them."""
+        """All that the handle itself has not, as tensors in a fixed order; on GPUs on the device, for CUDA graphs."""
 
 
 class MemberTransport(Protocol):
