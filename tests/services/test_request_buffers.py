@@ -107,7 +107,7 @@ async def test_all_buffers_that_a_call_lacks_are_opened_at_once(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("way", ["shared", "tcp", "grpc"])
-async def test_a_process_that_forked_makes_a_client_of_its_own(tmp_path: Path, way: Way) -> None:
+async def test_a_process_that_forked_is_refused(tmp_path: Path, way: Way) -> None:
     """Two processes on one connection would get each other's answers, and no thread is there for calls by gRPC."""
 
     def in_child(client: Client) -> bool:
@@ -634,6 +634,20 @@ async def test_a_bug_ends_the_buffer_that_met_it_and_no_other(
             await asyncio.sleep(3 * buffer_server.TICK_S)
         other.write(Batch.random(5))
         assert not (await other.ask(1, 5)).HasField("error")
+
+
+@both_kinds
+async def test_a_socket_is_not_closed_while_an_answer_is_sent(tmp_path: Path, kind: Kind) -> None:
+    """Its number may be another client's next."""
+    async with world(tmp_path) as made, kind(made) as guest:
+        await guest.redeem()
+        (buffer,) = made.buffers._open
+        with buffer._sending:
+            assert guest.sock is not None
+            guest.sock.close()
+            await asyncio.sleep(0.1)
+            assert buffer.sock.fileno() >= 0
+        await until(lambda: buffer.sock.fileno() < 0)
 
 
 @both_kinds

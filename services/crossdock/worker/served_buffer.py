@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import socket
+import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class ServedBuffer:
         self._work: Work | None = None
         self._requests = RepeatedRequests()
         self._rows: RequestRows | None = None
+        self._sending, self._closed = threading.Lock(), False
         self._done = expert_pb2.ForwardResponse()
 
     @property
@@ -124,7 +126,9 @@ class ServedBuffer:
             self._serve(request)
 
     def _close(self) -> None:
-        self._drop(self)
+        with self._sending:  # no other thread sends to a number that is another socket's by then
+            self._closed = True
+            self._drop(self)
 
     def _parsed(self, packet: bytes) -> expert_pb2.ForwardRequest:
         """Valid until the next one. Raises DecodeError."""
@@ -211,10 +215,12 @@ class ServedBuffer:
 
     def _send_packet(self, packet: bytes, rows: RequestRows | None = None) -> None:
         """rows: with those of the answer."""
-        try:
-            self.sock.send(packet)
-        except OSError:  # it does not read, or is gone
-            end(self.sock)
+        with self._sending:
+            try:
+                if not self._closed:
+                    self.sock.send(packet)
+            except OSError:  # it does not read, or is gone
+                end(self.sock)
 
 
 def end(sock: socket.socket) -> None:

@@ -7,7 +7,6 @@ waiting. A request or an answer that is not whole within `request_timeout_s` end
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -41,7 +40,7 @@ class ServedConnection(ServedBuffer):
         self._sender, self._receiver = Sender(self.sock), Receiver(self.sock)
         self._request_sockets = request_sockets
         self._asked: expert_pb2.ForwardRequest | None = None
-        self._sending, self._is_full, self._closed = threading.Lock(), False, False
+        self._is_full = False
         self._read_until = self._sent_until = _NEVER
 
     @property
@@ -121,10 +120,8 @@ class ServedConnection(ServedBuffer):
             return True
 
     def _close(self) -> None:
-        with self._sending:  # no other thread sends to a number that is another socket's by then
-            self._closed = True
-            self._sender.drop()
-            super()._close()
+        super()._close()
+        self._sender.drop()
 
     def _deadline(self) -> float:
         return time.monotonic() + self._backend.config.request_timeout_s
