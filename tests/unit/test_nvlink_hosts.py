@@ -254,7 +254,7 @@ def test_abort_ends_every_wait(boxes: list[Mailbox]) -> None:
         boxes[0].wait_for_peer(30)
 
 
-def test_a_desk_that_was_short_of_descriptors_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_was_short_of_descriptors_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     accept, short = socket.socket.accept, [errno.EMFILE, errno.ENFILE]
 
     def accepted(self: socket.socket) -> Any:
@@ -264,10 +264,10 @@ def test_a_desk_that_was_short_of_descriptors_goes_on(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(socket.socket, "accept", accepted)
     read, write = os.pipe()
-    desk = sharing.Desk([read])
-    fds, _ = sharing.fetch(0, desk.address, 1, 5.0)
-    desk.close()
-    assert not desk._thread.is_alive()
+    server = sharing.DescriptorServer([read])
+    fds, _ = sharing.fetch(0, server.address, 1, 5.0)
+    server.close()
+    assert not server._thread.is_alive()
     for fd in (read, write, *fds):
         os.close(fd)
 
