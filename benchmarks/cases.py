@@ -27,7 +27,7 @@ class Case:
         num_sms: multiprocessors that an operation may fill; None: the backend's own choice.
         form: "" (worst-case rows, no host wait), "exact" (rows as many as arrived, one host read) or "cached" (the
             routing of an earlier dispatch is used again), or "bounded" (room for BOUNDED times the mean of rows).
-        exact_combine: combine returns a row per (token, k), weighted at home, instead of a partial per (token, rank).
+        exact_combine: combine returns a row per (token, k), weighted by the source rank, not a sum per (token, rank).
     """
 
     mode: Mode

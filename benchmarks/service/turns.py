@@ -7,8 +7,8 @@ own client and its own service; all else is this tree's. A round asks each of th
 changing order, so that what else the machine does meets both. Prints medians over rounds of a round's percentiles, and
 the smallest and largest p50. `one`: one client; `eight`: eight in two processes.
 
-By `--others S`, for a machine that is not quiet, an answer during which other programs, or the machine's own host, took
-more than S of a processor's time is asked for again, up to AGAIN times in all; then it is told how many were disturbed.
+`--others S` is for a machine that is not quiet. A measurement during which other programs, or the machine's own host,
+took more than S of a processor's time is repeated, at most AGAIN times in all. The last line has that number.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Tree:
         return [float(word) for word in self._read("took")[:4]]
 
     def ask_undisturbed(self, most: float, again: list[int], *words: object) -> list[float]:
-        """The same, while others take less than that share of a processor. again: one number, of repetitions left."""
+        """`ask`, repeated while others take more than that share of a processor. again: [repetitions left]."""
         while True:
             before_s, began = others_s(), time.monotonic()
             found = self.ask(*words)

@@ -37,7 +37,7 @@ ENDED = (EOFError, ConnectionError)
 async def large_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[World, RemoteGuest, torch.Tensor]]:
-    """A world of small socket buffers, and a guest that has asked for 6,000 of these rows and not read the answer."""
+    """A world of small socket buffers, and a guest that has sent a request of 6,000 rows and not read its answer."""
     monkeypatch.setattr(buffer_server, "SOCKET_BYTES", 4 * KIB)
     async with world(tmp_path) as made, RemoteGuest(made, 4096 * KIB) as guest:
         await guest.redeem()

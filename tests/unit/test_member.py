@@ -95,8 +95,8 @@ class Collecting(dict[int, Any]):
 
 
 def test_one_that_is_dropped_may_be_collected_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A garbage collection comes where memory is asked for, whatever lock is held there: of the port that another one
-    is taken from, or of the networks while one is opened."""
+    """An allocation may collect garbage while its thread holds a lock: that of a port at which a channel is opened, or
+    that of all networks while one is opened."""
     networks = [NetworkConfig(listen="127.0.0.1:0", seed=seed) for seed in range(2)]
 
     def over(network: NetworkConfig) -> MoECommunicator:
