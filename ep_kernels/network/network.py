@@ -108,6 +108,7 @@ class Channel:
 
     Attributes:
         about: what the provider chose and why; "" if there was nothing to choose.
+        aborted: the reason given to `abort`; None before.
 
     Raises:
         TransportError: the provider cannot be used here, and why; or memory is short.
@@ -123,7 +124,7 @@ class Channel:
         self._named = None if not memory.box else set[int]()
         self._waiting: dict[int, dict[int, socket.socket]] = {}
         self._freed: int | None = None
-        self._aborted: str | None = None
+        self.aborted: str | None = None
         self._given_up: frozenset[int] = frozenset()
         self._dialer = Dialer(network.config, rank, self._ended)
         text = proxy.Text()
@@ -224,7 +225,7 @@ class Channel:
     def abort(self, reason: str) -> None:
         """`connect` ends in AbortedError, now and later. Any thread."""
         with self._lock:
-            self._aborted = self._aborted or reason
+            self.aborted = self.aborted or reason
             self._lock.notify_all()
 
     def give_up(self, ranks: Collection[int]) -> None:
@@ -317,8 +318,8 @@ class Channel:
         """What ends a connect with that rank, if anything does."""
         if self.pointer is None:
             return ClosedError("network: closed while it connected")
-        if self._aborted is not None:
-            return AbortedError(self._aborted)
+        if self.aborted is not None:
+            return AbortedError(self.aborted)
         if rank in self._given_up:
             return PeerTimeout(
                 peer=rank, op="connect", phase="connection", expected=1, seen=0, waited_s=0.0, given_up=True

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.kernels import abi
@@ -24,6 +25,7 @@ from ep_kernels.transports.nvlink import links, sharing, watch
 from ep_kernels.transports.nvlink.domain import Domain
 from ep_kernels.transports.nvlink.mailbox import Mailbox
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember
+from ep_kernels.transports.nvlink.remote import RemoteRanks
 from ep_kernels.transports.nvlink.remote_pages import BLOCK_WORDS
 from tests.gpu.loopback_group import LoopGroup
 
@@ -34,6 +36,8 @@ WAIT_S = 20.0
 
 UPS = (1 << 31 | 1 << 63, 0, 1 << 32 | 1)
 """Masks of ranks."""
+LATE_SEED = 96219
+"""`shuffle` holds the first message of rank 2 to each peer back for more than 2.7 ms."""
 HOSTS = {"one-host": (0, 0, 0), "two-hosts": (0, 0, 1), "three-hosts-shuffled": (0, 1, 2)}
 
 
@@ -44,7 +48,7 @@ def boxes(request: pytest.FixtureRequest) -> Iterator[list[Mailbox]]:
     gone = [(ctypes.c_int64 * SIZE)() for _ in hosts]
     made = [Mailbox(rank, lambda peer, rank=rank: peer in dead or gone[rank][peer] == abi.DEAD) for rank in range(SIZE)]
     provider = "shuffle(tcp)" if "shuffled" in request.param else "tcp"
-    config = NetworkConfig(listen="127.0.0.1:0", provider=provider)
+    config = NetworkConfig(listen="127.0.0.1:0", provider=provider, seed=LATE_SEED)
     tickets = {}
     for rank, box in enumerate(made):
         if len(set(hosts)) > 1:
@@ -87,6 +91,18 @@ def test_exchange_stays_in_step(boxes: list[Mailbox]) -> None:
             assert got == [(r, turn, -(1 << 63), (1 << 63) - 1, 0, 0, 0, r * turn) for r in range(SIZE)]
 
     together([lambda rank=rank: story(rank) for rank in range(SIZE)])  # type: ignore[misc]
+
+
+def test_the_words_of_the_last_exchange_arrive_before_their_rank_closes(boxes: list[Mailbox]) -> None:
+    """It has everybody's words while its own, the first that it sends, are still held back (`LATE_SEED`)."""
+    with ThreadPoolExecutor(SIZE) as pool:
+        jobs = [pool.submit(box.exchange, [rank] * EXCHANGE_WORDS, 5.0) for rank, box in enumerate(boxes[:2])]
+        while not all(boxes[2]._vouched(rank, 1) for rank in range(2)):
+            time.sleep(0.001)
+        boxes[2].exchange([2] * EXCHANGE_WORDS, 5.0)
+        boxes[2].settle(5.0)
+        boxes[2].close()
+        assert [job.result()[2] for job in jobs] == [(2,) * EXCHANGE_WORDS] * 2
 
 
 def test_words_are_written_before_the_number_and_read_after_it(boxes: list[Mailbox]) -> None:
@@ -367,3 +383,30 @@ def test_a_rank_that_got_no_region_gives_the_network_back() -> None:
     member.close()
     member.close()
     assert closed == ["network"]
+
+
+def test_close_waits_until_rows_and_words_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[tuple[str, float]]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    member = NvlinkMember(SimpleNamespace(group=SimpleNamespace(size=2, epoch=0), timeout_s=7.0), "abi")
+    member._remote = SimpleNamespace(settle=lambda most_s: waited.append(("rows", most_s)))  # type: ignore[assignment]
+    member._device = torch.device("cuda", 0)
+    mailbox = SimpleNamespace(settle=lambda most_s: waited.append(("words", most_s)))
+    member._domain = SimpleNamespace(mailbox=mailbox)  # type: ignore[assignment]
+    member.drain()
+    assert waited == [("rows", 7.0), ("words", 7.0)]
+
+
+@pytest.mark.parametrize("settle", [RemoteRanks.settle, Mailbox.settle])
+def test_abort_ends_the_wait_for_a_rank_that_takes_nothing(settle: Callable[[Any, float], None]) -> None:
+    channel = SimpleNamespace(aborted=None, up=lambda: 2, is_quiet=lambda mask: mask != 2)
+    waiter: Any = SimpleNamespace(
+        ranks=(1,), channel=channel, remote=channel, _active_bits=lambda: 2, _aborted=None
+    )  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(settle, waiter, WAIT_S)
+        with pytest.raises(TimeoutError):
+            done.result(0.1)
+        channel.aborted = waiter._aborted = "why"
+        done.result(5.0)

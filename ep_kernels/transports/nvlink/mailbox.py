@@ -118,7 +118,8 @@ class Mailbox:
         different masks."""
         self._active = list(mask)
         bits = _mask_words(self._active_bits())
-        self._settle(timeout_s)
+        self.settle(timeout_s)
+        self.check()
         self._write(_AGREE, epoch, (*words, self._number, *_mask_words(up), *bits))
         self._await_all("set_active", _AGREE, epoch, timeout_s)
         self.check()
@@ -156,11 +157,13 @@ class Mailbox:
             if not mask[rank] and self.remote is not None:
                 self.remote.leave(rank, epoch)
 
-    def _settle(self, timeout_s: float) -> None:
-        """Wait until nothing that the next `_write` would change is on its way to active ranks of other hosts."""
+    def settle(self, timeout_s: float) -> None:
+        """Wait until all words for active ranks of other hosts have left this rank's page, at most so long, and not
+        after `abort`. `close` drops what has not left."""
         deadline, bits = time.monotonic() + timeout_s, self._active_bits()
-        while self.remote is not None and not self.remote.is_quiet(bits) and time.monotonic() < deadline:
-            self.check()
+        while self.remote is not None and not self.remote.is_quiet(bits):
+            if self._aborted is not None or time.monotonic() > deadline:
+                return
             time.sleep(_FIRST_NAP_S)
 
     def _renew(self, deadline: float) -> None:

@@ -135,6 +135,7 @@ class NvlinkMember:
                 torch.cuda.synchronize(self._device)
             if self._remote is not None:
                 self._remote.settle(self._config.timeout_s)
+            self._domain.mailbox.settle(self._config.timeout_s)
 
     def close(self) -> None:
         """See `base.MemberTransport`. Kernels that still wait are stopped; peers keep their own mappings of this

@@ -134,10 +134,12 @@ class RemoteRanks:
 
     def settle(self, timeout_s: float, mask: Sequence[bool] | None = None) -> None:
         """Once kernels have ended: wait until nothing is still to be sent to the ranks of `mask` (None: to any whose
-        connections stand); at most so long."""
+        connections stand); at most so long, and not after `abort`."""
         until = time.monotonic() + timeout_s
         wanted = sum(1 << rank for rank in self.ranks if mask is None or mask[rank])
-        while not self.channel.is_quiet(wanted & self.channel.up()) and time.monotonic() < until:
+        while not self.channel.is_quiet(wanted & self.channel.up()):
+            if self.channel.aborted is not None or time.monotonic() > until:
+                return
             time.sleep(_NAP_S)
 
     def go_on(self, mask: Sequence[bool], epoch: int, up: Sequence[int], timeout_s: float) -> None:
