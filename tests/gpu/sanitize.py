@@ -2,7 +2,8 @@
 
     python -m tests.gpu.sanitize              all tools at once, spread over the GPUs; one line per tool
     python -m tests.gpu.sanitize racecheck    one of them
-    python -m tests.gpu.sanitize collectives  all tools over the collectives' kernels alone (moe: over the others)
+    python -m tests.gpu.sanitize network      all tools over one part alone: moe, network (that over two hosts),
+                                              collectives
     python -m tests.gpu.sanitize --steps      the steps alone, without a tool
 
 racecheck looks at shared memory only: the order between ranks is what the tests with delays and poison are for.
@@ -65,24 +66,26 @@ def configurations() -> Iterator[dict[str, Any]]:
         yield {"layout": layout, "exact_combine": True}
 
 
-def take_moe_steps() -> int:
-    """Dispatch and combine, each compared with the reference; the number of steps."""
+def take_moe_steps(nodes: int = 1) -> int:
+    """Dispatch and combine of ranks on so many hosts, each compared with the reference; the number of steps."""
     from tests.gpu.loopback import Loopback
+    from tests.gpu.loopback_network import TCP
     from tests.gpu.test_loopback import SPLIT, check
 
-    count = 0
+    count, network = 0, {"network": TCP} if nodes > 1 else {}
     for mode in (Mode.LL, Mode.HT):
         for overrides in configurations():
             hidden = overrides.get("hidden_size", 272)
             case = RoutingCase(7, 3, hidden, (4, 0, 3), "single_none", draw_seed(), max_tokens=4)
+            fields = {**overrides, **network, "mode": mode, "timeout_s": 60.0}
             loop = Loopback(
-                lambda group, c=case, o=overrides, m=mode: c.config(group, mode=m, timeout_s=60.0, **o),  # type: ignore[misc]
-                NUM_RANKS,
-                BLOCKS_PER_RANK,
-            )
+                lambda group, c=case, f=fields: c.config(group, **f),  # type: ignore[misc]
+                NUM_RANKS, BLOCKS_PER_RANK, nodes=nodes,
+            )  # fmt: skip
             loop.launch([engine.barrier() for engine in loop.engines])
             check(loop, case, mode)
             check(loop, case, mode, phases=SPLIT, backward=len(overrides) == 1)
+            loop.close()
             count += 2
     return count
 
@@ -109,7 +112,7 @@ def take_collective_steps() -> int:
     return 2 * 11
 
 
-PARTS = {"moe": take_moe_steps, "collectives": take_collective_steps}
+PARTS = {"moe": take_moe_steps, "network": lambda: take_moe_steps(nodes=2), "collectives": take_collective_steps}
 
 
 def command(tool: str, parts: Sequence[str]) -> list[str]:
