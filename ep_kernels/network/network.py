@@ -119,10 +119,9 @@ class Channel:
         self._lib = network.lib
         self._token, self._secret = secrets.randbits(63), secrets.token_bytes(handshake.SECRET_BYTES)
         self._lock = threading.Condition()
-        self._arrived: dict[int, dict[int, socket.socket]] = {}
+        self._arrived, self._waiting = (dict[int, dict[int, socket.socket]]() for _ in range(2))
         # With boxes, which `connect` finds ready: ranks that it has named. Others that have dialled wait for it.
         self._named = None if not memory.box else set[int]()
-        self._waiting: dict[int, dict[int, socket.socket]] = {}
         self._freed: int | None = None
         self.aborted: str | None = None
         self._given_up: frozenset[int] = frozenset()

@@ -245,6 +245,24 @@ async def test_a_watcher_does_not_keep_its_request() -> None:
     await cast("AsyncGenerator[object, None]", views).aclose()
 
 
+async def test_open_streams_keep_no_other_call_waiting() -> None:
+    """A client opens its request buffers while others of its host have streams."""
+    authorizer = CallAuthorizer(None, limits=CallLimits(64, 64, 2, 2))
+    async with served(authorizer) as address, contextlib.AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(rpc.aio_channel(address)) for _ in range(3)]
+        streams = [expert_pb2_grpc.ExpertServiceStub(channel).Forward() for channel in channels[:2]]
+        for number in (1, 2):
+            for stream in streams:
+                await stream.write(expert_pb2.ForwardRequest(id=number))
+                assert (await stream.read()).id == number
+            if number == 1:
+                assert len(authorizer.streaming) == 2
+                async with asyncio.timeout(IDLE_S / 2):
+                    await leave(control_pb2_grpc.ControlPlaneStub(channels[2]), "a")
+        for stream in streams:
+            stream.cancel()
+
+
 @pytest.mark.parametrize("path", [FORWARD, TOPOLOGY])
 async def test_unfinished_messages_cost_little_and_shut_nobody_out(path: str) -> None:
     """Sixty connections of one host, each with all of the largest message but its last byte."""
@@ -256,7 +274,8 @@ async def test_unfinished_messages_cost_little_and_shut_nobody_out(path: str) ->
             loop = asyncio.get_running_loop()
             attacks = [loop.run_in_executor(threads, _attack, address, path, size) for _ in range(60)]
             callers = await asyncio.gather(*attacks)
-        assert len(authorizer.reading) == authorizer.reading.max_per_peer == 24
+        held = authorizer.streaming if path == FORWARD else authorizer.reading
+        assert len(held) == held.max_per_peer == 24
         assert resident() - before < 64 * MIB
         await leave(control_pb2_grpc.ControlPlaneStub(channel), "a")
         late = expert_pb2_grpc.ExpertServiceStub(channel).Forward()

@@ -70,6 +70,25 @@ async def test_a_client_opens_one_by_itself(tmp_path: Path, way: Way) -> None:
 
 
 @both_ways
+async def test_the_first_call_opens_one_and_its_stream_ends(tmp_path: Path, way: Way) -> None:
+    """A host has few streams: 64 clients that kept theirs would take them from one another."""
+    async with world(tmp_path) as made, AsyncClient(made.address, way=way) as client:
+        made.engine.go.clear()
+        batches = [Batch.random(3) for _ in range(2)]
+        first = asyncio.create_task(client.forward(1, *tensors(batches[0])))
+        await until(lambda: len(made.buffers) == 1 and len(made.engine.seen) == 1)
+        assert made.service.num_streams == 1  # a request is in flight
+        made.engine.go.set()
+        assert torch.equal(await first, 2 * batches[0].x)
+        await until(lambda: made.service.num_streams == 0)
+        assert torch.equal(await client.forward(1, *tensors(batches[1])), 2 * batches[1].x)
+        assert isinstance(made.engine.seen[-1].stream, ServedBuffer)
+        answers = await asyncio.gather(*(client.forward(1, *tensors(batches[0])) for _ in range(10)))
+        assert all(torch.equal(answer, 2 * batches[0].x) for answer in answers)
+        await until(lambda: made.service.num_streams == 0)
+
+
+@both_ways
 async def test_inference_mode_may_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way) -> None:
     """Shared memory and answers are written in and outside of it, and by other threads."""
     monkeypatch.setattr(blocking, "QUIET_S", 0.0)  # each answer is read by the client's own thread
@@ -111,9 +130,10 @@ async def test_a_process_that_forked_is_refused(tmp_path: Path, way: Way) -> Non
     """Two processes on one connection would get each other's answers, and no thread is there for calls by gRPC."""
 
     def in_child(client: Client) -> bool:
-        """Whether each call is refused there, and at once."""
+        """Whether each call is refused there, and at once. Threads that gRPC begins in a child may end it before."""
         if pid := os.fork():
-            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            return in_child(client) if status == -signal.SIGSEGV else status == 0
         signal.alarm(5)  # which ends a child that waits
         for call in (lambda: client.forward(1, *tensors(Batch.random(3))), client.describe):
             with contextlib.suppress(ClientError):

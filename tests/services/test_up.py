@@ -303,6 +303,8 @@ def test_members_tell_an_address_for_metrics_that_others_can_use(tmp_path: Path)
 def test_a_supervisor_without_workers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="workers"):
         Supervisor(ControlConfig(), [], tmp_path)
+    with pytest.raises(ValueError, match=r"workers: expected a local_rank of its own for each, got \[1, 1\]"):
+        Supervisor(ControlConfig(), 2 * [WorkerConfig(model="m", local_rank=1)], tmp_path)
 
 
 def test_a_chosen_port_is_nobody_elses_while_the_control_plane_is_away(tmp_path: Path) -> None:

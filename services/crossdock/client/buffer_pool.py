@@ -107,6 +107,7 @@ class BufferPool:
         try:
             async with asyncio.timeout(_OPEN_S):
                 await self._open(stream, min(size, MAX_BUFFER_BYTES))
+            stream.release()
         except (OSError, TimeoutError, grpc.RpcError, asyncio.InvalidStateError) as error:
             never = isinstance(error, _Unreachable) or (isinstance(error, grpc.RpcError) and error.code() in _NEVER)
             if never and address not in self._not_before:

@@ -121,7 +121,6 @@ class AsyncClient:
 
     async def describe(self, timeout_s: float = 60.0) -> expert_pb2.DescribeResponse:
         """Describe the served model and the group. Raises ClientError."""
-
         check_timeout(timeout_s)
 
         async def attempt(left_s: float) -> expert_pb2.DescribeResponse:
@@ -179,18 +178,17 @@ class AsyncClient:
             return None
         x, ids, _ = batch.parts
         shares = split(x.shape[0], len(service.workers), batch.turn, x.shape[0], self._min_tokens)
-        found, is_complete = list[tuple[Share, RequestBuffer]](), True
+        found = list[tuple[Share, RequestBuffer]]()
         for share in shares:
             address = service.workers[share.worker][1]
             num_bytes = Places.of(share.stop - share.start, x.shape[1], ids.shape[1], x.element_size()).num_bytes
             buffer = self._pool.take(address, num_bytes)
             if buffer is None:
-                is_complete = False
                 call_in_loop(self._pool.loop, self._open_buffer, service, share.worker, num_bytes)
             else:
                 found.append((share, buffer))
         call = DirectCall(self._pool, batch.deadline, found)
-        if not is_complete:
+        if len(found) < len(shares):
             call.give_back()
             return None
         return call if call.send(batch.layer, batch.parts, self._model) else None
@@ -235,8 +233,11 @@ class AsyncClient:
 
     async def by_stream(self, batch: ForwardCall, refused: Overloaded | None = None) -> torch.Tensor:
         """The rows of a batch over gRPC, with retries. refused: it was, before; so this is a retry already."""
-        parts, left_s = batch.parts, max(0.0, batch.deadline - time.monotonic())
+        parts, left_s, knows_workers = batch.parts, max(0.0, batch.deadline - time.monotonic()), self._kept is not None
         service, out = await self._until(self._service, left_s), rows_like(parts[0])
+        call = self.begin(batch) if not knows_workers else None  # its first call opens buffers, too
+        if call is not None and (answered := await self.finish(call)) is not None:
+            return answered
         shares = split(out.shape[0], len(service.workers), batch.turn, most_tokens(parts), self._min_tokens)
         await _all([self._share(batch, share, out, refused, service) for share in shares])
         return out

@@ -85,7 +85,7 @@ class WorkerStream:
         self._outbox: _Outbox = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
         self._opened_at = self._last_answer_at = 0.0
-        self._silent = self._ended = False
+        self._silent = self._ended = self._is_spare = False
         self._probing: asyncio.Task[None] | None = None
         self.broken_at = float("-inf")
 
@@ -158,6 +158,12 @@ class WorkerStream:
         """The error of a request that was not answered in time."""
         return DeadlineExceeded(f"{self._where()}: no answer within {timeout_s:.3f} s")
 
+    def release(self) -> None:
+        """Close the stream once no request is in flight: requests go by buffers. A later one opens another stream.
+        Workers let a host have few streams that are open."""
+        self._is_spare = True
+        self._leave_if_spare()
+
     def open_buffer(self, request: expert_pb2.OpenBufferRequest) -> Any:
         """The open call of a request buffer."""
         self._renew()
@@ -189,7 +195,7 @@ class WorkerStream:
         if self._reader is None:
             self._renew()
             self._opened_at = time.monotonic()
-            self._outbox, self._silent = asyncio.Queue(), False
+            self._outbox, self._silent, self._is_spare = asyncio.Queue(), False, False
             self._reader = asyncio.create_task(self._read(self._outbox))
 
     def _put(self, number: int, packet: bytes, answer: Answer) -> None:
@@ -202,6 +208,11 @@ class WorkerStream:
         """Nobody waits for that answer any more."""
         if self._pending.pop(number, None) is not None:
             outbox.put_nowait((0, expert_pb2.ForwardRequest(id=number, cancel=True).SerializeToString()))
+            self._leave_if_spare()
+
+    def _leave_if_spare(self) -> None:
+        if self._is_spare and self._reader is not None and not self._pending:
+            self._leave(self._reader)
 
     def _leave(self, reader: asyncio.Task[None]) -> None:
         """Release an idle stream: it ends by itself, and the next request opens another one."""
@@ -242,6 +253,7 @@ class WorkerStream:
                 asked = self._pending.pop(response.message.id, None)
                 if asked is not None and not asked.answer.done():
                     asked.answer.set_result(response)
+                self._leave_if_spare()
         except grpc.RpcError as error:
             why = rpc.error_of(error)
             fits = not self._fail_too_large(why)

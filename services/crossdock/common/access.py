@@ -177,6 +177,8 @@ class CallAuthorizer:
         calls: permits of Crossdock's own methods.
         others: permits of health and reflection.
         reading: permits for requests that are not yet complete.
+        streaming: permits for calls with a stream of requests, one of which may always be incomplete. They have their
+            own, since they last.
     """
 
     def __init__(
@@ -191,13 +193,18 @@ class CallAuthorizer:
         self._others = RateLimiter(max_calls_per_s)
         limits = limits or CallLimits.of(1 << 20, 1024)
         self.calls, self.others = PermitPool(limits.calls, limits.calls_per_peer), PermitPool(_OTHERS, _OTHERS // 4)
-        self.reading = PermitPool(limits.reading, limits.reading_per_peer)
+        self.reading, self.streaming = (PermitPool(limits.reading, limits.reading_per_peer) for _ in range(2))
         self._waiting = PermitPool(limits.waiting, limits.waiting_per_peer)
         self._refused = refused or (lambda why: None)
         self._said_at = float("-inf")
 
-    def authorize(self, method: str, context: Any) -> CallPermits:
+    def authorize(self, method: str, context: Any, *, streams: bool = False) -> CallPermits:
         """Authorize a call before its request is read; sets CALLER and CALL_PERMITS for the handler.
+
+        Args:
+            method: full name.
+            context: of the call.
+            streams: the client sends a stream of requests.
 
         Raises:
             CallError: Unauthenticated, PermissionDenied or ResourceExhausted.
@@ -209,7 +216,8 @@ class CallAuthorizer:
                 self._check_role(method, caller)
             self._count(self._hosts if ours else self._others, (caller.host, caller.names))
             pool = self.calls if ours else self.others
-            permits = CallPermits(pool, self.reading, self._waiting, (caller.host, caller.names), str(context.peer()))
+            reading, peer = self.streaming if streams else self.reading, (caller.host, caller.names)
+            permits = CallPermits(pool, reading, self._waiting, peer, str(context.peer()))
         except CallError as error:
             self._refuse(method, error, context)
             raise

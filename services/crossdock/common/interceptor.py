@@ -124,7 +124,7 @@ class _Call:
     async def request(self) -> Any:
         """The argument of the handler: one request, or the stream of requests. Raises CallError, DecodeError."""
         if self._authorizer is not None:
-            self._permits = self._authorizer.authorize(self._name, self._context)
+            self._permits = self._authorizer.authorize(self._name, self._context, streams=self._streams)
             await self._authorizer.acquire_reading(self._permits, self._name, self._context)
         if self._streams:
             if self._authorizer is not None:

@@ -142,6 +142,9 @@ class Supervisor(Watched):
     ) -> None:
         if not workers:
             raise ValueError("workers: expected at least one, got none")
+        if len({worker.local_rank for worker in workers}) < len(workers):  # each would end the other, as the newer one
+            got = [worker.local_rank for worker in workers]
+            raise ValueError(f"workers: expected a local_rank of its own for each, got {got}")
         workers = share_cpus(workers, usable_cpus())
         self.metrics = HostMetrics()
         self._counted_restarts: dict[str, int] = {}
