@@ -217,9 +217,23 @@ def two_hosts(arguments: argparse.Namespace) -> Iterator[Places | None]:
 
 
 def main() -> None:
-    """Measure; print each row as it is done."""
+    """Measure; print each row as it is done. What there is when a case fails is kept, too."""
     arguments = parsed(sys.argv[1:])
     load_before, rows = os.getloadavg()[0], list[Row]()
+    try:
+        _measure(arguments, rows)
+    finally:
+        goals = goals_of(rows)
+        for goal in goals:
+            print("  ".join(f"{name} {value}" for name, value in asdict(goal).items()), flush=True)
+        if arguments.out:
+            config: dict[str, object] = {"seconds": arguments.seconds, "load_before": round(load_before, 2)}
+            found = facts.of_this_run(config, arguments.commit, "benchmarks.service")
+            facts.keep(arguments.out, "goals", Goal, goals, found)
+            facts.keep(arguments.out, "service", Row, rows, found)
+
+
+def _measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
     names = [field.name for field in fields(Row)]
     with (
         two_hosts(arguments) as places,
@@ -231,14 +245,6 @@ def main() -> None:
             for row in Bench(shape, Path(folder), load, places, arguments).rows():
                 rows.append(row)
                 print("  ".join("" if (cell := getattr(row, one)) is None else str(cell) for one in names), flush=True)
-    goals = goals_of(rows)
-    for goal in goals:
-        print("  ".join(f"{name} {value}" for name, value in asdict(goal).items()), flush=True)
-    if arguments.out:
-        config: dict[str, object] = {"seconds": arguments.seconds, "load_before": round(load_before, 2)}
-        found = facts.of_this_run(config, arguments.commit, "benchmarks.service")
-        facts.keep(arguments.out, "goals", Goal, goals, found)
-        facts.keep(arguments.out, "service", Row, rows, found)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Job:
         sizes, tokens: of each call.
         layer: with experts.
         clients: of all processes.
-        seconds: no call begins after that.
+        seconds: no call begins after that, but for one of an open loop whose first was to begin later.
         rate: calls a second of all clients, open loop; 0: closed loop.
         echo: send bytes to the bare gRPC echo.
         way: of the tensors, as of `crossdock.client.Client`.
@@ -223,7 +223,7 @@ async def _at_random_times(job: Job, clients: int, rate: float) -> Measured:
 
     began = due = time.monotonic()
     turns, calls = itertools.cycle(made), list[asyncio.Task[None]]()
-    while (due := due + random.expovariate(rate)) - began < job.seconds:
+    while (due := due + random.expovariate(rate)) - began < job.seconds or not calls:
         await asyncio.sleep(max(0.0, due - time.monotonic()))
         calls.append(asyncio.create_task(call(next(turns), due)))
     await asyncio.gather(*calls)

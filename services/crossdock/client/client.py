@@ -3,11 +3,11 @@
     client = Client("127.0.0.1:7400")                    # a control plane, or one worker
     y = client.forward(layer, x, topk_ids, topk_weights)  # [T, H], dtype of x
 
-A batch is spread over the ranks, each with a share of the tokens, in requests of at most REQUEST_BYTES. Streams to the
-workers stay open; to a worker of this host the tensors go through shared memory, to others over a TCP connection of
-their own where there is one (buffer_pool.py), without any setting. Views are followed: requests in flight to a lost
-rank are retried until their deadline (forward is idempotent). A request that a worker refuses for lack of resources is
-retried alone at the next worker, within a budget (retry.py).
+A batch is spread over the ranks, each with a share of the tokens, in requests of at most REQUEST_BYTES. To a worker of
+this host the tensors go through shared memory, to others over a TCP connection of their own where there is one
+(buffer_pool.py), without any setting; else through a stream. Views are followed: requests in flight to a lost rank are
+retried until their deadline (forward is idempotent). A request that a worker refuses for lack of resources is retried
+alone at the next worker, within a budget (retry.py).
 
 Letters: T tokens, H hidden size, K experts per token.
 """
@@ -124,8 +124,7 @@ class AsyncClient:
         check_timeout(timeout_s)
 
         async def attempt(left_s: float) -> expert_pb2.DescribeResponse:
-            service = await self._service(left_s)
-            return await self._stream(service, 0).describe(left_s)
+            return await self._stream(await self._service(left_s), 0).describe(left_s)
 
         return await self._until(attempt, min(timeout_s, MAX_TIMEOUT_S))
 
@@ -238,6 +237,7 @@ class AsyncClient:
         call = self.begin(batch) if not knows_workers else None  # its first call opens buffers, too
         if call is not None and (answered := await self.finish(call)) is not None:
             return answered
+        refused = refused if call is None else call.refused
         shares = split(out.shape[0], len(service.workers), batch.turn, most_tokens(parts), self._min_tokens)
         await _all([self._share(batch, share, out, refused, service) for share in shares])
         return out
