@@ -109,6 +109,9 @@ class _Mailbox:
         """No pages."""
         return []
 
+    def settle(self, timeout_s: float) -> None:
+        """Nothing is on its way."""
+
 
 class SilentTransport(NvlinkTransport):
     """A transport that meets nobody."""
