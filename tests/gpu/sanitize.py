@@ -67,7 +67,8 @@ def configurations() -> Iterator[dict[str, Any]]:
 
 
 def take_moe_steps(nodes: int = 1) -> int:
-    """Dispatch and combine of ranks on so many hosts, each compared with the reference; the number of steps."""
+    """Dispatch and combine, with the ranks on `nodes` hosts. Each result is compared with the reference. Returns the
+    number of steps."""
     from tests.gpu.loopback import Loopback
     from tests.gpu.loopback_network import TCP
     from tests.gpu.test_loopback import SPLIT, check

@@ -74,8 +74,8 @@ def test_a_message_counts_once_and_not_behind_a_later_one(receiver: Receiver) ->
 
 
 def test_messages_count_after_a_long_time_without_any(receiver: Receiver) -> None:
-    """Messages of rank 1 went to another rank of this host for so many dispatches that the low bits of the next number
-    are behind those of the last one received here."""
+    """Rank 1 sends to another rank of this host during many dispatches. Then the low bits of the next number are below
+    those of the last number received here."""
     assert receiver.counts(1)
     assert receiver.counts(2)
     receiver.dispatches((1 << SEQ_BITS - 1) + 10)

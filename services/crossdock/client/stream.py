@@ -1,4 +1,4 @@
-"""Connection of a client to one worker: a channel and one Forward stream, kept open and shared by all requests.
+"""Connection of a client to one worker: a channel and one Forward stream, shared by all requests that go by gRPC.
 
 Answers come in any order and are matched by id. A broken stream fails its requests in flight and is reopened by the
 next request. If requests wait and no answer comes for a while, the worker is probed on the side: a cut network path

@@ -33,7 +33,8 @@ class CallLimits:
     Attributes:
         calls: open at once.
         calls_per_peer: open at once for one peer.
-        reading: open calls whose request may be incomplete; each can hold one message of the largest size.
+        reading: open calls whose request may be incomplete; each can hold one message of the largest size. Calls with a
+            stream of requests have as many permits of their own.
         reading_per_peer: the same for one peer.
         waiting: open calls that wait to become `reading`.
         waiting_per_peer: the same for one peer.
