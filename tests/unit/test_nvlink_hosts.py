@@ -184,6 +184,32 @@ def test_a_rank_whose_rows_alone_are_cut_off_agrees(boxes: list[Mailbox]) -> Non
     assert error.value.waited_s < 5
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_connection_that_ends_between_two_looks_of_set_active_is_made_again(boxes: list[Mailbox], rank: int) -> None:
+    """The other end has given it up before; this one hears of that when its words have been sent."""
+    box, other, renew, looks = boxes[rank], 2 - rank, boxes[rank]._renew, list[float]()
+    if box.remote is None:
+        pytest.skip("one host has no connections")
+    box.remote.leave(other, 0)
+    until = time.monotonic() + WAIT_S
+    while boxes[other].remote.is_up(rank):  # type: ignore[union-attr]
+        assert time.monotonic() < until
+    box.dead.add(other)  # type: ignore[attr-defined]
+
+    def look(deadline: float) -> None:
+        if looks:  # at the first one it stands
+            renew(deadline)
+        looks.append(deadline)
+
+    box._renew = look  # type: ignore[method-assign]
+    with ThreadPoolExecutor(SIZE) as pool:
+        jobs = [pool.submit(box.agree, [True] * SIZE, 1, (0, 0, 0), 0, 10)]
+        while not looks:
+            time.sleep(0.001)
+        jobs += [pool.submit(boxes[r].agree, [True] * SIZE, 1, (r, 0, 0), 0, 10) for r in range(SIZE) if r != rank]
+        assert [words[0] for words, _ in jobs[0].result()] == [0 if r == rank else r for r in range(SIZE)]
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 2, 5])
 def test_who_was_left_out_hears_of_it(boxes: list[Mailbox], ahead: int) -> None:
     """Whatever the others have exchanged meanwhile, none of it is taken for an answer; all can then meet again."""

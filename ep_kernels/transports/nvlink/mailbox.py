@@ -62,6 +62,7 @@ class Mailbox:
         self._woken = threading.Event()
         self._aborted: str | None = None
         self._given_up: frozenset[int] = frozenset()
+        self._unreached: int | None = None
         self._samples: deque[LatencySample] = deque(maxlen=RING_SIZE)
 
     def open_network(self, config: NetworkConfig, size: int, gone: int) -> NetworkTicket:
@@ -171,7 +172,8 @@ class Mailbox:
         again, and what was sent before is sent again."""
         if self.remote is not None:
             bits = self._active_bits()
-            self.remote.connect_again(bits, min(_REDIAL_S, max(0.0, deadline - time.monotonic())))
+            left_s = max(0.0, deadline - time.monotonic())
+            self._unreached = self.remote.connect_again(bits, min(_REDIAL_S, left_s))
             self.remote.send_again(_AGREE, bits)
 
     def _active_bits(self) -> int:
@@ -238,9 +240,10 @@ class Mailbox:
             )  # fmt: skip
 
     def _is_dead(self, peer: int, block: int) -> bool:
-        """In set_active the connections of rows alone may have ended, which are made again once all have agreed."""
-        over_network = self.remote is not None and peer in self.remote.ranks and self.remote.is_up(peer)
-        return self._gone(peer) and not (block == _AGREE and over_network)
+        """In set_active connections that have ended are made again, those of words first: only a rank that is not
+        reached is dead."""
+        is_made_again = block == _AGREE and self.remote is not None and peer in self.remote.ranks
+        return self._gone(peer) and (not is_made_again or peer == self._unreached)
 
     def _seen(self, peer: int, block: int) -> int:
         """The last exchange that a peer has entered, or the epoch that it would agree to."""

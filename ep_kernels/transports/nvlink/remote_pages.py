@@ -10,7 +10,6 @@ epoch first.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import mmap
@@ -88,10 +87,14 @@ class RemotePages:
         self._tickets |= tickets
         self._channel.connect(tickets, timeout_s)
 
-    def connect_again(self, mask: int, timeout_s: float) -> None:
-        """Try for so long to connect with those of `mask` that are of other hosts, where no connection stands."""
-        with contextlib.suppress(PeerTimeout):
+    def connect_again(self, mask: int, timeout_s: float) -> int | None:
+        """Try for so long to connect with those of `mask` that are of other hosts, where no connection stands. A rank
+        that was not reached; None: all were."""
+        try:
             self._channel.connect({rank: one for rank, one in self._tickets.items() if mask >> rank & 1}, timeout_s)
+        except PeerTimeout as error:
+            return error.peer
+        return None
 
     def abort(self, reason: str) -> None:
         """Connecting ends in AbortedError, now and later. Any thread."""
