@@ -75,13 +75,13 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("rolling")
-    for group in cluster(folder, num_workers=2, lease_s=3.0, recover_s=3.0):
+    for group in cluster(folder, num_workers=2, lease_s=3.0, recover_s=3.0, max_tokens_per_step=24):
         yield World(group, folder)
 
 
 class Asking:
-    """Threads that ask without a pause; every answer must be that of one of two checkpoints, as a whole, or cut between
-    two steps: its first rows of the one before, the others of the one after."""
+    """Threads that ask without a pause; every answer must be that of one of two checkpoints, as a whole. Many need
+    more than one step."""
 
     def __init__(self, target: str, before: Tensors, after: Tensors) -> None:
         self._client, self._known, self._stop = Client(target), (before, after), threading.Event()
@@ -107,12 +107,10 @@ class Asking:
             except Exception as error:
                 self.wrong.append(error)
                 return
-            before, after = (
-                torch.isclose(y, batch.expected(tensors), rtol=1e-4, atol=1e-4).all(1) for tensors in self._known
-            )
-            if not any(before[:cut].all() and after[cut:].all() for cut in range(len(y) + 1)):
+            same = [torch.allclose(y, batch.expected(tensors), rtol=1e-4, atol=1e-4) for tensors in self._known]
+            if not any(same):
                 self.wrong.append(batch)
-            self.counts[bool(after.all())] += 1
+            self.counts[same[1]] += 1
 
 
 def check_all(world: World, tensors: Tensors) -> None:

@@ -283,7 +283,7 @@ def _follows(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
 
 
 def _all_can_switch(world: World) -> bool:
-    """All ranks have loaded the same version, by their words: expert_tables.py's `apply_agreed`."""
+    """All ranks are ready for the same version, by their words: expert_tables.py's `apply_agreed`."""
     told = {(peer.joined, peer.target.goal.version) for peer in world.serving if peer.target is not None}
     whole = len(world.serving) == len(world.peers)
     return whole and len(told) == 1 and any(peer.held != peer.target for peer in world.peers)

@@ -80,6 +80,28 @@ def test_long_requests_are_cut_and_continued() -> None:
     assert not batcher
 
 
+def test_a_step_that_serves_requests_as_a_whole_begins_none_that_it_cannot_end() -> None:
+    batcher = filled(work("cut", num_tokens=6))
+    cut(batcher, 1, 4, now_ns=1)
+    for client, num_tokens in (("too long", 9), ("fits later", 7), ("fits", 3), ("other layer", 9)):
+        batcher.add(work(client, 2 if client == "other layer" else 1, num_tokens, arrived_ns=5))
+    assert (batcher.has_cut(1), batcher.has_cut(2), batcher.has_cut(3)) == (True, False, False)
+    assert [piece.work.client for piece in batcher.take(1, 8, 10, whole=True)] == ["cut", "fits"]
+    assert not batcher.has_cut(1)
+    assert [piece.work.client for piece in batcher.take(1, 8, 10, whole=True)] == ["fits later"]
+    assert batcher.take(1, 8, 10, whole=True) == []
+    assert batcher.head(10) is not None, "it waits"
+    assert cut(batcher, 1, 8) == [("too long", 0, 8)]
+
+
+def test_a_lone_request_is_not_begun_either() -> None:
+    batcher = filled(work("a", num_tokens=9))
+    assert batcher.take(1, 8, 10, whole=True) == []
+    batcher.add(work("a", num_tokens=1))
+    assert batcher.take(1, 8, 10, whole=True) == [], "requests of one stream stay in order"
+    assert cut(batcher, 1, 10) == [("a", 0, 9), ("a", 0, 1)]
+
+
 def test_a_long_request_does_not_hold_up_a_short_one() -> None:
     batcher = filled(work("long", num_tokens=1000))
     cut(batcher, 1, 8, now_ns=10)

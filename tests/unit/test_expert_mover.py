@@ -55,7 +55,7 @@ def moving() -> ExpertTables:
     """Of a rank whose engine has taken up the next placement."""
     tables = ExpertTables(BEFORE, E, 0, None)
     tables.set_target(AFTER)
-    tables.progress_word()
+    tables.progress()
     return tables
 
 
@@ -82,15 +82,15 @@ async def test_an_epoch_ends_while_a_read_hangs_and_the_next_one_moves_when_that
         for _ in range(10):
             await asyncio.sleep(0)
         assert disk.reads == 1, "one loader at a time"
-        assert later.progress_word() == 2 << 16, "nothing is loaded"
+        assert later.progress() == (2 << 16, False), "nothing is loaded"
 
         quiet.woken.clear()
         disk.works.set()
-        while later.progress_word() != (2 << 16) + 1:
+        while later.progress() != ((2 << 16) + 1, True):
             await quiet.woken.wait()
             quiet.woken.clear()
         assert disk.reads == 2
-        assert former.progress_word() == 2 << 16, "what came too late was dropped"
+        assert former.progress() == (2 << 16, False), "what came too late was dropped"
         await cancelled(task)
 
 

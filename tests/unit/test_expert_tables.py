@@ -29,9 +29,9 @@ def tables(tables: ExpertTables) -> list[tuple[int, ...]]:
 
 def exchange(*ranks: ExpertTables) -> None:
     """What all of them do before a step."""
-    words = [rank.progress_word() for rank in ranks]
+    words, loaded = zip(*[rank.progress() for rank in ranks], strict=True)
     for rank in ranks:
-        rank.apply_agreed(words)
+        rank.apply_agreed(words, loaded)
 
 
 @pytest.fixture
@@ -140,11 +140,12 @@ def test_ranks_never_differ_in_a_step_whatever_comes_when() -> None:
 def _wander(rng: random.Random) -> int:
     def drawn(version: int) -> Placement:
         rows = {layer: rng.sample([*range(E), *rng.choices(range(E), k=P - E)], P) for layer in LAYERS}
-        return Placement(version, 3, {layer: tuple(row) for layer, row in rows.items()})
+        checkpoints = {layer: rng.choice([0, 0, version]) for layer in LAYERS}
+        return Placement(version, 3, {layer: tuple(row) for layer, row in rows.items()}, checkpoints)
 
     plan, switches = drawn(1), 0
     ranks = [ExpertTables(plan, E, rank, None) for rank in range(3)]
-    for _ in range(120):
+    for _ in range(200):
         rank = rng.choice(ranks)
         match rng.choice(["plan", "hear", "hear", "load", "load", "load", "fail", "exchange", "exchange"]):
             case "plan" if rng.random() < 0.2:
@@ -156,10 +157,12 @@ def _wander(rng: random.Random) -> int:
             case "fail" if rank._wants_a_layer() and rng.random() < 0.05:
                 rank.fail(rank.next_task(), "why not")
             case "exchange":
-                before = dict(ranks[0]._rows)
+                before = ranks[0]._rows | ranks[0]._weights
                 exchange(*ranks)
                 assert ranks[0]._rows == ranks[1]._rows == ranks[2]._rows
-                switches += before != ranks[0]._rows
+                assert ranks[0].weights() == ranks[1].weights() == ranks[2].weights()
+                assert ranks[0].closing == ranks[1].closing == ranks[2].closing
+                switches += before != ranks[0]._rows | ranks[0]._weights
     return switches
 
 
@@ -197,7 +200,7 @@ def test_a_report_names_a_placement_that_is_not_taken_up_yet() -> None:
     report = rank.report()
     assert (report.version, report.switched, report.to_switch) == (2, 0, 1)
     assert [tuple(layer.experts) for layer in report.layers] == [(0, 1, 2), (0, 1, 2)]
-    rank.progress_word()
+    rank.progress()
     assert (rank.report().version, rank.report().to_switch) == (2, 2)
 
 

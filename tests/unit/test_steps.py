@@ -29,6 +29,8 @@ def test_words_carry_everything() -> None:
             draw.randrange(1 << 62),
             draw.randrange(1 << 20),
             *(draw.random() < 0.5 for _ in range(3)),
+            draw.randrange(1 << 40),
+            draw.random() < 0.5,
         )
         words = proposal.words()
         assert len(words) == 8

@@ -3,7 +3,8 @@
 A step carries one layer. Clients take turns: the client that has waited longest for its turn names the layer (the one
 of its oldest request), and the other clients' requests for that layer are added, one request per client and round,
 until the step is full. A turn is used only when a client's *oldest* request is served, so added requests cost no turn,
-and a client with many layers in flight cannot starve its own oldest request. Requests longer than a step are cut.
+and a client with many layers in flight cannot starve its own oldest request. A request longer than a step is cut, and
+so is one for which a step has too little room, unless the step is to serve requests as a whole.
 
 The streams of one client take turns among themselves in the same way: more streams give a client no more turns, and
 its own streams do not starve each other.
@@ -51,6 +52,10 @@ class _Queue:
     def waiting_since_ns(self) -> int:
         return max(self.turn_ns, self.oldest().arrived_ns)
 
+    def first(self, layer: int) -> Work:
+        """The oldest for a layer; no other one of them has been cut."""
+        return next(iter(self.by_layer[layer]))
+
     def add(self, work: Work) -> None:
         self.works[work] = None
         self.by_layer.setdefault(work.layer, {})[work] = None
@@ -92,6 +97,11 @@ T = TypeVar("T", _Queue, _Client)
 def _longest(waiting: Collection[T]) -> T:
     """Which has waited longest, of one or more; as a rule there is one."""
     return min(waiting, key=lambda each: each.waiting_since_ns()) if len(waiting) > 1 else next(iter(waiting))
+
+
+def _is_cut_by(room: int, work: Work) -> bool:
+    """Whether a step with that room would be the first of several that serve this request."""
+    return not work.num_taken and work.num_tokens > room
 
 
 class Batcher:
@@ -174,8 +184,15 @@ class Batcher:
         since_ns = max(client.turn_ns, queue.waiting_since_ns())
         return Head(layer, max(0, now_ns - since_ns), self._tokens[layer])
 
-    def take(self, layer: int, max_tokens: int, now_ns: int) -> list[Slice]:
-        """Cut at most `max_tokens` tokens for `layer`, clients in order of waiting, one request each per round."""
+    def has_cut(self, layer: int) -> bool:
+        """Whether a step has taken a part of a request for that layer whose rest waits here."""
+        queues = [queue for client in self._clients.values() for queue in client.queues.values()]
+        return any(queue.first(layer).num_taken for queue in queues if layer in queue.by_layer)
+
+    def take(self, layer: int, max_tokens: int, now_ns: int, *, whole: bool = False) -> list[Slice]:
+        """Cut at most `max_tokens` tokens for `layer`, clients in order of waiting, one request each per round.
+
+        With `whole`, requests that were cut before go on, and others wait until a step has room for all of them."""
         lone = self._lone
         if lone is not None and lone.layer == layer and lone.num_tokens - lone.num_taken <= max_tokens:
             start, self._lone = lone.num_taken, None
@@ -189,7 +206,7 @@ class Batcher:
             left = []
             for client in clients:
                 queue = client.longest_for(layer) if room > 0 else None
-                if queue is not None:
+                if queue is not None and not (whole and _is_cut_by(room, queue.first(layer))):
                     piece = self._cut(client, queue, layer, room, now_ns)
                     room -= piece.num_tokens
                     slices.append(piece)
@@ -198,7 +215,7 @@ class Batcher:
         return slices
 
     def _cut(self, client: _Client, queue: _Queue, layer: int, room: int, now_ns: int) -> Slice:
-        work = next(iter(queue.by_layer[layer]))
+        work = queue.first(layer)
         if work is queue.oldest():
             if queue is client.longest():
                 client.turn_ns = now_ns

@@ -222,16 +222,17 @@ class Engine:
             if self._paused:
                 return Fault("the group continues without a lost rank")
             words = comm.exchange(self._propose(unconfirmed).words())
-            proposals, placements = dict[int, Proposal](), list[int]()
+            proposals, placements, loaded = dict[int, Proposal](), list[int](), list[bool]()
             for sender, each in enumerate(words):
                 if each is not None:
                     proposals[sender] = proposal = Proposal.parse(each)
                     placements.append(proposal.placement)
+                    loaded.append(proposal.loaded)
             if unconfirmed is not None:
                 self._finish(unconfirmed, [sender for sender, proposal in proposals.items() if proposal.failed])
                 unconfirmed = None
             if self._tables is not None:
-                self._tables.apply_agreed(placements)
+                self._tables.apply_agreed(placements, loaded)
             decision = choose_step(proposals, self._max_tokens)
             if isinstance(decision, Departure):
                 return Left(decision.ranks)
@@ -281,16 +282,17 @@ class Engine:
     def _propose(self, batch: Batch | None) -> Proposal:
         """The proposal for the next exchange. Expired requests are dropped here."""
         now_ns = time.monotonic_ns()
-        placement = self._tables.progress_word() if self._tables is not None else 0
         with self._lock:
             expired = self._batcher.expire(now_ns)
+            progress = self._tables.progress(self._batcher.has_cut) if self._tables is not None else (0, False)
             proposal = Proposal.of(
                 self._batcher.head(now_ns),
                 self._num_steps,
                 draining=self._draining,
                 leaving=self._leaving,
                 failed=batch is not None and bool(batch.error),
-                placement=placement,
+                placement=progress[0],
+                loaded=progress[1],
             )
         if expired:
             self._answer(expired, Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline passed in the queue"))
@@ -299,7 +301,8 @@ class Engine:
     def _step(self, stepper: Stepper, plan: Step) -> Batch:
         now_ns = time.monotonic_ns()
         with self._lock:
-            slices = self._batcher.take(plan.layer, plan.max_tokens, now_ns)
+            whole = self._tables is not None and self._tables.closing == plan.layer
+            slices = self._batcher.take(plan.layer, plan.max_tokens, now_ns, whole=whole)
             self._running = list(map(_work_of, slices))
             self._num_steps += 1
         for piece in slices:

@@ -1,16 +1,20 @@
 """Expert tables of one epoch, and how ranks change them while requests are served: layer by layer, between two steps.
 
     loader thread      next_task() ─▶ load the missing experts of the next layer ─▶ stage(weights)
-    engine's thread    progress_word() is sent in the exchange before every step: "placement v, n layers loaded"
-                       apply_agreed(words of all ranks): layers that *all* ranks have loaded are switched, on every
+    engine's thread    progress() is sent in the exchange before every step: "placement v, ready for n layers"
+                       apply_agreed(of all ranks): the layer for which *all* ranks are ready is switched, on every
                        rank between the same two steps, since all ranks see the same words
+
+A rank is ready for a layer that it has loaded. Where the layer gets weights of another checkpoint, a request must not
+have rows of both: once *all* ranks have loaded the layer (`closing`), no request for it is cut between steps, and a
+rank is ready when those that were cut before have been served. Until then each answers as ever.
 
 A switch replaces the pointers to one layer's weights and the layer's route: nothing is copied, and no step waits for
 it. Only one layer is staged at a time, which costs the memory of one layer's experts. A rank that cannot load reports
 an error to the control plane and its progress word stays: no rank proceeds, switched layers stay switched, and every
 rank remains correct. The control plane then sends another placement.
 
-A new target takes effect in `progress_word`, on the engine's thread, so this rank never revises a word before the
+A new target takes effect in `progress`, on the engine's thread, so this rank never revises a word before the
 exchange that carries it is applied. Words of different placements switch nothing.
 """
 
@@ -29,6 +33,11 @@ from crossdock.worker.placement import FROM_CONFIG, Placement, SlotMap, WeightsO
 _log = log.get(__name__)
 
 _COUNT_BITS = 16
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
+
+
+def _is_not_cut(layer: int) -> bool:
+    return False
 
 
 class MoveCancelled(Exception):
@@ -76,7 +85,8 @@ class ExpertTables:
         self._switched = 0
         self._staged: tuple[Weights | None, SlotMap] | None = None
         self._error = ""
-        self._last_word = -1
+        self._all_staged = False
+        self._said = -1, False
         self._held_now: dict[int, tuple[int, ...]] = {}
         self._closed = False
         self._lock = threading.RLock()
@@ -90,7 +100,7 @@ class ExpertTables:
         return self._newest.version
 
     def set_target(self, placement: Placement) -> None:
-        """Set the target placement; it takes effect in `progress_word`."""
+        """Set the target placement; it takes effect in `progress`."""
         with self._changed:
             self._newest = placement
 
@@ -127,8 +137,8 @@ class ExpertTables:
         return self._newest.refs
 
     def has_pending_change(self) -> bool:
-        """Whether the next progress word will differ from the last one."""
-        return self._newest is not self._target or self._current_word() != self._last_word
+        """Whether `progress` will differ from the last one if no request is cut."""
+        return self._newest is not self._target or self._progress(_is_not_cut) != self._said
 
     # The loader's thread.
 
@@ -173,28 +183,44 @@ class ExpertTables:
             found = self._held_now[layer] = self._held(layer)
         return found
 
-    def progress_word(self) -> int:
-        """Progress of this rank for the next exchange: version of the target and layers loaded."""
+    @property
+    def closing(self) -> int | None:
+        """The layer that gets another checkpoint's weights once no request for it is cut; None: none does now."""
+        return self._changed_layers[self._switched] if self._all_staged else None
+
+    def progress(self, is_cut: Callable[[int], bool] = _is_not_cut) -> tuple[int, bool]:
+        """Of this rank for the next exchange: its progress word, which is the version of the target and the number of
+        layers that are switched or ready, and whether it has loaded the next layer.
+
+        Args:
+            is_cut: whether a request for that layer waits of which a step has taken a part.
+        """
         with self._lock:
             if self._newest is not self._target:
                 self._start(self._newest)
-            self._last_word = self._current_word()
-            return self._last_word
+            self._said = self._progress(is_cut)
+            return self._said
 
-    def apply_agreed(self, words: Sequence[int]) -> None:
-        """Switch the layer that all ranks have loaded. `words`: the progress words of all ranks in one exchange."""
-        lowest = min(words)
-        if lowest >> _COUNT_BITS != max(words) >> _COUNT_BITS:
+    def apply_agreed(self, words: Sequence[int], loaded: Sequence[bool] = ()) -> None:
+        """Switch the layer for which all ranks are ready. `words`, `loaded`: what `progress` of all ranks was in one
+        exchange."""
+        lowest, highest = min(words), max(words)
+        if lowest >> _COUNT_BITS != highest >> _COUNT_BITS:
+            self._all_staged = False
             return
-        count = lowest & ((1 << _COUNT_BITS) - 1)
-        if not count:
+        if not highest & _COUNT_MASK and not any(loaded):
             return
         with self._changed:
-            if lowest >> _COUNT_BITS == self._target.version and count == self._switched + 1:
+            ready = (self._target.version << _COUNT_BITS) + self._switched + 1
+            if lowest == ready:
                 self._switch()
+            elif self._staged is not None and self._brings_weights():
+                said = zip(words, loaded, strict=True)
+                self._all_staged = all(word == ready or (word == ready - 1 and has) for word, has in said)
 
     def _start(self, placement: Placement) -> None:
         self._target, self._staged, self._error, self._switched = placement, None, "", 0
+        self._all_staged = False
         self._changed_layers = tuple(
             layer
             for layer, row in placement.layers.items()
@@ -214,6 +240,7 @@ class ExpertTables:
         if self._experts is not None and weights is not None:
             self._experts.replace(layer, self._held(layer), *weights, checkpoint=self._weights[layer].number)
         self._switched += 1
+        self._all_staged, self._said = False, (self._said[0], False)
         self._changed.notify_all()
         self._on_switch(len(set(self._held(layer)) - set(before)), time.monotonic_ns() - begun_ns)
         if self._switched == len(self._changed_layers):
@@ -223,8 +250,17 @@ class ExpertTables:
         first, end = (self._target.first_slot(rank) for rank in (self._rank, self._rank + 1))
         return self._rows[layer][first:end]
 
-    def _current_word(self) -> int:
-        return (self._target.version << _COUNT_BITS) | (self._switched + (self._staged is not None))
+    def _progress(self, is_cut: Callable[[int], bool]) -> tuple[int, bool]:
+        staged = self._staged is not None
+        ready = staged and not self._brings_weights()
+        if self._all_staged:
+            ready = not is_cut(self._changed_layers[self._switched])
+        return (self._target.version << _COUNT_BITS) | (self._switched + ready), staged
+
+    def _brings_weights(self) -> bool:
+        """Whether the next layer to be switched gets weights of another checkpoint."""
+        layer = self._changed_layers[self._switched]
+        return self._target.weights(layer) != self._weights[layer]
 
     def _wants_a_layer(self) -> bool:
         return not self._error and self._staged is None and self._switched < len(self._changed_layers)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from crossdock.worker.batcher import Head
 
 NO_LAYER = -1
-_DRAINING, _LEAVING, _FAILED = 1, 2, 4
+_DRAINING, _LEAVING, _FAILED, _LOADED = 1, 2, 4, 8
 
 
 class DesyncError(RuntimeError):
@@ -33,6 +33,7 @@ class Proposal(NamedTuple):
         leaving: it wants to leave as soon as no draining rank has work.
         failed: its experts failed in the step just done; its rows were zeros.
         placement: progress word of the newest placement; see expert_tables.py.
+        loaded: it has loaded the next layer of that placement. Workers of releases before this flag never set it.
     """
 
     step: int
@@ -43,20 +44,27 @@ class Proposal(NamedTuple):
     leaving: bool = False
     failed: bool = False
     placement: int = 0
+    loaded: bool = False
 
     @staticmethod
     def of(
-        head: Head | None, step: int, *, draining: bool, leaving: bool, failed: bool, placement: int = 0
+        head: Head | None,
+        step: int,
+        *,
+        draining: bool,
+        leaving: bool,
+        failed: bool,
+        placement: int = 0,
+        loaded: bool = False,
     ) -> Proposal:
         """A proposal for `head`, or for nothing."""
-        if head is None:
-            return Proposal(step, NO_LAYER, 0, 0, draining, leaving, failed, placement)
-        return Proposal(step, head.layer, head.waited_ns, head.num_tokens, draining, leaving, failed, placement)
+        layer, waited_ns, num_tokens = (NO_LAYER, 0, 0) if head is None else head
+        return Proposal(step, layer, waited_ns, num_tokens, draining, leaving, failed, placement, loaded)
 
     def words(self) -> tuple[int, ...]:
         """The 8 int64 that travel."""
-        step, layer, waited_ns, num_tokens, draining, leaving, failed, placement = self
-        flags = _DRAINING * draining | _LEAVING * leaving | _FAILED * failed
+        step, layer, waited_ns, num_tokens, draining, leaving, failed, placement, loaded = self
+        flags = _DRAINING * draining | _LEAVING * leaving | _FAILED * failed | _LOADED * loaded
         return (step, layer, waited_ns, num_tokens, flags, placement, 0, 0)
 
     @staticmethod
@@ -66,7 +74,7 @@ class Proposal(NamedTuple):
         if not flags:  # as a rule; each step waits for this
             return Proposal(step, layer, waited_ns, num_tokens, False, False, False, placement)
         said = flags & _DRAINING != 0, flags & _LEAVING != 0, flags & _FAILED != 0
-        return Proposal(step, layer, waited_ns, num_tokens, *said, placement)
+        return Proposal(step, layer, waited_ns, num_tokens, *said, placement, flags & _LOADED != 0)
 
 
 class Step(NamedTuple):
