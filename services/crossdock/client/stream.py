@@ -1,9 +1,10 @@
 """Connection of a client to one worker: a channel and one Forward stream, shared by all requests that go by gRPC.
 
 Answers come in any order and are matched by id. A broken stream fails its requests in flight and is reopened by the
-next request. If requests wait and no answer comes for a while, the worker is probed on the side: a cut network path
-breaks no connection, and keepalive alone takes twenty seconds to notice. A worker that does not answer the probe counts
-as `unresponsive` and is probed again by new connections until it answers.
+next request. A worker that reads others of this host first ends the stream's turn: what was sent is answered there, the
+rest goes by the next stream. If requests wait and no answer comes for a while, the worker is probed on the side: a cut
+network path breaks no connection, and keepalive alone takes twenty seconds to notice. A worker that does not answer the
+probe counts as `unresponsive` and is probed again by new connections until it answers.
 
 Requests are written by grpc's own task from an outbox: cancelling a request must not cancel the write of a message,
 because grpc would end the whole stream.
@@ -44,15 +45,18 @@ Answer = asyncio.Future[Response] | concurrent.futures.Future[Response]
 """Future of one answer: for a coroutine, or for a thread, which must not cancel it."""
 
 
+_Outbox = asyncio.Queue[tuple[int, bytes] | None]
+"""Requests to write: whose answer is awaited (0: a cancellation), and its bytes; None ends the stream."""
+
+
 class _Asked(NamedTuple):
-    """A request in flight, and the bytes of its message."""
+    """A request in flight, the bytes of its message, and the outbox of its stream."""
 
     answer: Answer
     num_bytes: int
+    outbox: _Outbox
 
 
-_Outbox = asyncio.Queue[tuple[int, bytes] | None]
-"""Requests to write: whose answer is awaited (0: a cancellation), and its bytes; None ends the stream."""
 _FORWARD = "/crossdock.v1.ExpertService/Forward"
 _TOO_LARGE = re.compile(r"SERVER: Received message larger than max \(\d+ vs\. (\d+)\)")
 """How gRPC ends a stream for a message above the worker's limit."""
@@ -121,7 +125,7 @@ class WorkerStream:
         """
         self._open_stream()
         number, packet = self.packed(request, tensors)
-        outbox, answer = self._outbox, self.loop.create_future()
+        answer = self.loop.create_future()
         try:
             self._put(number, packet, answer)
             async with asyncio.timeout(timeout_s):
@@ -130,7 +134,7 @@ class WorkerStream:
             raise self.late(timeout_s) from None
         finally:
             if not self._has_answer(answer):
-                self._cancel(number, outbox)
+                self.withdraw(number)
         return answered(response)
 
     def packed(self, request: expert_pb2.ForwardRequest, tensors: Mapping[str, torch.Tensor]) -> tuple[int, bytes]:
@@ -152,7 +156,9 @@ class WorkerStream:
 
     def withdraw(self, number: int) -> None:
         """Cancel a request whose caller has stopped waiting."""
-        self._cancel(number, self._outbox)
+        if (asked := self._pending.pop(number, None)) is not None:
+            asked.outbox.put_nowait((0, expert_pb2.ForwardRequest(id=number, cancel=True).SerializeToString()))
+            self._leave_if_spare()
 
     def late(self, timeout_s: float) -> DeadlineExceeded:
         """The error of a request that was not answered in time."""
@@ -201,21 +207,31 @@ class WorkerStream:
     def _put(self, number: int, packet: bytes, answer: Answer) -> None:
         if not self._pending:
             self._last_answer_at = time.monotonic()
-        self._pending[number] = _Asked(answer, len(packet))
+        self._pending[number] = _Asked(answer, len(packet), self._outbox)
         self._outbox.put_nowait((number, packet))
 
-    def _cancel(self, number: int, outbox: _Outbox) -> None:
-        """Nobody waits for that answer any more."""
-        if self._pending.pop(number, None) is not None:
-            outbox.put_nowait((0, expert_pb2.ForwardRequest(id=number, cancel=True).SerializeToString()))
-            self._leave_if_spare()
+    def _end_turn(self, reader: asyncio.Task[None] | None) -> None:
+        """What the stream has not sent yet goes by another one."""
+        if reader is None or self._reader is not reader:
+            return
+        left, is_spare = [self._outbox.get_nowait() for _ in range(self._outbox.qsize())], self._is_spare
+        for request in left:
+            if request is not None and not request[0]:  # of a request that was sent by this one
+                self._outbox.put_nowait(request)
+        self._leave(reader)
+        for request in left:
+            if request is not None and request[0] in self._pending:
+                self._open_stream()
+                self._is_spare = is_spare
+                self._pending[request[0]] = self._pending[request[0]]._replace(outbox=self._outbox)
+                self._outbox.put_nowait(request)
 
     def _leave_if_spare(self) -> None:
         if self._is_spare and self._reader is not None and not self._pending:
             self._leave(self._reader)
 
     def _leave(self, reader: asyncio.Task[None]) -> None:
-        """Release an idle stream: it ends by itself, and the next request opens another one."""
+        """Release a stream: it ends by itself once it has its answers, and the next request opens another one."""
         self._outbox.put_nowait(None)
         self._reader = None
         self._former.add(reader)
@@ -250,6 +266,8 @@ class WorkerStream:
         try:
             async for response in self._open(self._write(outbox)):
                 self._last_answer_at = time.monotonic()
+                if response.message.turn_over:
+                    self._end_turn(asyncio.current_task())
                 asked = self._pending.pop(response.message.id, None)
                 if asked is not None and not asked.answer.done():
                     asked.answer.set_result(response)
@@ -264,7 +282,7 @@ class WorkerStream:
             if self._reader is asyncio.current_task():
                 self._reader = None
                 self.broken_at = time.monotonic() if fits else self.broken_at
-                self._fail(failure or self._closed())
+            self._fail(failure or self._closed(), outbox)
 
     async def _watch(self, reader: asyncio.Task[None] | None) -> None:
         """End the stream if the worker does not respond."""
@@ -303,11 +321,13 @@ class WorkerStream:
             return True
         return True
 
-    def _fail(self, failure: ClientError) -> None:
-        pending, self._pending = self._pending, {}
-        for asked in pending.values():
-            if not asked.answer.done():
-                asked.answer.set_exception(failure)
+    def _fail(self, failure: ClientError, outbox: _Outbox | None = None) -> None:
+        """Requests of that stream, or of all."""
+        for number, asked in list(self._pending.items()):
+            if outbox is None or asked.outbox is outbox:
+                del self._pending[number]
+                if not asked.answer.done():
+                    asked.answer.set_exception(failure)
 
     def _fail_too_large(self, error: rpc.CallError) -> bool:
         """Whether a stream has ended for a message above the worker's limit, which is known from now on. Requests that

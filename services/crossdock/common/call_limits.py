@@ -2,21 +2,26 @@
 
 A peer is a host together with the names of its certificate. In plain text all processes of a host are one peer, and
 one of them must not lock out the others. When no permit is left, the pool revokes the permit of a call on the
-connection that holds the most, or else of a call without traffic for `IDLE_S`. The new call is refused only if all
-other calls are busy.
+connection that holds the most, or else of a call without traffic for `IDLE_S`. Where all others are busy, a call with a
+stream of requests waits until the caller of another one, which is told so, ends its turn between two of its requests;
+other calls wait for a call to end. What has waited in vain is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from crossdock.common.call_errors import ResourceExhausted
 
 IDLE_S = 1.0
+TURN_S = 0.25
+"""A turn that another call waits for ends after so long, but not before a request was read: to open a stream takes 1 to
+3 ms."""
 UNFINISHED_BYTES_PER_PEER = 48 << 20
 MIN_READING_PER_PEER = 12
 """Enough for a host of eight engines and its monitoring."""
@@ -62,17 +67,22 @@ class Permit:
         peer: of the call.
         connection: of the call.
         cancel: ends the call when its permit is revoked.
-        at: time of the last traffic.
+        since, at: time of its acquisition, and of the last traffic.
         pinned: it cannot be revoked.
         revoked: another call has taken it.
+        end_turn: tells the caller to end its stream of requests; None: there is no way, or it was called.
+        told: when it was called; None: it was not.
     """
 
     peer: Hashable
     connection: str
     cancel: Callable[[], None]
+    since: float
     at: float
     pinned: bool = False
     revoked: bool = False
+    end_turn: Callable[[], None] | None = None
+    told: float | None = None
 
 
 class PermitPool:
@@ -87,6 +97,7 @@ class PermitPool:
     def __init__(self, max_total: int, max_per_peer: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_total, self.max_per_peer, self._clock = max_total, max_per_peer, clock
         self._peers: dict[Hashable, dict[Permit, None]] = {}
+        self._waiters: dict[asyncio.Event, Hashable] = {}
         self._num = 0
 
     def __len__(self) -> int:
@@ -102,7 +113,8 @@ class PermitPool:
             self.release(victim)
             victim.revoked = True
             victim.cancel()
-        permit = Permit(peer, connection, cancel, self._clock())
+        now = self._clock()
+        permit = Permit(peer, connection, cancel, now, now)
         self._peers.setdefault(peer, {})[permit] = None
         self._num += 1
         return permit
@@ -115,6 +127,36 @@ class PermitPool:
             self._num -= 1
             if not own:
                 del self._peers[permit.peer]
+            for released in self._waiters:
+                released.set()
+
+    @contextlib.contextmanager
+    def waiter(self, peer: Hashable) -> Iterator[asyncio.Event]:
+        """Wait for a permit: the event is set when one is released, those who have waited longest first."""
+        released = asyncio.Event()
+        self._waiters[released] = peer
+        try:
+            yield released
+        finally:
+            del self._waiters[released]
+
+    def is_waited_for(self, peer: Hashable) -> bool:
+        """Whether a call of that peer waits for a permit."""
+        return peer in self._waiters.values()
+
+    def end_turns(self, peer: Hashable) -> None:
+        """End as many turns as calls of that peer wait, the longest first. A caller that is told so and goes on for
+        `IDLE_S` counts no more."""
+        own, now = self._candidates(self._peers.get(peer, {})), self._clock()
+        ending = sum(permit.told is not None and now - permit.told < IDLE_S for permit in own)
+        wanted = sum(waiting == peer for waiting in self._waiters.values()) - ending
+        for permit in own:
+            if wanted <= 0:
+                return
+            if permit.end_turn is not None and permit.at > permit.since and now - permit.since >= TURN_S:
+                end_turn, permit.end_turn, permit.told = permit.end_turn, None, now
+                end_turn()
+                wanted -= 1
 
     def progress(self, permit: Permit) -> None:
         """Record traffic on the call."""
@@ -175,7 +217,9 @@ class CallPermits:
 
     async def acquire_reading(self) -> None:
         """Wait until the request may be read. Raises LimitReached."""
-        if not self._acquire(self._reading) and not (self._acquire(self._waiting) and await self._wait()):
+        if not self._reading.is_waited_for(self._peer) and self._acquire(self._reading):
+            return
+        if not (self._acquire(self._waiting) and await self._wait()):
             limit = self._reading.max_per_peer
             raise LimitReached(
                 f"calls: expected at most {limit} requests under way at once of one caller, got one more"
@@ -184,6 +228,10 @@ class CallPermits:
     def release_reading(self) -> None:
         """The request is complete."""
         self._release(self._reading)
+
+    def on_end_of_turn(self, end_turn: Callable[[], None]) -> None:
+        """Say how to tell the caller of a call with a stream of requests to end it, since others wait to be read."""
+        self._permits[self._reading].end_turn = end_turn
 
     def progress(self) -> None:
         """Record traffic on the call."""
@@ -201,11 +249,16 @@ class CallPermits:
 
     async def _wait(self) -> bool:
         last_at = time.monotonic() + _WAIT_S
-        while time.monotonic() <= last_at:
-            await asyncio.sleep(_POLL_S)
-            if self._acquire(self._reading):
-                self._release(self._waiting)
-                return True
+        with self._reading.waiter(self._peer) as released:
+            while time.monotonic() <= last_at:
+                self._reading.end_turns(self._peer)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_S):
+                        await released.wait()
+                released.clear()
+                if self._acquire(self._reading):
+                    self._release(self._waiting)
+                    return True
         return False
 
     def _acquire(self, pool: PermitPool) -> bool:

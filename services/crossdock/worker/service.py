@@ -6,7 +6,8 @@ bytes or a message over the size limit end it.
 A client is the names in its certificate, or else its host: all its streams share one account (budget.py). A stream is
 read while its client has less than `max_queued_bytes_per_client` here; then one more request is read and kept in hand,
 and the client feels gRPC's flow control (cancel messages behind that one wait too, but deadlines and hanging up work at
-once). Past `max_queued_bytes` of all clients together, requests are refused with RESOURCE_EXHAUSTED.
+once). Where more streams of one host want to be read than may be at once, they take turns (call_limits.py). Past
+`max_queued_bytes` of all clients together, requests are refused with RESOURCE_EXHAUSTED.
 
 Bytes count until the answer was written, that is until flow control let all of it go. A stream whose client takes no
 answer for `request_timeout_s` is given up: all but the answer that is being written is dropped. Where a request waits
@@ -116,6 +117,8 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         parent = context_of_call(context) if self._backend.tracer is not None else None
         stream = _Stream(self._backend, _client_of(context), self._make_room, parent)
         self._streams.add(stream)
+        if (permits := CALL_PERMITS.get(None)) is not None:
+            permits.on_end_of_turn(stream.end_turn)
         stream.reader = asyncio.create_task(stream.read(requests))
         try:
             async for response in stream.answers():
@@ -168,6 +171,13 @@ class _Answer:
     num_bytes: int = 0
 
 
+class _TurnOver:
+    """`turn_over` is to be sent."""
+
+
+_TURN_OVER = expert_pb2.ForwardResponse(turn_over=True).SerializeToString()
+
+
 class _Stream:
     """One client's stream. Lives on the event loop; only `reply` callbacks come from the engine's thread."""
 
@@ -178,7 +188,7 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
         self.reader: asyncio.Task[None] | None = None
         self._pending: dict[int, _Pending] = {}
-        self._events: asyncio.Queue[_Answer | rpc.CallError | None] = asyncio.Queue()
+        self._events: asyncio.Queue[_Answer | rpc.CallError | _TurnOver | None] = asyncio.Queue()
         self._room = asyncio.Event()
         self.client, self._quota = client, backend.budget.open(client, self._room.set)
         self._read_all = self._given_up = False
@@ -214,7 +224,9 @@ class _Stream:
             event = await self._events.get()
             if isinstance(event, rpc.CallError):
                 raise event
-            if event is not None:
+            if isinstance(event, _TurnOver):
+                yield _TURN_OVER
+            elif event is not None:
                 message, num_bytes = _message(event), event.num_bytes
                 del event  # keep one copy only while the client reads
                 self._writing_since, self._writing_bytes = self._loop.time(), num_bytes
@@ -258,6 +270,10 @@ class _Stream:
             self._events.get_nowait()
         self._events.put_nowait(rpc.ResourceExhausted(f"answers: expected a client that reads them: {why}"))
         self._quota.release(self._quota.num_bytes - self._writing_bytes)
+
+    def end_turn(self) -> None:
+        """Tell the client that other streams of its host wait to be read."""
+        self._events.put_nowait(_TurnOver())
 
     def end(self, error: rpc.CallError) -> None:
         """Raise `error` from `answers`, after the answers that are ready."""
