@@ -7,7 +7,9 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from tests.services.cluster import Batch
 from tests.services.control_world import TIMEOUT_S, Clock
 from tests.services.request_world import World
+from tests.services.test_streams_end import tight
 
 STREAMS = 3
 """As many are read at once."""
@@ -221,3 +224,32 @@ async def test_who_has_waited_longest_is_next() -> None:
     waiting.append(asyncio.create_task(wait(5)))
     await asyncio.gather(*waiting)
     assert order == list(range(6))
+
+
+async def test_a_stream_that_loses_its_permit_during_a_write_ends_with_a_status(tmp_path: Path) -> None:
+    """Else its client waits until its deadline for answers that never come."""
+    num_tokens = 1000  # 256 KB, of which a client that does not read takes 64 KiB
+    async with served(tmp_path) as world, streams(world, 1) as (other,):
+        channels = [tight(world.address) for _ in range(STREAMS)]
+        unread = [expert_pb2_grpc.ExpertServiceStub(channel).Forward(timeout=TIMEOUT_S) for channel in channels]
+        for stream in unread:
+            await stream.write(Batch.random(num_tokens).message(1))
+        while len(world.engine.seen) < STREAMS:
+            await asyncio.sleep(0.01)
+        assert await ask(other, 3) < 5 * IDLE_S
+        reading = [asyncio.create_task(end_of(stream)) for stream in unread]
+        done, others = await asyncio.wait(reading, timeout=TIMEOUT_S / 4, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result() for task in done] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+        for task in others:
+            task.cancel()
+        for channel in channels:
+            await channel.close()
+
+
+async def end_of(stream: Any) -> grpc.StatusCode:
+    """How it ends, once its client reads and goes on with it."""
+    with contextlib.suppress(grpc.RpcError):
+        while await stream.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
+            pass
+    code: grpc.StatusCode = await stream.code()
+    return code

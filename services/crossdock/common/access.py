@@ -32,7 +32,7 @@ from crossdock.common.call_errors import (
     ResourceExhausted,
     Unauthenticated,
 )
-from crossdock.common.call_limits import CallLimits, CallPermits, LimitReached, PermitPool
+from crossdock.common.call_limits import STREAM_WAIT_S, WAIT_S, CallLimits, CallPermits, LimitReached, PermitPool
 from crossdock.common.metrics import GuardedMetrics
 from crossdock.common.security import Security
 
@@ -217,7 +217,8 @@ class CallAuthorizer:
             self._count(self._hosts if ours else self._others, (caller.host, caller.names))
             pool = self.calls if ours else self.others
             reading, peer = self.streaming if streams else self.reading, (caller.host, caller.names)
-            permits = CallPermits(pool, reading, self._waiting, peer, str(context.peer()))
+            wait_s = STREAM_WAIT_S if streams else WAIT_S
+            permits = CallPermits(pool, reading, self._waiting, peer, str(context.peer()), wait_s)
         except CallError as error:
             self._refuse(method, error, context)
             raise

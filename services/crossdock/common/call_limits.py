@@ -27,8 +27,10 @@ MIN_READING_PER_PEER = 12
 """Enough for a host of eight engines and its monitoring."""
 WAITING_PER_PEER = 64
 """Calls that wait for a permit to read: each holds up to 64 KiB of its request, the window of its stream."""
-_WAIT_S, _POLL_S = 2 * IDLE_S, 0.02
-"""Longest wait for a permit to read a request, and the polling interval."""
+STREAM_WAIT_S = 10.0
+"""Longest wait of a stream of requests for its turn."""
+WAIT_S, _POLL_S = 2 * IDLE_S, 0.02
+"""Longest wait of another call for a permit to read its request, and the polling interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +179,19 @@ class PermitPool:
         victim = max(movable, key=lambda permit: (held[permit.connection], -permit.at))
         if held[victim.connection] > held[connection] + 1:
             return victim
-        victim = min(movable, key=lambda permit: permit.at)
-        return victim if self._clock() - victim.at >= IDLE_S else None
+        now = self._clock()
+        idle = [permit for permit in movable if _stands_still(permit, now)]
+        return min(idle, key=lambda permit: permit.at, default=None)
+
+
+def _stands_still(permit: Permit, now: float) -> bool:
+    """Whether a call may lose its permit for want of traffic. A stream that has sent a request, which may be in work,
+    is told first that its turn is over."""
+    if now - permit.at < IDLE_S:
+        return False
+    if permit.told is not None:
+        return now - permit.told >= IDLE_S
+    return permit.end_turn is None or permit.at <= permit.since
 
 
 class LimitReached(ResourceExhausted):
@@ -194,16 +207,23 @@ class CallPermits:
         waiting: until it has a permit of `reading`.
         peer: of the call.
         connection: of the call.
+        wait_s: longest wait for a permit of `reading`.
 
     Raises:
         LimitReached: too many calls are open.
     """
 
     def __init__(
-        self, open_pool: PermitPool, reading: PermitPool, waiting: PermitPool, peer: Hashable, connection: str
+        self,
+        open_pool: PermitPool,
+        reading: PermitPool,
+        waiting: PermitPool,
+        peer: Hashable,
+        connection: str,
+        wait_s: float = WAIT_S,
     ) -> None:
         self._task = asyncio.current_task()
-        self._peer, self._connection = peer, connection
+        self._peer, self._connection, self._wait_s = peer, connection, wait_s
         self._permits: dict[PermitPool, Permit] = {}
         self._open, self._reading, self._waiting = open_pool, reading, waiting
         if not self._acquire(open_pool):
@@ -229,9 +249,12 @@ class CallPermits:
         """The request is complete."""
         self._release(self._reading)
 
-    def on_end_of_turn(self, end_turn: Callable[[], None]) -> None:
-        """Say how to tell the caller of a call with a stream of requests to end it, since others wait to be read."""
+    def on_loss(self, end_turn: Callable[[], None], end: Callable[[], None]) -> None:
+        """Of a call with a stream of requests: how to tell its caller that others wait to be read, and how to end it
+        when a permit is revoked. Without, its task is cancelled; in a write of grpc's it would end without a status."""
         self._permits[self._reading].end_turn = end_turn
+        for permit in self._permits.values():
+            permit.cancel = end
 
     def progress(self) -> None:
         """Record traffic on the call."""
@@ -248,7 +271,7 @@ class CallPermits:
             self._release(pool)
 
     async def _wait(self) -> bool:
-        last_at = time.monotonic() + _WAIT_S
+        last_at = time.monotonic() + self._wait_s
         with self._reading.waiter(self._peer) as released:
             while time.monotonic() <= last_at:
                 self._reading.end_turns(self._peer)

@@ -118,7 +118,7 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         stream = _Stream(self._backend, _client_of(context), self._make_room, parent)
         self._streams.add(stream)
         if (permits := CALL_PERMITS.get(None)) is not None:
-            permits.on_end_of_turn(stream.end_turn)
+            permits.on_loss(stream.end_turn, stream.lose)
         stream.reader = asyncio.create_task(stream.read(requests))
         try:
             async for response in stream.answers():
@@ -258,17 +258,26 @@ class _Stream:
     def give_up(self, why: str) -> None:
         """Drop everything but the answer that is being written: grpc keeps that one until its client takes it or hangs
         up, so it stays in the account; then the stream ends. Idempotent."""
-        if self._given_up:
-            return
+        if not self._given_up:
+            self._backend.telemetry.dropped_stream()
+            _log.debug("stream given up: its answers are not read", client=self.client, why=why)
+            error = rpc.ResourceExhausted(f"answers: expected a client that reads them: {why}")
+            self._drop("the client does not read its answers", error)
+
+    def lose(self) -> None:
+        """The same for a stream whose permit another call has taken. Idempotent."""
+        if not self._given_up:
+            error = rpc.ResourceExhausted("calls: another call of this caller took the permit of this one")
+            self._drop("another call took the permit of its stream", error)
+
+    def _drop(self, why: str, error: rpc.CallError) -> None:
         self._given_up, self._writing_since = True, None
-        self._backend.telemetry.dropped_stream()
-        _log.debug("stream given up: its answers are not read", client=self.client, why=why)
         if self.reader is not None:
             self.reader.cancel()
-        self._withdraw_all("the client does not read its answers")
+        self._withdraw_all(why)
         while not self._events.empty():
             self._events.get_nowait()
-        self._events.put_nowait(rpc.ResourceExhausted(f"answers: expected a client that reads them: {why}"))
+        self._events.put_nowait(error)
         self._quota.release(self._quota.num_bytes - self._writing_bytes)
 
     def end_turn(self) -> None:
