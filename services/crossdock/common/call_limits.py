@@ -129,18 +129,30 @@ class PermitPool:
             self._num -= 1
             if not own:
                 del self._peers[permit.peer]
-            for released in self._waiters:
-                released.set()
+            self._wake()
 
     @contextlib.contextmanager
     def waiter(self, peer: Hashable) -> Iterator[asyncio.Event]:
-        """Wait for a permit: the event is set when one is released, those who have waited longest first."""
+        """Wait for a permit: the event is set when this is the first of its peer and one is released."""
         released = asyncio.Event()
         self._waiters[released] = peer
         try:
             yield released
         finally:
             del self._waiters[released]
+            self._wake()
+
+    def _wake(self) -> None:
+        seen = set[Hashable]()
+        for released, peer in self._waiters.items():
+            if peer not in seen:
+                seen.add(peer)
+                released.set()
+
+    def is_first(self, released: asyncio.Event) -> bool:
+        """Whether that waiter has waited longest of its peer."""
+        peer = self._waiters[released]
+        return next(each for each, other in self._waiters.items() if other == peer) is released
 
     def is_waited_for(self, peer: Hashable) -> bool:
         """Whether a call of that peer waits for a permit."""
@@ -274,12 +286,14 @@ class CallPermits:
         last_at = time.monotonic() + self._wait_s
         with self._reading.waiter(self._peer) as released:
             while time.monotonic() <= last_at:
-                self._reading.end_turns(self._peer)
+                is_first = self._reading.is_first(released)
+                if is_first:
+                    self._reading.end_turns(self._peer)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_POLL_S):
+                    async with asyncio.timeout(_POLL_S if is_first else self._wait_s):
                         await released.wait()
                 released.clear()
-                if self._acquire(self._reading):
+                if self._reading.is_first(released) and self._acquire(self._reading):
                     self._release(self._waiting)
                     return True
         return False
