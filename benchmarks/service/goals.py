@@ -59,8 +59,8 @@ def _times(rows: Sequence[Row]) -> list[Goal]:
 
 
 def _of_echo(rows: Sequence[Row], path: str, tokens: int) -> list[Goal]:
-    """Rows per second of all clients; and the speed of one client's calls with the time of their experts taken out: an
-    echo has none."""
+    """Rows per second of all clients. Since an echo has no experts, also the speed of one client's calls without the
+    time of their experts, and beside an echo after which the experts follow in one process."""
     echo_path = "far echo" if path.startswith("far ") else "echo"
     service, echo = _rate(rows, path, tokens), _rate(rows, echo_path, tokens)
     if not (service and echo):
@@ -76,6 +76,9 @@ def _of_echo(rows: Sequence[Row], path: str, tokens: int) -> list[Goal]:
     calls, echoes = ([row for row in _of(rows, each, tokens) if row.clients == 1] for each in (path, echo_path))
     for call, one in zip(calls, echoes, strict=False):
         goals.append(goal("of the echo's speed, without the experts", one.p50_ms / _apart_ms(call)))
+        if inside := [row.p50_ms for row in _of(rows, "in-process", tokens)]:
+            both_ms = one.p50_ms + min(inside)
+            goals.append(goal("of the speed of the echo and the experts in one process", both_ms / call.p50_ms))
     return goals
 
 

@@ -183,7 +183,7 @@ def test_turns_end_in_order_once_a_request_was_read_and_as_many_as_wait() -> Non
         assert line.told == ["second"], "one waits, one was told"
         line.wait(IDLE_S, read=[first, second])
         line.pool.end_turns("peer")
-        assert line.told == ["second", "first"], "who was told and goes on counts no more"
+        assert line.told == ["second", "first"], "the second goes on, so it no longer counts"
         assert not released.is_set()
         line.pool.release(second)
         assert released.is_set()

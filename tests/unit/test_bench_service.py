@@ -46,8 +46,10 @@ def test_each_goal_is_of_the_rows_that_it_names() -> None:
         Goal("request buffer: rows/s of those by gRPC", 128, 3.0, "x", 5.0, False),
         Goal("far tcp: rows/s of the echo", 128, 0.5, "x", 0.8, False),
         Goal("far tcp: of the echo's speed, without the experts", 128, 0.8, "x", 0.8, True),
+        Goal("far tcp: of the speed of the echo and the experts in one process", 128, 0.889, "x", 0.8, True),
         Goal("far grpc: rows/s of the echo", 128, 0.2, "x"),
         Goal("far grpc: of the echo's speed, without the experts", 128, 0.25, "x"),
+        Goal("far grpc: of the speed of the echo and the experts in one process", 128, 0.4, "x"),
     ]
 
 

@@ -1,8 +1,8 @@
 """Connection of a client to one worker: a channel and one Forward stream, shared by all requests that go by gRPC.
 
 Answers come in any order and are matched by id. A broken stream fails its requests in flight and is reopened by the
-next request. A worker that reads others of this host first ends the stream's turn: what was sent is answered there, the
-rest goes by the next stream. If requests wait and no answer comes for a while, the worker is probed on the side: a cut
+next request. A worker may end a stream's turn to read others of this host: what was sent is answered there, the rest
+goes by the next stream. If requests wait and no answer comes for a while, the worker is probed on the side: a cut
 network path breaks no connection, and keepalive alone takes twenty seconds to notice. A worker that does not answer the
 probe counts as `unresponsive` and is probed again by new connections until it answers.
 
@@ -211,7 +211,7 @@ class WorkerStream:
         self._outbox.put_nowait((number, packet))
 
     def _end_turn(self, reader: asyncio.Task[None] | None) -> None:
-        """What the stream has not sent yet goes by another one."""
+        """Send no more by this stream: what it has not sent yet goes by another one."""
         if reader is None or self._reader is not reader:
             return
         left, is_spare = [self._outbox.get_nowait() for _ in range(self._outbox.qsize())], self._is_spare

@@ -3,8 +3,8 @@
 A peer is a host together with the names of its certificate. In plain text all processes of a host are one peer, and
 one of them must not lock out the others. When no permit is left, the pool revokes the permit of a call on the
 connection that holds the most, or else of a call without traffic for `IDLE_S`. Where all others are busy, a call with a
-stream of requests waits until the caller of another one, which is told so, ends its turn between two of its requests;
-other calls wait for a call to end. What has waited in vain is refused.
+stream of requests waits for its turn: the server asks the caller of another stream to end it after its last request.
+Other calls wait for a call to end. Each is refused after its longest wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from crossdock.common.call_errors import ResourceExhausted
 
 IDLE_S = 1.0
 TURN_S = 0.25
-"""A turn that another call waits for ends after so long, but not before a request was read: to open a stream takes 1 to
+"""Shortest turn of a stream where others wait; it does not end before a request was read. Opening a stream takes 1 to
 3 ms."""
 UNFINISHED_BYTES_PER_PEER = 48 << 20
 MIN_READING_PER_PEER = 12
@@ -72,8 +72,8 @@ class Permit:
         since, at: time of its acquisition, and of the last traffic.
         pinned: it cannot be revoked.
         revoked: another call has taken it.
-        end_turn: tells the caller to end its stream of requests; None: there is no way, or it was called.
-        told: when it was called; None: it was not.
+        end_turn: asks the caller to end its stream of requests; None: the call has none, or it was asked.
+        asked_at: when it was asked; None: it was not.
     """
 
     peer: Hashable
@@ -84,7 +84,7 @@ class Permit:
     pinned: bool = False
     revoked: bool = False
     end_turn: Callable[[], None] | None = None
-    told: float | None = None
+    asked_at: float | None = None
 
 
 class PermitPool:
@@ -159,16 +159,16 @@ class PermitPool:
         return peer in self._waiters.values()
 
     def end_turns(self, peer: Hashable) -> None:
-        """End as many turns as calls of that peer wait, the longest first. A caller that is told so and goes on for
-        `IDLE_S` counts no more."""
+        """Ask as many callers to end their streams as calls of that peer wait, the longest turn first. One that goes on
+        after `IDLE_S` no longer counts."""
         own, now = self._candidates(self._peers.get(peer, {})), self._clock()
-        ending = sum(permit.told is not None and now - permit.told < IDLE_S for permit in own)
+        ending = sum(permit.asked_at is not None and now - permit.asked_at < IDLE_S for permit in own)
         wanted = sum(waiting == peer for waiting in self._waiters.values()) - ending
         for permit in own:
             if wanted <= 0:
                 return
             if permit.end_turn is not None and permit.at > permit.since and now - permit.since >= TURN_S:
-                end_turn, permit.end_turn, permit.told = permit.end_turn, None, now
+                end_turn, permit.end_turn, permit.asked_at = permit.end_turn, None, now
                 end_turn()
                 wanted -= 1
 
@@ -197,12 +197,12 @@ class PermitPool:
 
 
 def _stands_still(permit: Permit, now: float) -> bool:
-    """Whether a call may lose its permit for want of traffic. A stream that has sent a request, which may be in work,
-    is told first that its turn is over."""
+    """Whether a call without traffic may lose its permit. A stream whose request was read, and may be in work, is asked
+    to end first."""
     if now - permit.at < IDLE_S:
         return False
-    if permit.told is not None:
-        return now - permit.told >= IDLE_S
+    if permit.asked_at is not None:
+        return now - permit.asked_at >= IDLE_S
     return permit.end_turn is None or permit.at <= permit.since
 
 
@@ -262,8 +262,8 @@ class CallPermits:
         self._release(self._reading)
 
     def on_loss(self, end_turn: Callable[[], None], end: Callable[[], None]) -> None:
-        """Of a call with a stream of requests: how to tell its caller that others wait to be read, and how to end it
-        when a permit is revoked. Without, its task is cancelled; in a write of grpc's it would end without a status."""
+        """Set, for a call with a stream of requests, how to ask its caller to end it, and how to end it when a permit
+        is revoked. By default its task is cancelled; cancelled in a write of grpc's, a call ends without a status."""
         self._permits[self._reading].end_turn = end_turn
         for permit in self._permits.values():
             permit.cancel = end

@@ -281,7 +281,7 @@ class _Stream:
         self._quota.release(self._quota.num_bytes - self._writing_bytes)
 
     def end_turn(self) -> None:
-        """Tell the client that other streams of its host wait to be read."""
+        """Ask the client to end the stream: others of its host wait to be read."""
         self._events.put_nowait(_TurnOver())
 
     def end(self, error: rpc.CallError) -> None:
