@@ -171,7 +171,7 @@ def test_turns_end_in_order_once_a_request_was_read_and_as_many_as_wait() -> Non
     first, second = line.acquire("first"), line.acquire("second")
     line.wait(2 * TURN_S)
     line.pool.end_turns("peer")
-    assert line.told == [], "nobody waits"
+    assert line.told == [], "no call waits"
     with line.pool.waiter("peer") as released:
         line.pool.end_turns("peer")
         assert line.told == [], "neither has had a request read"

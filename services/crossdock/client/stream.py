@@ -214,17 +214,16 @@ class WorkerStream:
         """Send no more by this stream: what it has not sent yet goes by another one."""
         if reader is None or self._reader is not reader:
             return
-        left, is_spare = [self._outbox.get_nowait() for _ in range(self._outbox.qsize())], self._is_spare
-        for request in left:
-            if request is not None and not request[0]:  # of a request that was sent by this one
+        unsent, is_spare = [self._outbox.get_nowait() for _ in range(self._outbox.qsize())], self._is_spare
+        for request in unsent:
+            if request and not request[0]:  # the cancellation of a request that was sent by this one
                 self._outbox.put_nowait(request)
         self._leave(reader)
-        for request in left:
-            if request is not None and request[0] in self._pending:
+        for request in unsent:
+            if request and (asked := self._pending.get(request[0])) is not None:
                 self._open_stream()
                 self._is_spare = is_spare
-                self._pending[request[0]] = self._pending[request[0]]._replace(outbox=self._outbox)
-                self._outbox.put_nowait(request)
+                self._put(*request, asked.answer)
 
     def _leave_if_spare(self) -> None:
         if self._is_spare and self._reader is not None and not self._pending:

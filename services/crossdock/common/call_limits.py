@@ -99,7 +99,7 @@ class PermitPool:
     def __init__(self, max_total: int, max_per_peer: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_total, self.max_per_peer, self._clock = max_total, max_per_peer, clock
         self._peers: dict[Hashable, dict[Permit, None]] = {}
-        self._waiters: dict[asyncio.Event, Hashable] = {}
+        self._waiters: dict[Hashable, list[asyncio.Event]] = {}
         self._num = 0
 
     def __len__(self) -> int:
@@ -134,36 +134,34 @@ class PermitPool:
     @contextlib.contextmanager
     def waiter(self, peer: Hashable) -> Iterator[asyncio.Event]:
         """Wait for a permit: the event is set when this is the first of its peer and one is released."""
-        released = asyncio.Event()
-        self._waiters[released] = peer
+        released, waiters = asyncio.Event(), self._waiters.setdefault(peer, [])
+        waiters.append(released)
         try:
             yield released
         finally:
-            del self._waiters[released]
+            waiters.remove(released)
+            if not waiters:
+                del self._waiters[peer]
             self._wake()
 
     def _wake(self) -> None:
-        seen = set[Hashable]()
-        for released, peer in self._waiters.items():
-            if peer not in seen:
-                seen.add(peer)
-                released.set()
+        for waiters in self._waiters.values():
+            waiters[0].set()
 
-    def is_first(self, released: asyncio.Event) -> bool:
+    def is_first(self, peer: Hashable, released: asyncio.Event) -> bool:
         """Whether that waiter has waited longest of its peer."""
-        peer = self._waiters[released]
-        return next(each for each, other in self._waiters.items() if other == peer) is released
+        return self._waiters[peer][0] is released
 
     def is_waited_for(self, peer: Hashable) -> bool:
         """Whether a call of that peer waits for a permit."""
-        return peer in self._waiters.values()
+        return peer in self._waiters
 
     def end_turns(self, peer: Hashable) -> None:
         """Ask as many callers to end their streams as calls of that peer wait, the longest turn first. One that goes on
         after `IDLE_S` no longer counts."""
         own, now = self._candidates(self._peers.get(peer, {})), self._clock()
         ending = sum(permit.asked_at is not None and now - permit.asked_at < IDLE_S for permit in own)
-        wanted = sum(waiting == peer for waiting in self._waiters.values()) - ending
+        wanted = len(self._waiters.get(peer, ())) - ending
         for permit in own:
             if wanted <= 0:
                 return
@@ -286,14 +284,14 @@ class CallPermits:
         last_at = time.monotonic() + self._wait_s
         with self._reading.waiter(self._peer) as released:
             while time.monotonic() <= last_at:
-                is_first = self._reading.is_first(released)
+                is_first = self._reading.is_first(self._peer, released)
                 if is_first:
                     self._reading.end_turns(self._peer)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_S if is_first else self._wait_s):
                         await released.wait()
                 released.clear()
-                if self._reading.is_first(released) and self._acquire(self._reading):
+                if self._reading.is_first(self._peer, released) and self._acquire(self._reading):
                     self._release(self._waiting)
                     return True
         return False

@@ -33,7 +33,6 @@ from crossdock.worker.placement import FROM_CONFIG, Placement, SlotMap, WeightsO
 _log = log.get(__name__)
 
 _COUNT_BITS = 16
-_COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
 def _is_not_cut(layer: int) -> bool:
@@ -201,20 +200,20 @@ class ExpertTables:
             self._said = self._progress(is_cut)
             return self._said
 
-    def apply_agreed(self, words: Sequence[int], loaded: Sequence[bool] = ()) -> None:
+    def apply_agreed(self, words: Sequence[int], loaded: Sequence[bool]) -> None:
         """Switch the layer for which all ranks are ready. `words`, `loaded`: what `progress` of all ranks was in one
         exchange."""
         lowest, highest = min(words), max(words)
         if lowest >> _COUNT_BITS != highest >> _COUNT_BITS:
             self._all_staged = False
             return
-        if not highest & _COUNT_MASK and not any(loaded):
+        if self._staged is None:  # so this rank was not ready
             return
         with self._changed:
             ready = (self._target.version << _COUNT_BITS) + self._switched + 1
             if lowest == ready:
                 self._switch()
-            elif self._staged is not None and self._brings_weights():
+            elif self._brings_weights():
                 said = zip(words, loaded, strict=True)
                 self._all_staged = all(word == ready or (word == ready - 1 and has) for word, has in said)
 
@@ -251,10 +250,8 @@ class ExpertTables:
         return self._rows[layer][first:end]
 
     def _progress(self, is_cut: Callable[[int], bool]) -> tuple[int, bool]:
-        staged = self._staged is not None
-        ready = staged and not self._brings_weights()
-        if self._all_staged:
-            ready = not is_cut(self._changed_layers[self._switched])
+        staged, closing = self._staged is not None, self.closing
+        ready = staged and not self._brings_weights() if closing is None else not is_cut(closing)
         return (self._target.version << _COUNT_BITS) | (self._switched + ready), staged
 
     def _brings_weights(self) -> bool:

@@ -171,10 +171,6 @@ class _Answer:
     num_bytes: int = 0
 
 
-class _TurnOver:
-    """`turn_over` is to be sent."""
-
-
 _TURN_OVER = expert_pb2.ForwardResponse(turn_over=True).SerializeToString()
 
 
@@ -188,7 +184,7 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
         self.reader: asyncio.Task[None] | None = None
         self._pending: dict[int, _Pending] = {}
-        self._events: asyncio.Queue[_Answer | rpc.CallError | _TurnOver | None] = asyncio.Queue()
+        self._events: asyncio.Queue[_Answer | rpc.CallError | bytes | None] = asyncio.Queue()
         self._room = asyncio.Event()
         self.client, self._quota = client, backend.budget.open(client, self._room.set)
         self._read_all = self._given_up = False
@@ -224,8 +220,8 @@ class _Stream:
             event = await self._events.get()
             if isinstance(event, rpc.CallError):
                 raise event
-            if isinstance(event, _TurnOver):
-                yield _TURN_OVER
+            if isinstance(event, bytes):
+                yield event
             elif event is not None:
                 message, num_bytes = _message(event), event.num_bytes
                 del event  # keep one copy only while the client reads
@@ -282,7 +278,7 @@ class _Stream:
 
     def end_turn(self) -> None:
         """Ask the client to end the stream: others of its host wait to be read."""
-        self._events.put_nowait(_TurnOver())
+        self._events.put_nowait(_TURN_OVER)
 
     def end(self, error: rpc.CallError) -> None:
         """Raise `error` from `answers`, after the answers that are ready."""
