@@ -21,12 +21,13 @@ from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Network
 from ep_kernels.transports.base import EXCHANGE_WORDS
-from ep_kernels.transports.nvlink import links, sharing, watch
+from ep_kernels.transports.nvlink import sharing, watch
 from ep_kernels.transports.nvlink.domain import Domain
 from ep_kernels.transports.nvlink.mailbox import Mailbox
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember
 from ep_kernels.transports.nvlink.remote import RemoteRanks
 from ep_kernels.transports.nvlink.remote_pages import BLOCK_WORDS
+from ep_kernels.transports.nvlink.ticket import Host, RegionTicket
 from tests.gpu.loopback_group import LoopGroup
 
 SIZE = 3
@@ -345,19 +346,20 @@ def test_no_descriptor_outlives_an_import(monkeypatch: pytest.MonkeyPatch, missi
     domain.region = SimpleNamespace(mapping=SimpleNamespace(address=1))
     monkeypatch.setattr(watch, "PeerWatch", lambda pids, tell: None)
 
-    def bring(rank: int, ticket: bytes) -> tuple[int, Any, int]:
+    def bring(rank: int, ticket: RegionTicket) -> tuple[int, Any, int]:
         if rank == missing:
             raise TransportError(f"nvlink: cannot map the memory of rank {rank}")
         return os.open(os.devnull, os.O_RDONLY), SimpleNamespace(address=rank), 0
 
     domain._import = bring
+    blank = RegionTicket("abi", "fabric", 0, 0, b"", b"", Host("here"))
     before = os.listdir("/proc/self/fd")
     if missing is None:
-        domain.import_regions([links.TICKET.pack(b"", b"", 0, 0, 0, 0)] * SIZE)
+        domain.import_regions([blank.encode()] * SIZE)
         assert attached == [[os.fstat(own).st_ino] * SIZE], "open while they are mapped"
     else:
         with pytest.raises(TransportError, match=f"rank {missing}"):
-            domain.import_regions([links.TICKET.pack(b"", b"", 0, 0, 0, 0)] * SIZE)
+            domain.import_regions([blank.encode()] * SIZE)
     assert os.listdir("/proc/self/fd") == before
     os.close(own)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import msgspec
 import pytest
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import TransportError
 from ep_kernels.topology import Gpu, Peer, nvml
-from ep_kernels.transports.nvlink import links
+from ep_kernels.transports.nvlink import links, ticket
+from ep_kernels.transports.nvlink.ticket import Host, RegionTicket
 from ep_kernels.types import Mode
 from tests.gpu.loopback_group import LoopGroup
 
@@ -49,6 +49,10 @@ def test_what_nvml_does_not_know_is_allowed_with_a_warning(
     assert "ranks 0 and 2 is unknown" in caplog.text
 
 
+def published(place: int, host: str) -> bytes:
+    return RegionTicket("abi", "posix_fd", 1, place, b"", b"", Host(host)).encode()
+
+
 @pytest.mark.parametrize(
     ("fields", "refused"),
     [
@@ -69,20 +73,18 @@ def test_only_configurations_that_may_run_ll_are_refused(
         "transport": "nvlink",
     }
     config = MoEConfig(group=LoopGroup(0, 2), **shape, **fields)
-    here, elsewhere = (msgspec.json.encode(links.Host(name)) for name in ("here", "elsewhere"))
-    tickets = [links.TICKET.pack(b"abi", b"vmm", 1, place, 0, len(here)) + here for place in PLACES[:2]]
+    tickets = [published(place, "here") for place in PLACES[:2]]
     monkeypatch.setattr(nvml, "look", lambda sys: nvml.Found(gpus=gpus({(0, 1): "chipset not supported"})))
     if refused:
         with pytest.raises(TransportError, match="got none between rank 0"):
             links.check(config, tickets)
     else:
         links.check(config, tickets)
-    of_another_host = links.TICKET.pack(b"abi", b"vmm", 1, PLACES[1], 0, len(elsewhere)) + elsewhere
-    links.check(config, [tickets[0], of_another_host])
+    links.check(config, [tickets[0], published(PLACES[1], "elsewhere")])
 
 
-def test_tickets_say_where_a_rank_is() -> None:
-    here = msgspec.json.encode(links.Host("a"))
-    assert links.host_of(links.TICKET.pack(b"", b"", 0, 0, 3, len(here)) + b"ukn" + here + b"token") == links.Host("a")
-    with pytest.raises(TransportError, match="a ticket that cannot be read"):
-        links.host_of(links.TICKET.pack(b"", b"", 0, 0, 0, 4) + b"nope")
+def test_tickets_come_back_as_they_were() -> None:
+    given = RegionTicket("abi", "fabric", 4096, PLACES[0], b"nonce\0name", bytes(range(256)), Host("a"))
+    assert ticket.read(0, given.encode()) == given
+    with pytest.raises(TransportError, match="rank 3 has a ticket that cannot be read"):
+        ticket.read(3, b"nope")

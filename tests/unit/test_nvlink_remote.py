@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +23,13 @@ from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.network.network import Network
 from ep_kernels.transports.base import EXCHANGE_WORDS
-from ep_kernels.transports.nvlink import links
 from ep_kernels.transports.nvlink.domain import Domain
 from ep_kernels.transports.nvlink.mailbox import Mailbox
+from ep_kernels.transports.nvlink.ticket import RegionTicket
 from tests.gpu.loopback_group import LoopGroup
 
 WAIT_S = 30.0
 SOON_S = 2.0
-ABI = "0123456789abcdef"
 
 
 @pytest.fixture(autouse=True)
@@ -64,21 +64,21 @@ def fake_memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return redeemed
 
 
-def domain_of(rank: int, size: int, kind: Kind, where: str) -> tuple[Any, bytes]:
+def domain_of(rank: int, size: int, kind: Kind, where: str, name: str = "floor") -> tuple[Any, bytes]:
     """A domain whose region is of that kind, and its ticket, without any server."""
     gone = (ctypes.c_int64 * size)()
     host: Any = SimpleNamespace(
         gone_address=ctypes.addressof(gone), is_gone=lambda peer: gone[peer] == abi.DEAD, mark_gone=None, words=gone
     )
     config = NetworkConfig(listen="127.0.0.1:0", domain=where)
-    domain: Any = Domain(LoopGroup(rank, size), WAIT_S, ABI, host, config)
+    domain: Any = Domain(LoopGroup(rank, size), WAIT_S, name, host, config)
     domain._device = SimpleNamespace(index=0)
     domain.region = SimpleNamespace(mapping=SimpleNamespace(address=7))
     domain.mailbox = Mailbox(rank, host.is_gone)
     domain._open.append(domain.mailbox)
-    here = msgspec.json.encode(domain._where())
-    head = links.TICKET.pack(ABI.encode(), kind.value.encode(), 4096, rank, 0, len(here))
-    return domain, head + here + f"handle of {rank}".encode()
+    return domain, RegionTicket(
+        name, kind.value, 4096, rank, b"", f"handle of {rank}".encode(), domain._where()
+    ).encode()
 
 
 def test_fabric_handles_travel_in_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +102,25 @@ def test_fabric_handles_travel_in_tickets(monkeypatch: pytest.MonkeyPatch) -> No
     assert not domains[0].is_watched(2)
     for domain in domains:
         domain.close()
+
+
+@pytest.mark.parametrize("name", ["", "f", "floor", "0123456789abcdef", "longer than sixteen", "16 alike: one end"])
+def test_an_abi_of_any_length_is_compared_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    redeemed = fake_memory(monkeypatch)
+    for theirs in (name, name + "\0", name + " "):
+        made = [domain_of(rank, 2, Kind.FABRIC, f"tray-{rank}", (name, theirs)[rank]) for rank in range(2)]
+        domains, tickets = [domain for domain, _ in made], [ticket for _, ticket in made]
+        try:
+            if theirs == name:
+                with ThreadPoolExecutor(2) as pool:
+                    list(pool.map(partial(Domain.import_regions, tickets=tickets), domains))
+                assert len(redeemed) == 2
+            else:
+                with pytest.raises(TransportError, match=f"region ABI of rank 1: expected {name}, got {theirs}"):
+                    domains[0].import_regions(tickets)
+        finally:
+            for domain in domains:
+                domain.close()
 
 
 def test_memory_that_does_not_leave_a_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,16 +18,15 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from ep_kernels.config import Group
 from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.transports.nvlink import links, mailbox, sharing, watch
+from ep_kernels.transports.nvlink import links, mailbox, sharing, ticket, watch
 from ep_kernels.transports.nvlink.host_page import HostPage
-from ep_kernels.transports.nvlink.links import TICKET
+from ep_kernels.transports.nvlink.ticket import Host, RegionTicket
 
 _log = logging.getLogger(__name__)
 SPAN_HOSTS = ("fabric",)
@@ -61,7 +60,7 @@ class Domain:
     Args:
         group: who takes part.
         timeout_s: deadline of a peer's answer, seconds.
-        abi: what all ranks must have in common; ASCII, at most 16 characters.
+        abi: what all ranks must have in common.
         host: this rank's page of host memory, which knows who is dead.
         network: by which ranks of other hosts are reached; None: all are of this host.
     """
@@ -74,7 +73,7 @@ class Domain:
         self, group: Group, timeout_s: float, abi: str, host: HostPage, network: NetworkConfig | None = None
     ) -> None:
         self._group, self._timeout_s, self._abi, self._host = group, timeout_s, abi, host
-        self._network, self._own = network, (network.domain if network else "") or links.own_host()
+        self._network, self._own = network, (network.domain if network else "") or ticket.own_host()
         self._open: list[Any] = []  # what close() closes, in order of creation
         self.mappings: list[Any] = []
         self.boxed: dict[int, NetworkTicket] = {}
@@ -91,7 +90,7 @@ class Domain:
         self, num_bytes: int, device: torch.device, cure: str = "", boxes: NetworkTicket | None = None
     ) -> bytes:
         """Make the region, of unknown content, and the ticket by which peers map it. `cure`: what makes the region
-        smaller, for the error where the GPU has no room. `boxes`: see `links.Host`. Raises TransportError."""
+        smaller, for the error where the GPU has no room. `boxes`: see `ticket.Host`. Raises TransportError."""
         from ep_kernels.transports.nvlink import memory
 
         self._device = device
@@ -108,16 +107,15 @@ class Domain:
         gpu: Any = torch.cuda.get_device_properties(device)
         place = links.pci_number(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
         self._boxes = boxes
-        address, here = self._server.address, msgspec.json.encode(self._where())
-        head = (self._abi.encode(), kind.value.encode(), self.region.mapping.num_bytes, place)
-        return TICKET.pack(*head, len(address), len(here)) + address + here + bytes(self.region.token)
+        size, token = self.region.mapping.num_bytes, bytes(self.region.token)
+        return RegionTicket(self._abi, kind.value, size, place, self._server.address, token, self._where()).encode()
 
-    def _where(self) -> links.Host:
+    def _where(self) -> Host:
         """This rank's host record, and its network, opened."""
         if self._network is None:
-            return links.Host(self._own)
+            return Host(self._own)
         words = self.mailbox.open_network(self._network, self._group.size, self._host.gone_address)
-        return links.Host(self._own, words, self._boxes)
+        return Host(self._own, words, self._boxes)
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """Map everybody's region and page, connect with ranks of other hosts, and watch the peers' processes. Raises
@@ -129,16 +127,17 @@ class Domain:
         pages: list[int] = []
         mappings: list[Any] = []
         pids = {}
-        remote = self._remote(tickets)
-        self._find_boxes(tickets, remote)
+        found = [self._read(rank, raw) for rank, raw in enumerate(tickets)]
+        remote = self._remote(found)
+        self._find_boxes(found, remote)
         try:
-            for rank, ticket in enumerate(tickets):
+            for rank, one in enumerate(found):
                 if rank == self._group.rank:
                     page, mapping = os.dup(self.mailbox.fd), self.region.mapping
                 elif rank in remote:
-                    page, mapping = -1, None if rank in self.boxed else self._import_remote(rank, ticket)
+                    page, mapping = -1, None if rank in self.boxed else self._import_remote(rank, one)
                 else:
-                    page, mapping, pids[rank] = self._import(rank, ticket)
+                    page, mapping, pids[rank] = self._import(rank, one)
                 pages.append(page)
                 mappings.append(mapping)
             self.mappings = mappings
@@ -156,21 +155,24 @@ class Domain:
         remote = self.mailbox.remote
         return rank in self.watch.ranks or (remote is not None and rank in remote.ranks and remote.is_up(rank))
 
-    def _remote(self, tickets: Sequence[bytes]) -> dict[int, NetworkTicket]:
+    def _read(self, rank: int, raw: bytes) -> RegionTicket:
+        """A rank's ticket. Raises TransportError: it cannot be read, or is of another ABI."""
+        found = ticket.read(rank, raw)
+        if found.abi != self._abi:
+            raise TransportError(f"nvlink: region ABI of rank {rank}: expected {self._abi}, got {found.abi}")
+        return found
+
+    def _remote(self, found: Sequence[RegionTicket]) -> dict[int, NetworkTicket]:
         """Ranks of other hosts: how they are reached. Empty without a network."""
         if self._network is None:
             return {}
-        found = {}
-        for rank, ticket in enumerate(tickets):
-            where = links.host_of(ticket)
-            if where.name != self._own and where.network is not None:
-                found[rank] = where.network
-        return found
+        hosts = [one.host for one in found]
+        return {n: host.network for n, host in enumerate(hosts) if host.name != self._own and host.network is not None}
 
-    def _find_boxes(self, tickets: Sequence[bytes], remote: dict[int, NetworkTicket]) -> None:
+    def _find_boxes(self, found: Sequence[RegionTicket], remote: dict[int, NetworkTicket]) -> None:
         if not remote:
             return
-        hosts = [links.host_of(ticket) for ticket in tickets]
+        hosts = [one.host for one in found]
         for rank in remote:
             theirs = hosts[rank].boxes
             if (theirs is None) != (self._boxes is None):
@@ -185,11 +187,11 @@ class Domain:
             names = [host.name for host in hosts]
             self.hosts = tuple(map(names.index, names))
 
-    def _import_remote(self, rank: int, ticket: bytes) -> Any:
+    def _import_remote(self, rank: int, found: RegionTicket) -> Any:
         """The mapped region of a rank of another host, by what its ticket says alone."""
         from ep_kernels.transports.nvlink import memory
 
-        kind, num_bytes, _, token = self._read(rank, ticket)
+        kind = memory.HandleKind(found.kind)
         if kind is memory.HandleKind.POSIX_FD:
             raise TransportError(
                 f"nvlink: cannot map the memory of rank {rank}, which is on another host: expected a fabric handle, "
@@ -201,29 +203,19 @@ class Domain:
                 "nvlink: rank %d is in another network namespace: its memory is freed when its process ends", rank
             )
             self._lends_for_good = True
-        return self._mapped(rank, kind, num_bytes, -1, token)
+        return self._mapped(rank, kind, found, -1)
 
-    def _read(self, rank: int, ticket: bytes) -> tuple[Any, int, bytes, bytes]:
-        """(kind, bytes, address of the descriptor server, token) of a region. Raises TransportError: another ABI."""
-        from ep_kernels.transports.nvlink import memory
-
-        abi, name, num_bytes, _, address, where = TICKET.unpack_from(ticket)
-        if abi.decode() != self._abi:
-            raise TransportError(f"nvlink: region ABI of rank {rank}: expected {self._abi}, got {abi.decode()}")
-        rest = ticket[TICKET.size :]
-        return memory.HandleKind(name.rstrip(b"\0").decode()), num_bytes, rest[:address], rest[address + where :]
-
-    def _import(self, rank: int, ticket: bytes) -> tuple[int, Any, int]:
+    def _import(self, rank: int, found: RegionTicket) -> tuple[int, Any, int]:
         """(descriptor of the rank's mailbox page, its mapped region, its process id here or 0)."""
         from ep_kernels.transports.nvlink import memory
 
-        kind, num_bytes, address, token = self._read(rank, ticket)
+        kind = memory.HandleKind(found.kind)
         num_fds = 2 if kind is memory.HandleKind.POSIX_FD else 1
-        fds, pid, lease = sharing.borrow(rank, address, num_fds, self._timeout_s)
+        fds, pid, lease = sharing.borrow(rank, found.server, num_fds, self._timeout_s)
         if kind is not memory.HandleKind.CUDA_IPC:  # the driver itself counts who has the memory
             lease.close()
         try:
-            return fds[0], self._mapped(rank, kind, num_bytes, fds[-1], token, lease), pid
+            return fds[0], self._mapped(rank, kind, found, fds[-1], lease), pid
         except TransportError:
             os.close(fds[0])
             lease.close()
@@ -232,13 +224,11 @@ class Domain:
             for fd in fds[1:]:
                 os.close(fd)
 
-    def _mapped(
-        self, rank: int, kind: Any, num_bytes: int, fd: int, token: bytes, lease: socket.socket | None = None
-    ) -> Any:
+    def _mapped(self, rank: int, kind: Any, found: RegionTicket, fd: int, lease: socket.socket | None = None) -> Any:
         from ep_kernels.transports.nvlink import memory
 
         try:
-            return memory.redeem(kind, num_bytes, self._device.index, fd, token, lease)
+            return memory.redeem(kind, found.num_bytes, self._device.index, fd, found.token, lease)
         except TransportError as error:
             raise TransportError(f"nvlink: cannot map the memory of rank {rank}: {error}") from error
 

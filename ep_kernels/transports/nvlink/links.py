@@ -5,55 +5,17 @@ rest for written. NVLink, and a GPU's own memory, keep such a store whole; PCIe 
 from __future__ import annotations
 
 import logging
-import os
-import struct
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
-import msgspec
-
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import TransportError
-from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.topology import Gpu, nvml, sysfs
+from ep_kernels.topology import Gpu, nvml
+from ep_kernels.transports.nvlink import ticket
 from ep_kernels.types import Mode
 
 log = logging.getLogger(__name__)
-
-TICKET = struct.Struct("<16s8sQQHH")
-"""Head of a rank's ticket: abi, kind, region bytes, place of its GPU (`pci_number`), lengths of the address of its
-descriptor server and of the `Host`, which follow; then comes the token of the region."""
-
-
-class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The host of a rank, as JSON in its ticket.
-
-    Attributes:
-        name: ranks of equal names reach each other's processes and hand descriptors over; `own_host`.
-        network: how ranks of other hosts reach it; None = they do not.
-        boxes: the same for what its kernels send; None = ranks of other hosts map its region.
-    """
-
-    name: str
-    network: NetworkTicket | None = None
-    boxes: NetworkTicket | None = None
-
-
-def own_host() -> str:
-    """With whom this process can exchange descriptors: one kernel, one network namespace, one user."""
-    boot = sysfs.text_of(Path("/proc/sys/kernel/random/boot_id"))
-    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{os.geteuid()}"
-
-
-def host_of(ticket: bytes) -> Host:
-    """The `Host` of a ticket. Raises TransportError."""
-    *_, address, length = TICKET.unpack_from(ticket)
-    start = TICKET.size + address
-    try:
-        return msgspec.json.decode(ticket[start : start + length], type=Host)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise TransportError(f"nvlink: a ticket that cannot be read ({error}); use one version on all ranks") from error
 
 
 def pci_number(domain: int, bus: int, device: int) -> int:
@@ -64,19 +26,17 @@ def pci_number(domain: int, bus: int, device: int) -> int:
 def check(config: MoEConfig, tickets: Sequence[bytes]) -> None:
     """Refuse LL (TransportError) where GPUs are not joined by NVLink. Of this host's: NVML tells nothing of others, and
     regions of other hosts are mapped by fabric handles, which only NVLink has."""
-    own, boxed = host_of(tickets[config.group.rank]).name, host_of(tickets[config.group.rank]).boxes is not None
-    if boxed or config.mode is Mode.LL or (config.mode is Mode.AUTO and config.ll_max_tokens != 0):
-        hosts = [host_of(ticket).name for ticket in tickets]
-        places = [
-            TICKET.unpack_from(ticket)[3] if host == own else None for ticket, host in zip(tickets, hosts, strict=True)
-        ]
+    found = [ticket.read(rank, raw) for rank, raw in enumerate(tickets)]
+    own = found[config.group.rank].host
+    if own.boxes is not None or config.mode is Mode.LL or (config.mode is Mode.AUTO and config.ll_max_tokens != 0):
+        places = [one.place if one.host.name == own.name else None for one in found]
         if len(set(places)) > 1:
             require_nvlink(places, nvml.look(Path("/sys")).gpus)
 
 
 def lines_are_whole(tickets: Sequence[bytes]) -> bool:
     """Whether LL128 lines may travel among these ranks: NVLink joins all GPUs, or there is one. Equal on all ranks."""
-    places = [TICKET.unpack_from(ticket)[3] for ticket in tickets]
+    places = [ticket.read(rank, raw).place for rank, raw in enumerate(tickets)]
     if len(set(places)) <= 1:
         return True
     try:
