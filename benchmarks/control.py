@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
+from benchmarks.parts import Parts
 from crossdock.common import announce, rpc
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
@@ -292,31 +293,26 @@ def show(row: Row) -> str:
     return "  ".join(f"{field.name} {getattr(row, field.name)}" for field in fields(Row))
 
 
-async def measure_all(sizes: Sequence[int], lease_s: float) -> list[Row]:
-    """All sizes, one after the other, on one loop: grpc keeps to the first one that it sees."""
-    rows = []
-    for ranks in sizes:
-        rows.append(await measure(ranks, max(lease_s, lease_of(ranks))))
-        print(show(rows[-1]), flush=True)
-    return rows
-
-
-def main() -> None:
-    """Measure all sizes; print each as it is done."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure all sizes; print each as it is done; 1 where one failed."""
     parser = argparse.ArgumentParser(description="Measure how the control plane scales.")
     parser.add_argument("--out", type=Path, help="folder for control.csv and run.json; none: print only")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(SIZES), help="sizes of groups")
     parser.add_argument(
         "--lease", type=float, default=0.0, help="seconds, at least; for a machine that is busy otherwise"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    rows = asyncio.run(measure_all(arguments.ranks, arguments.lease))
-    if arguments.out:
-        found = facts.of_control(sys.argv[1:], {"region_bytes": REGION_BYTES, "steady_s": STEADY_S})
-        facts.keep(arguments.out, "control", Row, rows, found)
+    config: dict[str, object] = {"region_bytes": REGION_BYTES, "steady_s": STEADY_S}
+    about = facts.of_control(sys.argv[1:] if words is None else words, config)
+    table = Parts(arguments.out, "control", Row, lambda: about, lambda row: print(show(row), flush=True))
+    with asyncio.Runner() as loop:  # one: grpc keeps to the first that it sees
+        for ranks in arguments.ranks:
+            lease_s = max(arguments.lease, lease_of(ranks))
+            table.measure(f"{ranks} ranks", lambda ranks=ranks, s=lease_s: [loop.run(measure(ranks, s))])  # type: ignore[misc]
+    return table.status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -39,6 +40,7 @@ from benchmarks.backends import Setup
 from benchmarks.backends.over_hosts import create, network_of
 from benchmarks.cases import Case, Step, make_steps
 from benchmarks.measure import DEADLINE_S, measure
+from benchmarks.parts import Parts
 from ep_kernels import Layout, Mode
 from ep_kernels.network import NetworkConfig, proxy
 from ep_kernels.network.channel_memory import ChannelMemory
@@ -373,23 +375,28 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
-def main() -> None:
-    """Measure all, print the table."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure all, print the table; 1 where a part failed."""
     parser = argparse.ArgumentParser(description="Measure what the network costs.")
     parser.add_argument("--out", type=Path, help="folder for network.csv and run.json; none: print only")
     parser.add_argument("--rounds", type=int, default=40, help="dispatches per job; messages: 500 times as many")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     load, many = os.getloadavg()[0], 500 * arguments.rounds
     jobs = [Case(Mode.HT, Layout.FLAT, ranks=ranks, tokens=512) for ranks in (2, 4)]
-    rows = [*ring(many), *messages(many), *idle(10 * arguments.rounds)]
+    config: dict[str, object] = {"rounds": arguments.rounds, "load_before": round(load, 2)}
+    about = facts.of_control(sys.argv[1:] if words is None else words, config, "benchmarks.network")
+    found = Parts(arguments.out, "network", Row, lambda: about, lambda _: None)
+    found.measure("ring", partial(ring, many))
+    found.measure("messages", partial(messages, many))
+    found.measure("idle", partial(idle, 10 * arguments.rounds))
     for job in jobs:
-        rows += dispatches(job, arguments.rounds)
-    rows += [one for ranks in (2, 4) for one in wire(Case(Mode.LL, Layout.RANK_MAJOR, ranks=ranks, tokens=128))]
-    print(table(rows))
-    if arguments.out:
-        config: dict[str, object] = {"rounds": arguments.rounds, "load_before": round(load, 2)}
-        facts.keep(arguments.out, "network", Row, rows, facts.of_control(sys.argv[1:], config, "benchmarks.network"))
+        found.measure(f"dispatches of {job.ranks} ranks", partial(dispatches, job, arguments.rounds))
+    for ranks in (2, 4):
+        sent = Case(Mode.LL, Layout.RANK_MAJOR, ranks=ranks, tokens=128)
+        found.measure(f"bytes of {ranks} ranks", partial(wire, sent))
+    print(table(found.rows))
+    return found.status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

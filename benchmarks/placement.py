@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import eplb, facts
+from benchmarks.parts import Parts
 from crossdock.control.balancer import balance, copies_of, first_table, imbalance, num_moved
 from crossdock.control.tables import Shape, Table
 
@@ -156,20 +157,23 @@ def apart(table: Table, shape: Shape) -> float:
     return sum(found == most for found, most in several) / len(several) if several else 1.0
 
 
-def main() -> None:
-    """Measure all cases; print each as it is done."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure all cases; print each as it is done; 1 where one failed."""
     parser = argparse.ArgumentParser(description="Measure how well experts are placed.")
     parser.add_argument("--out", type=Path, help="folder for placement.csv and run.json; none: print only")
     parser.add_argument("--seeds", type=int, default=20, help="loads per case")
-    arguments = parser.parse_args()
-    rows = []
+    arguments = parser.parse_args(words)
+    given = sys.argv[1:] if words is None else words
+    about = facts.of_control(given, {"seeds": arguments.seeds}, "benchmarks.placement")
+    table = Parts(arguments.out, "placement", Row, lambda: about, _show)
     for case in CASES:
-        rows.append(measure(case, arguments.seeds))
-        print("  ".join(f"{field.name} {getattr(rows[-1], field.name)}" for field in fields(Row)), flush=True)
-    if arguments.out:
-        found = facts.of_control(sys.argv[1:], {"seeds": arguments.seeds}, "benchmarks.placement")
-        facts.keep(arguments.out, "placement", Row, rows, found)
+        table.measure(str(case), lambda case=case: [measure(case, arguments.seeds)])  # type: ignore[misc]
+    return table.status
+
+
+def _show(row: Row) -> None:
+    print("  ".join(f"{field.name} {getattr(row, field.name)}" for field in fields(Row)), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,17 +14,20 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import torch
 
 from benchmarks import facts
+from benchmarks.parts import Parts
 from benchmarks.service.model import write_experts
 from crossdock.client import Client
 from crossdock.common import rpc
@@ -170,7 +173,7 @@ class Scene:
         return len(self.supervisor.addresses()) == len(self.supervisor.children)
 
 
-def measure(folder: Path, losses: Sequence[str], *, elastic: bool, spare: bool) -> list[Row]:
+def measure(folder: Path, losses: Sequence[str], *, elastic: bool, spare: bool) -> Iterator[Row]:
     """All rows of one kind of group; `losses`: "kill" or "stop", one after the other."""
     placement = PlacementConfig(redundant_experts=EXPERTS, min_copies=2) if elastic else PlacementConfig()
     anywhere = "127.0.0.1:0"
@@ -184,15 +187,14 @@ def measure(folder: Path, losses: Sequence[str], *, elastic: bool, spare: bool) 
         scene = Scene(supervisor, elastic=elastic, spare=spare)
         with Asking(supervisor.control_address) as asking:
             scene.until(lambda: len(asking.took) > 200)
-            rows = [] if spare else [scene.move(asking)]
+            if not spare:
+                yield scene.move(asking)
             for number, what in enumerate(losses):
-                rows.append(scene.lose(what, number % WORKERS, asking))
-                print(rows[-1], flush=True)
-    return rows
+                yield scene.lose(what, number % WORKERS, asking)
 
 
-def main() -> None:
-    """Measure both kinds; print each row as it is done."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure both kinds; print each row as it is done; 1 where one failed."""
     parser = argparse.ArgumentParser(description="Measure the time to resume.")
     parser.add_argument("--out", type=Path, help="folder for resume.csv and run.json; none: print only")
     parser.add_argument("--commit", help="where the tree has no history of its own")
@@ -201,23 +203,22 @@ def main() -> None:
         "--stops", type=int, default=3, help="of elastic groups without a spare: workers that stand still"
     )
     parser.add_argument("--inner", type=int, default=512, help="I: an expert takes 1.5 KiB times that; there are 32")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
+    config: dict[str, object] = {"kills": arguments.kills, "stops": arguments.stops, "inner": arguments.inner}
+    about = facts.of_this_run(config, arguments.commit, "benchmarks.resume")
+    table = Parts(arguments.out, "resume", Row, lambda: about, partial(print, flush=True))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_experts(folder / "model", HIDDEN, arguments.inner, EXPERTS, TOPK, layers=2)
         kinds = [(elastic, spare) for elastic in (True, False) for spare in (False, True)]
         kills, stops = ["kill"] * arguments.kills, ["stop"] * arguments.stops
-        rows: list[Row] = []
         for elastic, spare in kinds:
             losses = kills + (stops if elastic and not spare else [])
-            rows += measure(folder, losses, elastic=elastic, spare=spare) if losses else []
-    for row in rows:
-        print(row)
-    if arguments.out:
-        config = {"kills": arguments.kills, "stops": arguments.stops, "inner": arguments.inner}
-        found = facts.of_this_run(config, arguments.commit, "benchmarks.resume")
-        facts.keep(arguments.out, "resume", Row, rows, found)
+            if losses:
+                what = f"elastic {elastic}, spare {spare}"
+                table.measure(what, partial(measure, folder, losses, elastic=elastic, spare=spare))
+    return table.status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

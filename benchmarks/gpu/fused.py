@@ -22,6 +22,7 @@ import datetime
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 
 from benchmarks import bounds, facts
 from benchmarks.gpu.measure import FLUSH_BYTES, WARMUP, events, sleep
+from benchmarks.parts import Parts
 from ep_kernels.collectives import matmul
 from ep_kernels.telemetry import quantile
 
@@ -238,25 +240,25 @@ def copies_row(watch: Watch) -> Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 1 where a target was missed."""
+    """Measure, print, write; 1 where a target was missed or a part failed."""
     options = _parse(arguments)
     watch, clock = Watch(options.iterations), CopyClock()
-    rows = [
-        row
-        for (n, k), by_m in EFFICIENCY.items()
-        for m in by_m
-        for row in shape_rows(watch, m, n, k, clock)
-    ]  # fmt: skip
-    rows.append(copies_row(watch))
     off = {f"{us} us": round(clock.error(us), 3) for us in (12, 49, 196)}
     config: dict[str, object] = {"iterations": options.iterations, "ranks": RANKS, "pacer_is_off_by": off}
-    facts.keep(options.out, "fused", Row, rows, facts.of_this_run(config, options.commit, MODULE) | facts.of_gpus(1))
-    for row in rows:
-        shape = f"{row.m:6} x {row.n:5} x {row.k:5}"
-        judged = f"{row.value} (target >= {row.target}: {row.met})" if row.met else ""
-        print(f"{row.what:7} {shape}: {row.p50_us:9.1f} us {judged}")
+    about = facts.of_this_run(config, options.commit, MODULE) | facts.of_gpus(1)
+    table = Parts(options.out, "fused", Row, lambda: about, _show)
+    for (n, k), by_m in EFFICIENCY.items():
+        for m in by_m:
+            table.measure(f"{m} x {n} x {k}", partial(shape_rows, watch, m, n, k, clock))
+    table.measure("copies", lambda: [copies_row(watch)])
     print(f"written to {options.out}")
-    return 1 if any(row.met == "no" for row in rows) else 0
+    return table.status or int(any(row.met == "no" for row in table.rows))
+
+
+def _show(row: Row) -> None:
+    shape = f"{row.m:6} x {row.n:5} x {row.k:5}"
+    judged = f"{row.value} (target >= {row.target}: {row.met})" if row.met else ""
+    print(f"{row.what:7} {shape}: {row.p50_us:9.1f} us {judged}", flush=True)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import facts
+from benchmarks.parts import Parts
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig
 from ep_kernels.telemetry import quantile
 from ep_kernels.transports.nvlink.transport import NvlinkTransport
@@ -245,27 +247,28 @@ def torch_rows(clock: Clock) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 1 where a goal was missed."""
+    """Measure, print, write; 1 where a goal was missed or a part failed."""
     options = _parse(arguments)
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     clock = Clock(options.calls)
-    rows = torch_rows(clock)
-    for size in RANKS:
-        for mode in (Mode.LL, Mode.HT):
-            for layout in options.layouts:
-                rows += communicator_rows(clock, size, mode, layout, exact=False)
-    rows += communicator_rows(clock, 1, Mode.HT, Layout.FLAT, exact=True)
-    rows += communicator_rows(clock, 1, Mode.HT, Layout.GROUPED, exact=True)
-    rows += deep_ep_rows(clock)
     config: dict[str, object] = {"calls": options.calls, "hidden": HIDDEN, "experts": EXPERTS, "topk": TOPK}
-    facts.keep(options.out, "host", Row, rows, facts.of_this_run(config, options.commit, MODULE) | facts.of_gpus(1))
-    for row in rows:
-        what = f"{row.backend:16} {row.op:18} {row.mode:3} {row.layout:18} R={row.ranks} {row.kernels:8}"
-        print(f"{what} {row.p50_us:7.1f} us, p99 {row.p99_us:7.1f}, {row.ratio:5.1f} empty kernels")
+    about = facts.of_this_run(config, options.commit, MODULE) | facts.of_gpus(1)
+    table = Parts(options.out, "host", Row, lambda: about, _show)
+    table.measure("torch", partial(torch_rows, clock))
+    cases = [(size, mode, layout, False) for size in RANKS for mode in (Mode.LL, Mode.HT) for layout in options.layouts]
+    for size, mode, layout, exact in [*cases, *((1, Mode.HT, each, True) for each in (Layout.FLAT, Layout.GROUPED))]:
+        what = f"{size} ranks, {mode.value}, {layout.value}"
+        table.measure(what, partial(communicator_rows, clock, size, mode, layout, exact))
+    table.measure("deep_ep", partial(deep_ep_rows, clock))
     print(f"written to {options.out}")
     dist.destroy_process_group()
-    return 1 if any(map(_missed, rows)) else 0
+    return table.status or int(any(map(_missed, table.rows)))
+
+
+def _show(row: Row) -> None:
+    what = f"{row.backend:16} {row.op:18} {row.mode:3} {row.layout:18} R={row.ranks} {row.kernels:8}"
+    print(f"{what} {row.p50_us:7.1f} us, p99 {row.p99_us:7.1f}, {row.ratio:5.1f} empty kernels", flush=True)
 
 
 def _missed(row: Row) -> bool:

@@ -15,8 +15,9 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from unittest import mock
 import torch
 
 from benchmarks import facts
+from benchmarks.parts import Parts
 from ep_kernels.collectives import CollectiveConfig, Collectives, collectives
 from ep_kernels.groups import PaperGroup
 from ep_kernels.telemetry import quantile
@@ -119,21 +121,20 @@ def measured(call: Callable[[], Any], calls: int) -> list[float]:
     return taken[2:]
 
 
-def rows(coll: Collectives, num_bytes: int, calls: int) -> list[Row]:
+def rows(coll: Collectives, num_bytes: int, calls: int) -> Iterator[Row]:
     """Every operation, both ways."""
-    found, find = [], coll._repeats.find
+    find = coll._repeats.find
     for op, call in operations(coll, num_bytes).items():
         for way, seen in (("long", lambda *_: None), ("plan", find)):
             with mock.patch.object(coll._repeats, "find", seen):
                 times = measured(call, calls)
             p50, p99 = (round(quantile(times, q), 2) for q in (0.5, 0.99))
             target = TARGETS_US.get(op, "") if way == "plan" else ""
-            found.append(Row(op, way, num_bytes, coll.size, p50, p99, target, calls))
-    return found
+            yield Row(op, way, num_bytes, coll.size, p50, p99, target, calls)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 1 where a target was missed."""
+    """Measure, print, write; 1 where a target was missed or a part failed."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--num-bytes", type=int, nargs="+", default=[4096, 1 << 20])
@@ -143,17 +144,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     coll = lonely(options.ranks)
     coll._transport.stand_alone()  # type: ignore[attr-defined]
-    found = [yardstick(options.calls)]
-    found += [row for num_bytes in options.num_bytes for row in rows(coll, num_bytes, options.calls)]
-    found.append(yardstick(options.calls))
-    for row in found:
-        print(
-            f"{row.op:18} {row.way:5} {row.num_bytes:9} B: {row.p50_us:8.2f} us, p99 {row.p99_us:8.2f} {row.target_us}"
-        )
     config: dict[str, object] = {"ranks": options.ranks, "calls": options.calls}
     about = facts.of_this_run(config, options.commit, MODULE) | facts.of_gpus(1)
-    facts.keep(options.out, "host_cost", Row, found, about)
-    return 1 if any(row.target_us != "" and row.p50_us > float(row.target_us) for row in found) else 0
+    table = Parts(options.out, "host_cost", Row, lambda: about, _show)
+    table.measure("before", lambda: [yardstick(options.calls)])
+    for num_bytes in options.num_bytes:
+        table.measure(f"{num_bytes} bytes", partial(rows, coll, num_bytes, options.calls))
+    table.measure("after", lambda: [yardstick(options.calls)])
+    missed = any(row.target_us != "" and row.p50_us > float(row.target_us) for row in table.rows)
+    return table.status or int(missed)
+
+
+def _show(row: Row) -> None:
+    times = f"{row.p50_us:8.2f} us, p99 {row.p99_us:8.2f} {row.target_us}"
+    print(f"{row.op:18} {row.way:5} {row.num_bytes:9} B: {times}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,11 +143,11 @@ def line(what: str, values_ns: list[int]) -> Line:
     )
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure, write, print."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.network_push", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+    out = parser.parse_args(words).out
     times = measure(torch.device("cuda", torch.cuda.current_device()))
     rounds = [seen - begun for begun, seen in zip(times.begun, times.seen, strict=True)]
     found = {"fence": times.fences, "round": rounds, "read": times.reads, **halves(times)}
@@ -154,7 +156,8 @@ def main() -> None:
     facts.keep(out, "network_push", Line, lines, told | facts.of_gpus(1))
     for one in lines:
         print(one)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

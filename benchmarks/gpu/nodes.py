@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -124,9 +125,10 @@ class Session:
         self._watch, self._number = Stopwatch(device), 0
         self._lines: list[Line] = []
         self._proxy: list[network.Row] = []
+        self.failures: list[str] = []
 
     def run(self) -> None:
-        """All cases; what is measured is written after each."""
+        """All cases; what is measured is written after each. One that fails costs no other."""
         cases = list(cases_of(self._options, self._ranks))
         config = network_of(self._rank, self._ranks, self._options.nodes, self._options.provider, self._options.spin_us)
         most = max(sum(sizes_of(case, op, most_rows(case, op))) for case in cases for op in parts_of("pair"))
@@ -137,9 +139,22 @@ class Session:
             if self._mean(float(time.monotonic() > until)):  # by any clock
                 self._say(f"out of time before {case.mode.value} T={case.tokens}")
                 break
-            self._measure(case, config, streams)
+            self._attempt(case, config, streams)
             self._write()
         streams.close()
+
+    def _attempt(self, case: Case, config: NetworkConfig, streams: Streams) -> None:
+        kept, fault = len(self._lines), ""
+        try:
+            self._measure(case, config, streams)
+        except Exception:
+            fault = f"{case.mode.value} {case.layout.value} T={case.tokens}: {traceback.format_exc()}"
+        faults: list[str] = [""] * self._ranks
+        dist.all_gather_object(faults, fault)
+        if any(faults):
+            del self._lines[kept:]
+            self.failures += dict.fromkeys(filter(None, faults))
+            self._say("FAILED " + "\n".join(dict.fromkeys(filter(None, faults))))
 
     def _alone(self, streams: Streams) -> None:
         """Ring and proxy without a GPU: between threads of rank 0, then small messages of all ranks."""
@@ -156,6 +171,15 @@ class Session:
         self._number += 1
         group = StoreGroup(self._store, self._rank, self._ranks, name=f"case-{self._number}")
         backend = Crossdock(case, group, network=config)
+        try:
+            self._loops(case, backend, streams)
+            if self._number == 1:
+                self._idle()
+        finally:
+            self._watch.forget()
+            backend.close()
+
+    def _loops(self, case: Case, backend: Crossdock, streams: Streams) -> None:
         bench = Bench(backend, case, self._rank, self._options.seed + 100_000 * self._number, self._watch)
         bench.round_trips("before")
         tables = self._tables(case, bench)
@@ -179,9 +203,6 @@ class Session:
         dist.all_gather_object(faults, bench.faults)
         if any(faults):
             raise AssertionError("\n".join(fault for one in faults for fault in one))
-        if self._number == 1:
-            self._idle()
-        backend.close()
 
     def _idle(self) -> None:
         """What a group costs that does nothing."""
@@ -196,9 +217,9 @@ class Session:
         """int64 [R, R] of each operation: rows from -> to of the first prepared set."""
         ids = bench.sets[0].topk_ids
         mine = torch.stack([bounds.rows_to(case, ids), bounds.rows_back(case, ids)])
-        table = mine.new_empty(self._ranks, *mine.shape)
+        table = mine.new_empty(self._ranks * len(mine), self._ranks)
         dist.all_gather_into_tensor(table, mine)
-        dispatch, combine = table.transpose(0, 1).cpu()
+        dispatch, combine = table.view(self._ranks, *mine.shape).transpose(0, 1).cpu()
         return {"dispatch": dispatch, "combine": combine.T}
 
     def _stages(self, backend: Crossdock) -> dict[str, Stages]:
@@ -273,7 +294,7 @@ class Session:
         out = self._options.out or folder.with_name(f"{folder.name}-nodes{self._options.nodes}")
         config: dict[str, object] = {
             name: str(value) for name, value in options.items() if name not in ("out", "commit")
-        }
+        } | {"failures": self.failures}
         told = facts.of_this_run(config, self._options.commit, "benchmarks.gpu.nodes") | facts.of_gpus(self._ranks)
         facts.keep(out, "nodes", Line, self._lines, told)
         facts.keep(out, "proxy", network.Row, self._proxy, told)
@@ -313,8 +334,8 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(",") if word)
 
 
-def main() -> int:
-    """Measure, print, write."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 1 where a case failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.nodes", description="GPUs as several hosts.")
     parser.add_argument("--nodes", type=int, default=2, help="hosts; a divisor of the number of GPUs")
     parser.add_argument("--out", type=Path, help="folder for nodes.csv, proxy.csv and run.json")
@@ -328,12 +349,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--commit", help="name of the measured state, where the tree has no history")
     parser.add_argument("--note", default="", help="kept in run.json")
-    session = Session(parser.parse_args())
+    session = Session(parser.parse_args(arguments))
     try:
         session.run()
     finally:
         dist.destroy_process_group()
-    return 0
+    return 1 if session.failures else 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from benchmarks.cases import Case, draw
 from benchmarks.gpu.layer import Experts, LeftAlone
 from benchmarks.gpu.measure import FLUSH_BYTES, events, sleep
 from benchmarks.gpu.tables import LAYER_SHAPES
+from benchmarks.parts import Parts
 from ep_kernels import Layout, Mode
 
 RANKS, TOKENS = (4, 8), (512, 1024, 2048, 4096, 8192, 16384)
@@ -107,25 +108,21 @@ def timed(calls: list[Callable[[], torch.Tensor]], iterations: int, flushed: tor
     return taken
 
 
-def measured(iterations: int, seed: int) -> list[Row]:
-    """Every case; printed as it comes."""
-    found, flushed = list[Row](), torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    for (hidden, num_experts), ranks in itertools.product(LAYER_SHAPES, RANKS):
-        experts = Experts.drawn(num_experts // ranks, hidden, LAYER_SHAPES[hidden, num_experts], seed)
-        for tokens in TOKENS:
-            counts = drawn(num_experts, ranks, tokens, seed + tokens)
-            for sms_left, (form, pieces) in itertools.product(SMS_LEFT, FORMS):
-                with LeftAlone(sms_left):
-                    taken = timed(parts_of(experts, counts, form, pieces), iterations, flushed)
-                case = (hidden, num_experts, ranks, tokens, sum(counts), form, pieces, sms_left)
-                found.append(Row(*case, round(statistics.median(taken), 1), round(min(taken), 1)))
-                print(*case, found[-1].p50_us, flush=True)
-        del experts
-    return found
+def measured(hidden: int, num_experts: int, ranks: int, iterations: int, seed: int) -> Iterator[Row]:
+    """Every case of one shape on one number of ranks."""
+    flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    experts = Experts.drawn(num_experts // ranks, hidden, LAYER_SHAPES[hidden, num_experts], seed)
+    for tokens in TOKENS:
+        counts = drawn(num_experts, ranks, tokens, seed + tokens)
+        for sms_left, (form, pieces) in itertools.product(SMS_LEFT, FORMS):
+            with LeftAlone(sms_left):
+                taken = timed(parts_of(experts, counts, form, pieces), iterations, flushed)
+            case = (hidden, num_experts, ranks, tokens, sum(counts), form, pieces, sms_left)
+            yield Row(*case, round(statistics.median(taken), 1), round(min(taken), 1))
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print, write."""
+    """Measure, print, write; 1 where a part failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.pieces", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--iterations", type=int, default=20)
@@ -134,11 +131,13 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     if not torch.cuda.is_available():
         parser.error("expected a GPU, this machine has none")
-    rows = measured(options.iterations, options.seed)
     config: dict[str, object] = {"iterations": options.iterations, "seed": options.seed, "device": "cuda"}
-    found = facts.of_this_run(config, options.commit, "benchmarks.gpu.pieces") | facts.of_gpus(1)
-    facts.keep(options.out, "pieces", Row, rows, found)
-    return 0
+    about = facts.of_this_run(config, options.commit, "benchmarks.gpu.pieces") | facts.of_gpus(1)
+    table = Parts(options.out, "pieces", Row, lambda: about)
+    for (hidden, experts), ranks in itertools.product(LAYER_SHAPES, RANKS):
+        part = partial(measured, hidden, experts, ranks, options.iterations, options.seed)
+        table.measure(f"{experts} experts of {hidden}, {ranks} ranks", part)
+    return table.status
 
 
 if __name__ == "__main__":

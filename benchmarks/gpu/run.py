@@ -213,11 +213,13 @@ class Session:
         if self._rank:
             return
         figures = self._figures.get(table, {}).values()
-        if not figures and table not in self._written:  # what an earlier run left in the folder stands
+        if figures or table in self._written:
+            self._written.add(table)
+            report.write(self._out, table, [report.above_floor(figure.line(), self._floor_us()) for figure in figures])
+        else:  # what an earlier run left of it in the folder stands
             self._took.pop(table, None)
+        if not self._written:
             return
-        self._written.add(table)
-        report.write(self._out, table, [report.above_floor(figure.line(), self._floor_us()) for figure in figures])
         options = {name: str(value) for name, value in vars(self._options).items() if name not in NOT_OF_THE_RUN}
         failures = [f"{what}: {text.strip().splitlines()[-1]}" for what, text in self.failures]
         config: dict[str, object] = {**options, "failures": failures, "not_measured": list(self._absent)}
@@ -250,6 +252,6 @@ def _closed(backend: gpu.Backend) -> str:
 def _all_rows(case: Case, bench: Bench) -> torch.Tensor:
     """int64 [S, R, R]: rows from -> to, of every prepared set."""
     mine = torch.stack([bounds.rows_to(case, inputs.topk_ids) for inputs in bench.sets])
-    table = mine.new_empty(case.ranks, *mine.shape)
+    table = mine.new_empty(case.ranks * len(mine), case.ranks)
     dist.all_gather_into_tensor(table, mine)
-    return table.transpose(0, 1).cpu()
+    return table.view(case.ranks, *mine.shape).transpose(0, 1).cpu()

@@ -22,11 +22,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks import facts
+from benchmarks.parts import Parts
 from benchmarks.service.beside import EchoProcess, InProcess, tokens_per_s
 from benchmarks.service.control import ControlProcess
 from benchmarks.service.counters import PHASES, Counters
@@ -216,36 +218,35 @@ def two_hosts(arguments: argparse.Namespace) -> Iterator[Places | None]:
         yield None
 
 
-def main() -> None:
-    """Measure; print each row as it is done. What there is when a case fails is kept, too."""
-    arguments = parsed(sys.argv[1:])
-    load_before, rows = os.getloadavg()[0], list[Row]()
-    try:
-        _measure(arguments, rows)
-    finally:
-        goals = goals_of(rows)
-        for goal in goals:
-            print("  ".join(f"{name} {value}" for name, value in asdict(goal).items()), flush=True)
-        if arguments.out:
-            config: dict[str, object] = {"seconds": arguments.seconds, "load_before": round(load_before, 2)}
-            found = facts.of_this_run(config, arguments.commit, "benchmarks.service")
-            facts.keep(arguments.out, "goals", Goal, goals, found)
-            facts.keep(arguments.out, "service", Row, rows, found)
-
-
-def _measure(arguments: argparse.Namespace, rows: list[Row]) -> None:
-    names = [field.name for field in fields(Row)]
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure; print each row as it is done; 1 where a shape failed, whose rows until then are kept."""
+    arguments = parsed(sys.argv[1:] if words is None else words)
+    config: dict[str, object] = {"seconds": arguments.seconds, "load_before": round(os.getloadavg()[0], 2)}
+    about = facts.of_this_run(config, arguments.commit, "benchmarks.service")
+    table = Parts(arguments.out, "service", Row, lambda: about, _show)
     with (
         two_hosts(arguments) as places,
         tempfile.TemporaryDirectory() as folder,
         LoadProcesses(PROCESSES) as load,
     ):
-        print("  ".join(names))
+
+        def of_shape(shape: str) -> Iterator[Row]:
+            yield from Bench(shape, Path(folder), load, places, arguments).rows()
+
+        print("  ".join(field.name for field in fields(Row)))
         for shape in arguments.shapes.split(","):
-            for row in Bench(shape, Path(folder), load, places, arguments).rows():
-                rows.append(row)
-                print("  ".join("" if (cell := getattr(row, one)) is None else str(cell) for one in names), flush=True)
+            table.measure(shape, partial(of_shape, shape))
+    goals = goals_of(table.rows)
+    for goal in goals:
+        print("  ".join(f"{name} {value}" for name, value in asdict(goal).items()), flush=True)
+    if arguments.out:
+        facts.write_table(arguments.out, "goals", [field.name for field in fields(Goal)], map(asdict, goals))
+    return table.status
+
+
+def _show(row: Row) -> None:
+    print("  ".join("" if cell is None else str(cell) for cell in asdict(row).values()), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

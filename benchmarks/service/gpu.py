@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks import facts
+from benchmarks.parts import Parts
 from benchmarks.service.counters import Counters
 from benchmarks.service.load import Job, LoadProcesses, Sizes
 from benchmarks.service.model import write_experts
@@ -72,28 +75,33 @@ def serve(format: str, folder: Path, experts: int, load: LoadProcesses, seconds:
             yield Row(format, clients, tokens, mean, dispatch, mlps, combine, per_s, 1.0, round(p50, 3), rate)
 
 
-def main() -> None:
-    """Measure; print each row as it is done."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure; print each row as it is done; 1 where a format failed."""
     parser = argparse.ArgumentParser(description="Measure a worker process with fp8 experts on one GPU.")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="where the tree has no history of its own")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--experts", type=int, default=32)
-    arguments = parser.parse_args()
-    rows, names = list[Row](), [field.name for field in fields(Row)]
+    arguments = parser.parse_args(words)
+    config: dict[str, object] = {"seconds": arguments.seconds, "experts": arguments.experts}
+    about = facts.of_this_run(config, arguments.commit, "benchmarks.service.gpu") | facts.of_gpus(1)
+    table = Parts(arguments.out, "service_gpu", Row, lambda: about, _show)
     with tempfile.TemporaryDirectory() as name, LoadProcesses(PROCESSES) as load:
+
+        def of_format(format: str) -> Iterator[Row]:
+            plain = {(row.clients, row.tokens): row for row in table.rows}  # bf16 is first
+            for row in serve(format, Path(name), arguments.experts, load, arguments.seconds):
+                base = row if format == "bf16" else plain[row.clients, row.tokens]
+                yield replace(row, ratio=round(row.expert_rows_per_s / base.expert_rows_per_s, 3))
+
         for format in ("bf16", "fp8"):
-            for number, row in enumerate(serve(format, Path(name), arguments.experts, load, arguments.seconds)):
-                base = row if format == "bf16" else rows[number]
-                ratio = round(row.expert_rows_per_s / base.expert_rows_per_s, 3)
-                values = {name: getattr(row, name) for name in names} | {"ratio": ratio}
-                rows.append(Row(**values))
-                print("  ".join(f"{name} {value}" for name, value in values.items()), flush=True)
-    if arguments.out:
-        config: dict[str, object] = {"seconds": arguments.seconds, "experts": arguments.experts}
-        found = facts.of_this_run(config, arguments.commit, "benchmarks.service.gpu") | facts.of_gpus(1)
-        facts.keep(arguments.out, "service_gpu", Row, rows, found)
+            table.measure(format, partial(of_format, format))
+    return table.status
+
+
+def _show(row: Row) -> None:
+    print("  ".join(f"{name} {value}" for name, value in asdict(row).items()), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,11 +15,12 @@ import contextlib
 import functools
 import multiprocessing as mp
 import statistics
+import sys
 import tempfile
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +31,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # the stubs lack it
 
 from benchmarks import facts
+from benchmarks.parts import Parts
 from benchmarks.service.beside import InProcess
 from benchmarks.service.control import ControlProcess, free_port
 from benchmarks.service.load import Sizes
@@ -237,33 +239,32 @@ def measured(group: Group, tokens: int, seconds: float, way: Way) -> Iterator[Ro
         yield Row(tokens, part, round(statistics.median(values), 1), round(statistics.fmean(values), 1))
 
 
-def main() -> None:
-    """Measure; print each row."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure; print each row; 1 where a part failed."""
     parser = argparse.ArgumentParser(description="Where the time of one call goes.")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="where the tree has no history of its own")
     parser.add_argument("--tokens", default="1,128")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--way", choices=("auto", "tcp"), default="auto")
-    arguments = parser.parse_args()
-    rows = list[Row]()
+    arguments = parser.parse_args(words)
+    config: dict[str, object] = {"seconds": arguments.seconds, "way": arguments.way}
+    about = facts.of_this_run(config, arguments.commit, "benchmarks.service.path")
+    table = Parts(arguments.out, "path", Row, lambda: about, _show)
     with tempfile.TemporaryDirectory() as name:
         group = Group(Path(name))
         try:
             _wait_serving(group)
             for tokens in map(int, arguments.tokens.split(",")):
-                for row in measured(group, tokens, arguments.seconds, arguments.way):
-                    rows.append(row)
-                    print(
-                        f"T={row.tokens:<4} {row.part:32} p50 {row.p50_us:9.1f} us, mean {row.mean_us:9.1f}", flush=True
-                    )
+                part = functools.partial(measured, group, tokens, arguments.seconds, arguments.way)
+                table.measure(f"{tokens} tokens", part)
         finally:
             group.stop()
-    if arguments.out:
-        found = facts.of_this_run(
-            {"seconds": arguments.seconds, "way": arguments.way}, arguments.commit, "benchmarks.service.path"
-        )
-        facts.keep(arguments.out, "path", Row, rows, found)
+    return table.status
+
+
+def _show(row: Row) -> None:
+    print(f"T={row.tokens:<4} {row.part:32} p50 {row.p50_us:9.1f} us, mean {row.mean_us:9.1f}", flush=True)
 
 
 def _wait_serving(group: Group) -> None:
@@ -283,4 +284,4 @@ def _state(channel: grpc.Channel) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

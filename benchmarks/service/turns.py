@@ -14,6 +14,7 @@ took more than S of a processor's time is repeated, at most AGAIN times in all. 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import statistics
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Self
@@ -180,8 +182,8 @@ def table(found: dict[tuple[str, str], list[list[float]]]) -> list[str]:
     return lines
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Measure; print the table."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure; print the table, of whole rounds alone; 1 where a round failed."""
     parser = argparse.ArgumentParser(description="Calls to the services of two trees, in turns.")
     parser.add_argument("trees", type=Path, nargs="+")
     parser.add_argument("--rounds", type=int, default=6)
@@ -195,21 +197,36 @@ def main(words: Sequence[str] | None = None) -> None:
     cases = [(clients, tokens, way) for clients, way, tokens in itertools.product(*asked)]
     cases += [("one", tokens, "in-process") for tokens in asked[2]]
     found: dict[tuple[str, str], list[list[float]]] = {}
-    trees = [Tree(folder.resolve()) for folder in given.trees]
-    for number in range(given.rounds):
-        for clients, tokens, way in cases:
-            turn = trees if number % 2 else trees[::-1]
-            for tree in turn[-1:] if way == "in-process" else turn:
-                key = f"{way}, {clients}, T={tokens}", tree.name
-                asked_of = tree.ask_undisturbed(given.others, again, clients, tokens, way)
-                found.setdefault(key, []).append(asked_of)
-    for tree in trees:
-        tree.__exit__()
+    status = 0
+    with contextlib.ExitStack() as life:
+        trees = [life.enter_context(Tree(folder.resolve())) for folder in given.trees]
+        try:
+            for number in range(given.rounds):
+                for key, asked_of in _round(trees if number % 2 else trees[::-1], cases, given.others, again):
+                    found.setdefault(key, []).append(asked_of)
+        except Exception:
+            traceback.print_exc()
+            status = 1
     lines = [*table(dict(sorted(found.items()))), f"asked again because of others: {AGAIN - again[0]} times"]
     print(*lines, sep="\n", flush=True)
     if given.out:
         given.out.write_text("\n".join(lines) + "\n")
+    return status
+
+
+def _round(
+    trees: Sequence[Tree], cases: Sequence[tuple[str, str, str]], others: float, again: list[int]
+) -> list[tuple[tuple[str, str], list[float]]]:
+    """Each case of each tree once."""
+    return [
+        ((f"{way}, {clients}, T={tokens}", tree.name), tree.ask_undisturbed(others, again, clients, tokens, way))
+        for clients, tokens, way in cases
+        for tree in (trees[-1:] if way == "in-process" else trees)
+    ]
 
 
 if __name__ == "__main__":
-    serve() if SERVE in sys.argv else main()
+    if SERVE in sys.argv:
+        serve()
+    else:
+        sys.exit(main())

@@ -22,6 +22,8 @@ FLAGS = (
 )  # fmt: skip
 """-fpermissive: the kernels are CUDA C++, which knows things by themselves that C++ wants to be told."""
 
+PTX = {"common/ptx.cuh": f'#include "types.h"\n#include <{FOLDER}/ptx.h>'}
+"""The emulator's instructions in place of a GPU's."""
 _SCRATCH = tempfile.TemporaryDirectory(prefix="emulated-")
 _ARGUMENTS = {"dispatch": "ep::DispatchArgs", "combine": "ep::CombineArgs", "barrier": "ep::BarrierArgs"}
 _COLLECTIVE = "ep::CollectiveArgs"
@@ -62,9 +64,7 @@ def _lines(text: str) -> str:
 
 def source(variant: jit.Variant) -> str:
     """C++ of a loop-back variant."""
-    text = jit.source(variant, {"common/ptx.cuh": f'#include "types.h"\n#include <{FOLDER}/ptx.h>'})
-    text = text.replace("extern __shared__ __align__(128) u8 shared[];", "u8* shared = emulated::block->shared;")
-    text = re.sub(r"#pragma (once|unroll.*)", "", text)
+    text = jit.source(variant, PTX)
     if "store_packet(" in text:
         text = _lines(text)
     arguments = _ARGUMENTS.get(variant.kernel.rpartition("_")[2], _COLLECTIVE)
@@ -72,6 +72,13 @@ def source(variant: jit.Variant) -> str:
     if variant.kernel == "narrow":  # its arguments, a word each
         call = "narrow((ep::i64*)words[0], (ep::i32*)words[1], words[2], (ep::f32*)words[3], (ep::f32*)words[4])"
         call = f"auto* words = static_cast<const size_t*>(records); {call}"
+    return program(text, call)
+
+
+def program(text: str, call: str) -> str:
+    """C++ that runs `call`, of a kernel of `text`, in each fiber."""
+    text = text.replace("extern __shared__ __align__(128) u8 shared[];", "u8* shared = emulated::block->shared;")
+    text = re.sub(r"#pragma (once|unroll.*)", "", text)
     head = f'#define SLOWNESS {SLOWNESS}\n#include "{FOLDER}/grid.h"\n'
     return f'{head}{text}\n#include "{FOLDER}/launch.h"\nvoid emulated::fiber_main() {{ {call}; }}\n'
 
@@ -80,13 +87,16 @@ def source(variant: jit.Variant) -> str:
 def build(variant: jit.Variant) -> ctypes.CDLL:
     """The library of a loop-back variant; `emulated_launch` of `launch.h` runs it. Raises RuntimeError with what the
     compiler says."""
-    text = source(variant)
-    name = f"{variant.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    path = Path(_SCRATCH.name) / f"{name}.cpp"
+    return compiled(source(variant), variant.name)
+
+
+def compiled(text: str, name: str) -> ctypes.CDLL:
+    """The library of a `program`. Raises RuntimeError with what the compiler says."""
+    path = Path(_SCRATCH.name) / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.cpp"
     path.write_text(text, encoding="utf-8")
     library = path.with_suffix(".so")
     command = [compiler() or "g++", *FLAGS, str(path), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
-        raise RuntimeError(f"{variant.name}: {done.stderr[:4000]}")
+        raise RuntimeError(f"{name}: {done.stderr[:4000]}")
     return ctypes.CDLL(str(library))

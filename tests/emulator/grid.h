@@ -2,6 +2,7 @@
 // vote, a block barrier) or polls; then the next one that is not done goes on. x86-64 only.
 #pragma once
 
+#include <emmintrin.h>
 #include <sched.h>
 #include <time.h>
 

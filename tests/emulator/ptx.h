@@ -48,22 +48,17 @@ inline u32 load_acquire_block(const u32* at) {
   return __atomic_load_n(at, __ATOMIC_SEQ_CST);
 }
 
-// 16 bytes as one.
-inline std::mutex& pair_lock(const void* at) {
-  static std::mutex locks[64];
-  return locks[(reinterpret_cast<u64>(at) >> 4) & 63];
-}
+// 16 aligned bytes as one, as processors with AVX move them; other processes may map them, too.
 inline void store_pair(u8* at, u64 low, u64 high) {
-  const std::lock_guard<std::mutex> guard(pair_lock(at));
-  reinterpret_cast<u64*>(at)[0] = low;
-  reinterpret_cast<u64*>(at)[1] = high;
+  asm volatile("movdqa %1, %0" : "=m"(*reinterpret_cast<__m128i*>(at)) : "x"(_mm_set_epi64x(high, low)) : "memory");
 }
 template <class T>
 T load_pair(const u8* at) {
-  const std::lock_guard<std::mutex> guard(pair_lock(at));
+  __m128i both;
+  asm volatile("movdqa %1, %0" : "=x"(both) : "m"(*reinterpret_cast<const __m128i*>(at)) : "memory");
   T value;
-  value.low = reinterpret_cast<const u64*>(at)[0];
-  value.high = reinterpret_cast<const u64*>(at)[1];
+  value.low = _mm_cvtsi128_si64(both);
+  value.high = _mm_cvtsi128_si64(_mm_unpackhi_epi64(both, both));
   return value;
 }
 

@@ -26,14 +26,17 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from benchmarks import facts
+from benchmarks.parts import Parts
 
 RANKS, EXPERTS, TOPK, HIDDEN = 2, 256, 8, 7168
 CASES = {"ll": 128, "ht": 4096}
@@ -155,41 +158,39 @@ def both_row(records: Row, telemetry: Row) -> Row:
     return Row("cpu", "both", records.mode, records.tokens, records.off_us, on_us, *numbers, records.turns)
 
 
-def main() -> None:
-    """Print the tables."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the tables; 1 where operations failed, whose rows until then are kept."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     torch.set_num_threads(1)
     measured: dict[str, object] = {"ranks": RANKS}
     costs: list[Cost] = []
+    config = {"hidden": HIDDEN, "experts": EXPERTS, "topk": TOPK}
+
+    def about() -> dict[str, object]:
+        return facts.of_this_run(config | measured, module="tests.observability.overhead")
+
+    table = Parts(options.out, "overhead", Row, about, partial(print, flush=True))
     if options.device == "cuda":
         from tests.observability import overhead_gpu
 
-        rows, measured["ranks"] = list(shown(overhead_gpu.rows(options.turns))), overhead_gpu.RANKS
-        measured["globaltimer"], measured["turns"] = overhead_gpu.globaltimer(), options.turns
+        measured["ranks"], measured["turns"] = overhead_gpu.RANKS, options.turns
+        measured["globaltimer"] = overhead_gpu.globaltimer()
+        table.measure("operations", partial(overhead_gpu.rows, options.turns))
     else:
         from tests.observability import overhead_cpu
 
-        rows = list(shown(overhead_cpu.rows(options.seconds, costs)))
         measured["seconds"] = options.seconds
+        table.measure("operations", partial(overhead_cpu.rows, options.seconds, costs))
     print(*costs, measured, sep="\n")
-    if options.out:
-        config = {"hidden": HIDDEN, "experts": EXPERTS, "topk": TOPK, **measured}
-        facts.keep(options.out, "overhead", Row, rows, facts.of_this_run(config, module="tests.observability.overhead"))
-        if costs:
-            facts.write_table(options.out, "cost", [field.name for field in fields(Cost)], map(asdict, costs))
-
-
-def shown(rows: Iterable[Row]) -> Iterator[Row]:
-    """The same, each printed when it is there."""
-    for row in rows:
-        print(row, flush=True)
-        yield row
+    if options.out and costs:
+        facts.write_table(options.out, "cost", [field.name for field in fields(Cost)], map(asdict, costs))
+    return table.status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Programs of the benchmarks for groups of GPUs, whole, without one: their rows, what a failure costs, exit status.
+
+GPUs are pretended (tests/emulator/cuda.py), transports are of processors; of the `nvlink` transport the bring-up runs,
+and kernels of the benchmark's own.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import facts
+from benchmarks.gpu.tables import GROUPS
+from benchmarks.report import read
+from tests.emulator.build import compiler
+from tests.unit import bench_ranks
+from tests.worlds import World
+
+needs_emulator = pytest.mark.skipif(
+    compiler() is None or platform.machine() != "x86_64", reason="the emulator needs g++ and x86-64"
+)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    pool = World(2)
+    yield pool
+    pool.close()
+
+
+def failures(folder: Path) -> list[str]:
+    found: list[str] = facts.read(folder)["config"]["failures"]
+    return found
+
+
+LINES = {"floor": 12, "ll": 4, "ll_sms": 1, "overlap": 2, "ht": 4, "sweep": 2, "layer": 4, "auto": 1}
+"""Of one case, on crossdock and by NCCL where that has it."""
+
+
+@needs_emulator
+@pytest.mark.parametrize("cases", GROUPS)
+def test_tables_of_dispatch_and_combine(world: World, cases: str, tmp_path: Path) -> None:
+    words = ["--cases", cases, "--backends", "crossdock,nccl", "--out", str(tmp_path)]
+    for status, printed in world.run(bench_ranks.moe, words):
+        assert status == 0, printed
+    for name in GROUPS[cases]:
+        lines = read(tmp_path, name)
+        assert len(lines) == LINES[name], name
+        assert all(float(line["p50_us"]) > 0 for line in lines)
+    assert failures(tmp_path) == []
+
+
+@needs_emulator
+@pytest.mark.parametrize(("harm", "of"), [("floor", "ll"), ("overlap", "ll"), ("layer", "ht")])
+def test_a_table_that_fails_costs_no_other(world: World, harm: str, of: str, tmp_path: Path) -> None:
+    words = ["--cases", of, "--backends", "crossdock", "--out", str(tmp_path)]
+    for status, printed in world.run(bench_ranks.moe, words, harm):
+        assert status == 1, printed
+    assert {path.stem for path in tmp_path.glob("*.csv")} == {*GROUPS[of]} - {harm}
+    assert failures(tmp_path)
+    assert all("ZeroDivisionError" in fault for fault in failures(tmp_path))
+
+
+def test_gpus_as_two_hosts(world: World, tmp_path: Path) -> None:
+    words = ["--ll", "4", "--exact", "4", "--ht", "4", "--out", str(tmp_path)]
+    for status, printed in world.run(bench_ranks.hosts, words):
+        assert status == 0, printed
+    lines = read(tmp_path, "nodes")
+    assert len(lines) == 3 * 3 + 2
+    assert all(float(line[name]) > 0 for line in lines for name in ("p50_us", "wire_bytes", "theory_bytes"))
+    assert [line["what"].partition(":")[0] for line in read(tmp_path, "proxy")] == [
+        "ring", "messages of 8 bytes, both ways", "processor of an idle rank",
+    ]  # fmt: skip
+
+
+def test_a_case_of_two_hosts_that_fails_costs_no_other(world: World, tmp_path: Path) -> None:
+    words = ["--ll", "4", "--exact", "", "--ht", "4,8", "--out", str(tmp_path)]
+    for status, printed in world.run(bench_ranks.hosts, words, True):
+        assert status == 1, printed
+    assert {line["mode"] for line in read(tmp_path, "nodes")} == {"ll"}
+    assert [fault.split()[2] for fault in failures(tmp_path)] == ["T=4:", "T=8:"]
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_gather_matmul", "matmul_reduce_scatter", "dispatch")
+
+
+def test_collectives_of_ours_and_others(world: World, tmp_path: Path) -> None:
+    ops = {*COLLECTIVES, "matmul", "fsdp_step"}
+    words = ["--runs", "1", "--iterations", "2", "--backends", "crossdock,nccl,cublas", "--ops", ",".join(ops)]
+    for status, printed in world.run(bench_ranks.collectives, [*words, "--out", str(tmp_path)]):
+        assert status == 0, printed
+    lines = read(tmp_path, "collectives")
+    assert {line["op"] for line in lines} == ops
+    assert all(float(line["p50_us"]) > 0 for line in lines)
+    assert all({line["backend"] for line in lines if line["op"] == op} == {"crossdock", "nccl"} for op in COLLECTIVES)
+    assert {target["t"] for target in read(tmp_path, "targets")} == {"7", "8"}, "the others are of sizes of their own"
+    assert failures(tmp_path) == []
+
+
+def test_wrong_sums_cost_no_other_operation(world: World, tmp_path: Path) -> None:
+    words = ["--runs", "1", "--iterations", "2", "--backends", "crossdock", "--ops", "all_gather,reduce_scatter"]
+    for status, printed in world.run(bench_ranks.collectives, [*words, "--out", str(tmp_path)], True):
+        assert status == 1, printed
+    assert {line["op"] for line in read(tmp_path, "collectives")} == {"all_gather"}
+    assert failures(tmp_path)
+    assert all("reduce_scatter" in fault for fault in failures(tmp_path))
+
+
+@pytest.mark.parametrize("gather", ["nccl", "crossdock"])
+def test_steps_of_fsdp(world: World, gather: str) -> None:
+    words = ["--model", "tiny", "--steps", "3", "--all-gather", gather]
+    (status, printed), (other, nothing) = world.run(bench_ranks.training, words)
+    assert (status, other, nothing) == (0, 0, "")
+    told = json.loads(printed)
+    assert (told["all_gather"], told["ranks"], told["steps"]) == (gather, 2, 3)
+    assert len(told["losses_sha256"]) == 64
