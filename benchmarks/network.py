@@ -102,7 +102,8 @@ class End:
         handler, context = network.lib.cn_bench_handler(), ctypes.addressof(self.mark)
         network.in_use += 1
         self._awaited = 0
-        self.channel = Channel(network, rank, ranks, ChannelMemory(own, size, landing, size, handler, context))
+        memory = ChannelMemory(own, size, landing, size, handler, context)
+        self.channel = Channel(network, rank, ranks, memory, WAIT_S)
 
     def __enter__(self) -> Self:
         return self

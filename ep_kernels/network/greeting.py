@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import struct
 import time
@@ -13,9 +14,9 @@ import msgspec
 from ep_kernels.network import handshake
 from ep_kernels.network.handshake import Greeting
 
-_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 2, 3
-_UNACKED_MS = 10_000
-"""A host that vanished is noticed by these, if no deadline came first."""
+LEAST_PATIENCE_S = 10.0
+_PROBES = 5
+"""Of keepalive, in the second half of a connection's patience."""
 NEAR_US, NEAR_BYTES = 20, 256 << 10
 """A peer is near if the round trip to it takes at most so long, as on the same machine; size of the send buffer of a
 data connection to such a peer (the kernel doubles it). With more on the way, bytes leave the caches before they are
@@ -47,6 +48,12 @@ def seconds_left(until: float) -> float:
     return max(0.001, until - time.monotonic())
 
 
+def patience_of(timeout_s: float) -> float:
+    """Seconds after which a host that answers nothing counts as lost: the deadline of the rank's waits or more, so that
+    one that comes back in time has lost nothing. As long, what was sent before an end may take to be read."""
+    return max(LEAST_PATIENCE_S, timeout_s)
+
+
 def greet(connection: socket.socket, hello: Greeting, ticket: NetworkTicket, until: float) -> None:
     """The dialer's side of the handshake, over at `until` (time.monotonic()). Raises OSError, ValueError."""
     secret, raw = bytes.fromhex(ticket.secret), hello.encode()
@@ -69,18 +76,18 @@ def _exactly(connection: socket.socket, num_bytes: int, until: float) -> bytes:
     return bytes(received)
 
 
-def prepare(connection: socket.socket, *, control: bool) -> None:
-    """Options of a connection whose handshake is done."""
+def prepare(connection: socket.socket, patience_s: float, *, control: bool) -> None:
+    """Options of a connection whose handshake is done. `patience_s`: `patience_of` the rank's deadline."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):  # a kernel without one of them
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKED_MS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(patience_s * 1e3))
         if not control and _is_near(connection):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR_BYTES)
     if control:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, math.ceil(patience_s / 2))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, math.ceil(patience_s / 2 / _PROBES))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
 
 
 def _is_near(connection: socket.socket) -> bool:

@@ -23,10 +23,10 @@ from ep_kernels.network import handshake, proxy
 from ep_kernels.network.address import advertised
 from ep_kernels.network.channel_memory import ChannelMemory, DeviceRing
 from ep_kernels.network.dialer import Dialer, unreached
-from ep_kernels.network.greeting import NetworkTicket, prepare
+from ep_kernels.network.greeting import NetworkTicket, patience_of, prepare
 from ep_kernels.network.handshake import CONTROL_ROLE, Greeting
 from ep_kernels.network.listener import Listener, Registration
-from ep_kernels.network.network_config import MAX_LANES, NetworkConfig
+from ep_kernels.network.network_config import ACK_TIMEOUT, MAX_LANES, RETRIES, NetworkConfig
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,9 @@ os.register_at_fork(after_in_child=Network.close_all_in_child)
 class Channel:
     """One rank's use of the network, for one communicator. `connect`, `leave` and `close` from any thread.
 
+    Args:
+        timeout_s: deadline of the rank's waits; connections are no less patient (`greeting.patience_of`).
+
     Attributes:
         about: what the provider chose and why; "" if there was nothing to choose.
         aborted: the reason given to `abort`; None before.
@@ -114,8 +117,9 @@ class Channel:
         TransportError: the provider cannot be used here, and why; or memory is short.
     """
 
-    def __init__(self, network: Network, rank: int, ranks: int, memory: ChannelMemory) -> None:
+    def __init__(self, network: Network, rank: int, ranks: int, memory: ChannelMemory, timeout_s: float) -> None:
         self._network, self._rank, self._ranks = network, rank, ranks
+        self._patience_s = patience_of(timeout_s)
         self._lib = network.lib
         self._token, self._secret = secrets.randbits(63), secrets.token_bytes(handshake.SECRET_BYTES)
         self._lock = threading.Condition()
@@ -130,7 +134,7 @@ class Channel:
         self.pointer: int | None = self._lib.cn_channel(
             network.proxy,
             memory.native(ranks, network.config.lanes),
-            _settings(network, rank),
+            _settings(network, rank, self._patience_s),
             memory.handler,
             memory.context,
             text,
@@ -141,6 +145,12 @@ class Channel:
         self.about = str(text)
         if self.about:
             log.info("network of rank %d: %s", rank, self.about)
+        if timeout_s <= network.config.retry_s:
+            log.warning(
+                "network of rank %d: timeout_s is %g, and %s repeats a packet for up to %.1f s: a broken link ends in "
+                "the deadline, which names the rank and not the link",
+                rank, timeout_s, network.config.carrier, network.config.retry_s,
+            )  # fmt: skip
         network.channels.add(self)
         network.listener.open(self._token, Registration(self._secret, self._admit))
 
@@ -361,7 +371,7 @@ class Channel:
         """Hand the connections of a rank to the proxy. Under the lock."""
         self._require_open()
         for role, connection in roles.items():
-            prepare(connection, control=role == CONTROL_ROLE)
+            prepare(connection, self._patience_s, control=role == CONTROL_ROLE)
         lanes = [roles[lane] for lane in range(len(roles) - 1)]
         fds = (ctypes.c_int32 * len(lanes))(*[lane.fileno() for lane in lanes])
         error = self._lib.cn_join(self.pointer, rank, roles[CONTROL_ROLE].fileno(), fds, len(lanes))
@@ -383,7 +393,7 @@ class Channel:
             raise
 
 
-def _settings(network: Network, rank: int) -> proxy.NetSettings:
+def _settings(network: Network, rank: int, patience_s: float) -> proxy.NetSettings:
     config = network.config
     return proxy.NetSettings(
         provider=config.carrier.encode(),
@@ -395,6 +405,9 @@ def _settings(network: Network, rank: int) -> proxy.NetSettings:
         traffic_class=config.traffic_class,
         service_level=config.service_level,
         mtu=config.mtu,
+        ack_timeout=ACK_TIMEOUT,
+        retries=RETRIES,
         seed=config.seed + rank,
         drop_after=config.drop_after,
+        patience_ns=int(patience_s * 1e9),
     )

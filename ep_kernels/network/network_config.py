@@ -15,6 +15,9 @@ PROVIDER_PATTERN = rf"^({_CARRIER}|shuffle\({_CARRIER}\))$"
 MTUS = (0, 256, 512, 1024, 2048, 4096)
 GPU_DIRECT = ("auto", "dma-buf", "peermem", "off")
 MAX_LANES = 16
+ACK_TIMEOUT, RETRIES = 14, 6
+"""verbs: of a queue pair. 4.096 us << 14 until a packet is repeated, six times; not seven, which Soft-RoCE takes for
+ever. By InfiniBand's rule each may take four times as long."""
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +95,12 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def carrier(self) -> str:
         """The provider without `shuffle`."""
         return self.provider[len("shuffle(") : -1] if self.is_shuffled else self.provider
+
+    @property
+    def retry_s(self) -> float:
+        """Most seconds for which a NIC repeats a packet before it ends the connection; 0: none does, or its provider
+        alone knows."""
+        return 4 * 4.096e-6 * 2**ACK_TIMEOUT * (1 + RETRIES) if self.carrier == "verbs" else 0.0
 
 
 def split(endpoint: str) -> tuple[str, int]:

@@ -60,7 +60,8 @@ class _End:
         own, mirrors = ctypes.addressof(self.own), ctypes.addressof(self._mirrors)
         handler, context = network.lib.cn_bench_handler(), ctypes.addressof(self.mark)
         network.in_use += 1
-        self.channel = Channel(network, rank, 2, ChannelMemory(own, _SIZE, mirrors, _SIZE, handler, context))
+        memory = ChannelMemory(own, _SIZE, mirrors, _SIZE, handler, context)
+        self.channel = Channel(network, rank, 2, memory, _CONNECT_S)
 
     def close(self) -> None:
         self.channel.close()

@@ -92,7 +92,7 @@ class _Loop:
         made: list[Channel] = []
         try:
             for rank in range(2):
-                made.append(Channel(self.network, rank, 2, self._of(rank)))
+                made.append(Channel(self.network, rank, 2, self._of(rank), _WAIT_S))
         except TransportError:
             for channel in made:
                 channel.close()

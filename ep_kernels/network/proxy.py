@@ -39,8 +39,10 @@ class NetSettings(ctypes.Structure):
         ("devices", c_char * 256),
         ("address", c_char * 64),
         *((name, c_int32) for name in ["lanes", "shuffled", "gid_index", "traffic_class", "service_level", "mtu"]),
+        *((name, c_int32) for name in ["ack_timeout", "retries"]),
         ("seed", c_uint64),
         ("drop_after", c_int64),
+        ("patience_ns", c_int64),
     )
 
 

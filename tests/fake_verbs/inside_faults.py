@@ -97,6 +97,15 @@ def test_a_cut_cable(ends: tuple[End, End], fake: Fake) -> None:
     again(one, two, 777)
 
 
+@pytest.mark.parametrize(("timeout_s", "is_said"), [(1.5, True), (2.0, False)])
+def test_a_deadline_that_is_over_before_the_retries_is_said(
+    timeout_s: float, is_said: bool, fake: Fake, caplog: pytest.LogCaptureFixture
+) -> None:
+    with End(0, provider="verbs", devices=("fake0",), timeout_s=timeout_s):
+        words = "timeout_s is 1.5, and verbs repeats a packet for up to 1.9 s: a broken link ends in the deadline"
+        assert (words in caplog.text) == is_said
+
+
 def test_a_port_that_goes_down_is_named(ends: tuple[End, End], fake: Fake) -> None:
     one, two = ends
     fake.set(0, port_down=1)

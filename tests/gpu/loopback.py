@@ -146,7 +146,8 @@ class Loopback:
         for rank, (config, engine) in enumerate(zip(self.configs, self.engines, strict=True)):
             shape, host = engine.sizes.shape, engine.tables.host
             boxes, pins = self._machine.boxes(config.network, rank), (self._machine.register, self._machine.unregister)
-            self.remotes.append(RemoteRanks(config.network, rank, self.size, shape, host, boxes, *pins))
+            place = config.network, rank, self.size, shape, host, boxes
+            self.remotes.append(RemoteRanks(*place, config.timeout_s, *pins))
         tickets = [remote.ticket() for remote in self.remotes]
 
         def connect(rank: int) -> None:

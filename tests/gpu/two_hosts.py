@@ -109,7 +109,7 @@ class Group:
         for rank, engine, memory in zip(self.ranks, self.engines, self.memory, strict=True):
             engine.attach(memory, [self._address(rank, other) for other in range(case.num_ranks)])
         self._remotes = [
-            RemoteRanks(network_of(r), r, case.num_ranks, e.sizes.shape, e.tables.host, PinnedBoxes(pin, unpin))
+            RemoteRanks(network_of(r), r, case.num_ranks, e.sizes.shape, e.tables.host, PinnedBoxes(pin, unpin), 30.0)
             for r, e in zip(self.ranks, self.engines, strict=True)
         ]
         tickets = [t for one in store.gather([far.ticket() for far in self._remotes]) for t in one]

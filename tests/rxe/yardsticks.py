@@ -74,7 +74,8 @@ class Side:
         ctypes.memset(self._landing, 1, 2 * size)
         own, landing = ctypes.addressof(self._own), ctypes.addressof(self._landing)
         handler, context = self.network.lib.cn_bench_ponger(), ctypes.addressof(self.pong)
-        self.channel = Channel(self.network, rank, 2, ChannelMemory(own, size, landing, size, handler, context))
+        memory = ChannelMemory(own, size, landing, size, handler, context)
+        self.channel = Channel(self.network, rank, 2, memory, WAIT_S)
         self.pong.box = self.channel.outbox
 
     def join(self, pipe: Connection) -> None:

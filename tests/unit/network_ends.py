@@ -51,7 +51,15 @@ class End:
     """
 
     def __init__(
-        self, rank: int, ranks: int = 2, size: int = SIZE, *, shared: bool = False, boxed: bool = False, **fields: Any
+        self,
+        rank: int,
+        ranks: int = 2,
+        size: int = SIZE,
+        *,
+        timeout_s: float = WAIT_S,
+        shared: bool = False,
+        boxed: bool = False,
+        **fields: Any,
     ) -> None:
         self.rank, self.size = rank, size
         self.own = ctypes.create_string_buffer(size * ranks if boxed else size)
@@ -67,7 +75,7 @@ class End:
         assert handler is not None
         own, landing = ctypes.addressof(self.own), ctypes.addressof(self._landing)
         memory = ChannelMemory(own, len(self.own), landing, size, handler, 0, size if boxed else 0)
-        self.channel = Channel(self.network, rank, ranks, memory)
+        self.channel = Channel(self.network, rank, ranks, memory, timeout_s)
 
     def __enter__(self) -> Self:
         return self

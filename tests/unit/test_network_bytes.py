@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from ep_kernels.errors import ArgumentError
+from ep_kernels.network import greeting
 from ep_kernels.network.greeting import NetworkTicket
 from tests.unit.network_ends import ARRIVED, DOWN, IN_GUEST, JOINED, LEFT_OUT, UP, WAIT_S, End, Event, as_member, join
 
@@ -310,6 +311,26 @@ def test_close_delivers_to_a_peer_that_is_behind(carrier: str) -> None:
         one.close()
         two.until(lambda events: len(two.arrived(0)) == number)
         assert two.kinds(0) == [UP]
+
+
+def test_what_was_sent_may_be_read_for_as_long_as_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket closed with unread bytes in it resets the connection, and what its peer has not received yet is lost."""
+    monkeypatch.setattr(greeting, "LEAST_PATIENCE_S", 0.2)
+    for timeout_s in (0.1, 1.0):
+        with End(1, timeout_s=timeout_s) as end:
+            lane, control = as_member(end.ticket(), 0, 1)
+            end.until(lambda events: events == [(0, UP, 0)])
+            begun = time.monotonic()
+            end.channel.close()
+            assert lane.recv(1) == b"", "nothing more comes"
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                while time.monotonic() < begun + WAIT_S:
+                    lane.sendall(b"x")
+                    time.sleep(0.01)
+            took_s = time.monotonic() - begun
+            assert max(timeout_s, 0.2) <= took_s < max(timeout_s, 0.2) + 3.0
+            lane.close()
+            control.close()
 
 
 def live(pipe: Connection, how: str, provider: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import socket
 import threading
@@ -414,6 +415,7 @@ class Library:
 
     def __init__(self, end: End, during_close: Callable[[], None]) -> None:
         self._lib, self._during_close, self.closed, self.joined = end.network.lib, during_close, 0, 0
+        self.joined_fds: list[int] = []
         end.channel._lib = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
@@ -425,9 +427,27 @@ class Library:
         self._during_close()
         self._lib.cn_close(pointer)
 
-    def cn_join(self, *args: Any) -> int:
+    def cn_join(self, pointer: int, rank: int, control: int, lanes: Any, num_lanes: int) -> int:
         self.joined += 1
-        return int(self._lib.cn_join(*args))
+        self.joined_fds = [control, *lanes]
+        return int(self._lib.cn_join(pointer, rank, control, lanes, num_lanes))
+
+
+@pytest.mark.parametrize(("timeout_s", "patience_s"), [(2.0, 10), (40.0, 40), (3600.0, 3600), (11.01, 11.01)])
+def test_a_connection_is_no_less_patient_than_its_rank(timeout_s: float, patience_s: float) -> None:
+    """Of a host that answers nothing for less than the deadline nothing is lost: neither by bytes that it does not
+    acknowledge, nor by keepalive."""
+    with End(0, timeout_s=timeout_s) as one, End(1) as two:
+        lib = Library(one, lambda: None)
+        join(one, two)
+        for fd in lib.joined_fds:
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                read = functools.partial(connection.getsockopt, socket.IPPROTO_TCP)
+                assert read(socket.TCP_USER_TIMEOUT) == round(patience_s * 1e3)
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+                    probes_s = read(socket.TCP_KEEPINTVL) * read(socket.TCP_KEEPCNT)
+                    assert patience_s <= read(socket.TCP_KEEPIDLE) + probes_s <= patience_s + 6
+                    assert fd == lib.joined_fds[0]
 
 
 def test_a_channel_is_closed_once_by_two_threads() -> None:
@@ -510,6 +530,6 @@ def test_the_send_buffer_to_a_near_peer_is_bounded(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         small = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         assert small < before
-        greeting.prepare(connection, control=control)
+        greeting.prepare(connection, 10.0, control=control)
         after = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         assert (after > small) == is_bounded, (small, after)

@@ -53,7 +53,7 @@ def boxes(request: pytest.FixtureRequest) -> Iterator[list[Mailbox]]:
     tickets = {}
     for rank, box in enumerate(made):
         if len(set(hosts)) > 1:
-            tickets[rank] = box.open_network(config, SIZE, ctypes.addressof(gone[rank]))
+            tickets[rank] = box.open_network(config, SIZE, ctypes.addressof(gone[rank]), WAIT_S)
         box.dead = dead  # type: ignore[attr-defined]
     far = [{peer: tickets[peer] for peer in range(SIZE) if hosts[peer] != host} for host in hosts]
     together([lambda box=box, far=far: box.connect(far, WAIT_S) for box, far in zip(made, far, strict=True)])

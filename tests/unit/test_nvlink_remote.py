@@ -136,7 +136,7 @@ def _rank(rank: int, pipe: Connection) -> None:
     """A process that exchanges words with the rank of another one, forever."""
     gone = (ctypes.c_int64 * 2)()
     box = Mailbox(rank, lambda peer: gone[peer] == abi.DEAD)
-    ticket = box.open_network(NetworkConfig(listen="127.0.0.1:0"), 2, ctypes.addressof(gone))
+    ticket = box.open_network(NetworkConfig(listen="127.0.0.1:0"), 2, ctypes.addressof(gone), WAIT_S)
     pipe.send(msgspec.json.encode(ticket))
     box.connect({1 - rank: msgspec.json.decode(pipe.recv(), type=NetworkTicket)}, WAIT_S)
     box.attach([box.fd if peer == rank else -1 for peer in range(2)])

@@ -76,6 +76,7 @@ CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, const cd::NetMemory* memory,
     memset(box, 0, sizeof(cd::Outbox));
     auto* c = new (made) cd::NetChannel;
     c->memory = *memory;
+    c->patience_ns = settings->patience_ns;
     c->handler = handler;
     c->context = context;
     c->provider = provider;

@@ -21,7 +21,6 @@ namespace cd {
 namespace {
 
 constexpr int64_t kEndNs = 50'000'000;
-constexpr int64_t kHalfClosedNs = 5'000'000'000;
 constexpr uint32_t kJoined = 3, kLeftOut = 1, kCloses = 2;  // messages of a control connection: first and last words
 
 struct ControlMessage {
@@ -92,11 +91,11 @@ void Proxy::remove(NetChannel* c) {
     NetPeer& p = c->peers[rank];
     if (p.control_fd >= 0) {
       send_control(p.control_fd, {kCloses, 0, 0});
-      close_after_peer(p.control_fd);
+      close_after_peer(p.control_fd, c->patience_ns);
     }
     int fds[kMaxLanes];
     const int n = c->provider->release(rank, fds);
-    for (int i = 0; i < n; ++i) close_after_peer(fds[i]);
+    for (int i = 0; i < n; ++i) close_after_peer(fds[i], c->patience_ns);
     p.control_fd = -1;
     p.up = false;
     p.backlog.free_memory();
@@ -113,13 +112,13 @@ void Proxy::remove(NetChannel* c) {
 
 // The peer reads what was sent before it sees the end: a socket closed with unread bytes in it resets the connection,
 // and with it what is still under way. So: say that nothing more comes, read until the peer says so too.
-void Proxy::close_after_peer(int fd) {
+void Proxy::close_after_peer(int fd, int64_t patience_ns) {
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
   if (half_closed_count_ == kHalfClosed || shutdown(fd, SHUT_WR) != 0) {
     close(fd);
     return;
   }
-  half_closed_[half_closed_count_++] = {fd, now_ns() + kHalfClosedNs};
+  half_closed_[half_closed_count_++] = {fd, now_ns() + patience_ns};
   const uint64_t one = 1;
   (void)!write(event_fd_, &one, sizeof one);
 }
@@ -167,7 +166,7 @@ void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
   NetPeer& p = c->peers[rank];
   if (p.control_fd >= 0) {
     send_control(p.control_fd, {kLeftOut, 0, tag});
-    close_after_peer(p.control_fd);
+    close_after_peer(p.control_fd, c->patience_ns);
     p.control_fd = -1;
   }
   disconnect(*c, rank, false);
@@ -252,7 +251,7 @@ void Proxy::close_fd(int& fd) {
 void Proxy::begin_end(NetChannel& c, int rank, int error) {
   NetPeer& p = c.peers[rank];
   if (error) p.error = error;
-  if (!p.down_at_ns) p.down_at_ns = now_ns() + (p.closed_in_order ? kHalfClosedNs : kEndNs);
+  if (!p.down_at_ns) p.down_at_ns = now_ns() + (p.closed_in_order ? c.patience_ns : kEndNs);
 }
 
 // The time of an end has passed: the peer is down, unless its lanes still bring what it had sent.

@@ -69,8 +69,10 @@ struct NetSettings {
   int32_t gid_index;   // -1: chosen
   int32_t traffic_class, service_level;
   int32_t mtu;         // bytes; 0: the port's
+  int32_t ack_timeout, retries;  // verbs: of a queue pair
   uint64_t seed;       // shuffle
   int64_t drop_after;  // shuffle: writes, on average, after which a lane is dropped; 0: never
+  int64_t patience_ns;  // what was sent before an end in order may take so long to be read
 };
 
 constexpr int kNoPeer = 0xff;  // `poll` of the provider's own descriptors

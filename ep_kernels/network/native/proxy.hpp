@@ -64,6 +64,7 @@ struct NetChannel {
   int index;
   uint32_t generation;
   NetMemory memory;
+  int64_t patience_ns;  // of NetSettings
   NetHandler handler;
   void* context;
   Provider* provider;
@@ -117,7 +118,7 @@ struct Proxy {
   void establish(NetChannel& c, int rank);
   void disconnect(NetChannel& c, int rank, bool notify);
   void refuse(NetChannel& c, const Order& order, int error);
-  void close_after_peer(int fd);
+  void close_after_peer(int fd, int64_t patience_ns);
   void close_fd(int& fd);
   bool idle() const;
   bool expects() const;

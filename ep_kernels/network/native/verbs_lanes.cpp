@@ -11,9 +11,8 @@
 namespace cd::ib {
 namespace {
 
-// 4.096 us << 14 until a retry, six of them: 0.5 to 2 s. Not seven, which Soft-RoCE takes for ever. A peer that is not
-// ready is asked six times more, 0.6 ms apart, which it is only if it breaks the flow control.
-constexpr uint8_t kTimeout = 14, kRetries = 6, kNotReadyRetries = 6, kNotReadyTimer = 12;
+// A peer that is not ready is asked six times more, 0.6 ms apart, which it is only if it breaks the flow control.
+constexpr uint8_t kNotReadyRetries = 6, kNotReadyTimer = 12;
 
 }  // namespace
 
@@ -90,8 +89,8 @@ int Verbs::to_peer(int, int lane, Lane& l) {
     attr = {};
     attr.state = kReadyToSend;
     attr.send_psn = l.psn;
-    attr.timeout = kTimeout;
-    attr.retries = kRetries;
+    attr.timeout = uint8_t(settings_.ack_timeout);
+    attr.retries = uint8_t(settings_.retries);
     attr.not_ready_retries = kNotReadyRetries;
     attr.reads = 1;
     error = port_.lib->modify_qp(l.pair, &attr, kState | kTimer | kRetryCount | kNotReadyCount | kSendPsn | kReads);

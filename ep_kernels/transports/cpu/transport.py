@@ -106,7 +106,7 @@ class CpuTransport(CpuMember[NativeComm]):
         handler = self.lib.cd_network_handler()
         own = region.bytes.data_ptr()
         memory = ChannelMemory(own, region.num_bytes, landing, mirror, handler, comm.pointer)
-        comm.channel = Channel(Network.of(config), int(self.geometry.rank), ranks, memory)
+        comm.channel = Channel(Network.of(config), int(self.geometry.rank), ranks, memory, self.config.timeout_s)
         self.lib.cd_set_outbox(comm.pointer, comm.channel.outbox)
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:

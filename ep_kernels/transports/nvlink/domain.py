@@ -114,7 +114,7 @@ class Domain:
         """This rank's host record, and its network, opened."""
         if self._network is None:
             return Host(self._own)
-        words = self.mailbox.open_network(self._network, self._group.size, self._host.gone_address)
+        words = self.mailbox.open_network(self._network, self._group.size, self._host.gone_address, self._timeout_s)
         return Host(self._own, words, self._boxes)
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:

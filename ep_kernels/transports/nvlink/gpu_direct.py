@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 NEVER_RUN = "never run on a NIC by the authors"
 _DIRECT = ("verbs", "libfabric")
 """Providers that register memory of a GPU; libfabric(NAME) is one of libfabric's."""
+_TRIAL_S = 10.0
 
 
 class Way(enum.Enum):
@@ -120,6 +121,6 @@ def _try(network: NetworkConfig, rank: int, boxes: Boxes) -> None:
             address, abi.BOX_UNIT, address, abi.BOX_UNIT, launch.boxes().cd_boxes_handler(), 0,
             dma_bufs=ctypes.addressof(descriptors), device=boxes.device,
         )  # fmt: skip
-        channel = Channel(Network.of(network), rank, 1, memory)
+        channel = Channel(Network.of(network), rank, 1, memory, _TRIAL_S)
         channel.close()
         channel.free()

@@ -65,10 +65,10 @@ class Mailbox:
         self._unreached: int | None = None
         self._samples: deque[LatencySample] = deque(maxlen=RING_SIZE)
 
-    def open_network(self, config: NetworkConfig, size: int, gone: int) -> NetworkTicket:
-        """Reach ranks of other hosts, too; the ticket by which they reach this one. `gone`: as `RemotePages` has it.
-        Raises TransportError."""
-        self.remote = RemotePages(config, self._rank, size, self._maps[0], gone)
+    def open_network(self, config: NetworkConfig, size: int, gone: int, timeout_s: float) -> NetworkTicket:
+        """Reach ranks of other hosts, too; the ticket by which they reach this one. `gone`, `timeout_s`: as
+        `RemotePages` has them. Raises TransportError."""
+        self.remote = RemotePages(config, self._rank, size, self._maps[0], gone, timeout_s)
         return self.remote.ticket()
 
     def attach(self, fds: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """Ranks that this process does not map, since they are on other hosts: what its kernels write and read instead.
 
-    remote = RemoteRanks(network, rank, size, shape, host, boxes)
+    remote = RemoteRanks(network, rank, size, shape, host, boxes, timeout_s)
     ticket = remote.ticket()                          # for the ranks of other hosts
     remote.connect(tickets, timeout_s)                # by rank, of those ranks
     tables.set_network(remote.record())
@@ -51,6 +51,7 @@ class RemoteRanks:
         shape: of its region.
         host: its page, in which dead ranks are marked.
         boxes: where they lie; `close` gives them back.
+        timeout_s: deadline of the rank's waits.
         register, unregister: make host memory reachable by the GPU, and give it back.
 
     Raises:
@@ -65,6 +66,7 @@ class RemoteRanks:
         shape: abi.Shape,
         host: HostPage,
         boxes: Boxes,
+        timeout_s: float,
         register: Callable[[int, int], None] = pin,
         unregister: Callable[[int], None] = unpin,
     ) -> None:
@@ -88,7 +90,7 @@ class RemoteRanks:
         dma_bufs = ctypes.addressof(self._dma_bufs) if boxes.is_device else 0
         places = self._outboxes, total, self._inboxes, box, handler, self._native
         memory = ChannelMemory(*places, box=box, dma_bufs=dma_bufs, device=boxes.device)
-        self.channel = Channel(Network.of(network), rank, size, memory)
+        self.channel = Channel(Network.of(network), rank, size, memory, timeout_s)
         self._ring, self._is_pinned = self.channel.for_device(stripe_of(self.box_bytes, network.lanes)), False
         assert self._ring.size == abi.RING_SIZE
         self._check_stripe()

@@ -47,6 +47,7 @@ class RemotePages:
         rank, size: of the group.
         page: this rank's own page.
         gone: address of [size] int64: set to `abi.DEAD` for ranks whose connections end; kernels read it.
+        timeout_s: deadline of the rank's waits.
 
     Attributes:
         ranks: those of other hosts; empty before `connect`.
@@ -55,7 +56,9 @@ class RemotePages:
         TransportError: the network cannot be opened.
     """
 
-    def __init__(self, config: NetworkConfig, rank: int, size: int, page: mmap.mmap, gone: int) -> None:
+    def __init__(
+        self, config: NetworkConfig, rank: int, size: int, page: mmap.mmap, gone: int, timeout_s: float
+    ) -> None:
         self._lib, self._size = _load(), size
         self._landing, self._pages = (mmap.mmap(-1, size * PAGE_BYTES, flags=mmap.MAP_PRIVATE) for _ in range(2))
         self._joined, self._told = (ctypes.c_int64 * size)(), [0] * size
@@ -67,7 +70,7 @@ class RemotePages:
         memory = ChannelMemory(
             _address(page), PAGE_BYTES, _address(self._landing), PAGE_BYTES, self._lib.cd_words_handler(), self._words
         )
-        self._channel = Channel(network, rank, size, memory)
+        self._channel = Channel(network, rank, size, memory, timeout_s)
         self._tickets: dict[int, NetworkTicket] = {}
 
     @property

@@ -78,7 +78,8 @@ class NvlinkTransport(NvlinkMember):
         if boxed:
             group, shape = self._config.group, self._engine.sizes.shape
             boxes, _ = gpu_direct.choose(network, group.rank, CudaGpu(self._device.index))
-            self._remote = RemoteRanks(network, group.rank, group.size, shape, self._tables.host, boxes)
+            timeout_s = self._config.timeout_s
+            self._remote = RemoteRanks(network, group.rank, group.size, shape, self._tables.host, boxes, timeout_s)
         self._load(self._engine.variants())
         self._num_rows = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
         return self._allocate(self._engine.region_bytes, self._engine.blank_bytes, _SMALLER)

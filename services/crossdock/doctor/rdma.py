@@ -10,12 +10,10 @@ from pathlib import Path
 from crossdock.common.plural import counted
 from crossdock.doctor.findings import Finding, Level, fail, judge, ok, warn
 from ep_kernels import TransportError
+from ep_kernels.network import NetworkConfig
 from ep_kernels.network.nics import NicChoice, nic_of_gpus, nic_of_rank
 from ep_kernels.topology import HostFacts
 
-RETRY_S = 4 * 4.096e-6 * 2**14 * (1 + 7)
-"""By InfiniBand's rule, of native/verbs_lanes.cpp's timeout 14 and seven retries: each up to four times 4.096 us *
-2^14."""
 _CAP_IPC_LOCK = 14
 _OPEN_DRIVER = "Open Kernel Module"
 
@@ -86,12 +84,13 @@ def judge_memlock(provider: str, rdma: RdmaFacts) -> Finding:
 
 def judge_retries(provider: str, step_timeout_s: float) -> Iterator[Finding]:
     """Whether a link that is broken is noticed before the deadline of a step: a queue pair repeats a packet first."""
-    if "verbs" not in provider or "tcp" in provider:
+    retry_s = NetworkConfig(provider=provider).retry_s
+    if not retry_s:
         return
-    what = f"a queue pair gives up after {RETRY_S:.1f} s at most, a step after {step_timeout_s:g} s"
+    what = f"a queue pair gives up after {retry_s:.1f} s at most, a step after {step_timeout_s:g} s"
     cause = "a broken link ends in the step's deadline, which names the rank and not the link"
-    cure = f"worker.step_timeout_s of {2 * RETRY_S:.0f} or more"
-    yield judge("rdma-retry", step_timeout_s > RETRY_S, what, cause, cure, level=Level.WARN)
+    cure = f"worker.step_timeout_s of {2 * retry_s:.0f} or more"
+    yield judge("rdma-retry", step_timeout_s > retry_s, what, cause, cure, level=Level.WARN)
 
 
 def _shown(choice: NicChoice) -> str:
