@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -344,9 +345,9 @@ def _turns(case: Case, rank: int, store: Any, rounds: int) -> list[float]:
 
 def _connect(end: End, store: Any, rank: int, peer: int) -> None:
     ticket = end.channel.ticket()
-    store.set(f"ticket/{rank}", f"{ticket.port} {ticket.token} {ticket.secret}")
-    port, token, secret = store.get(f"ticket/{peer}").decode().split()
-    end.channel.connect({peer: type(ticket)(ticket.provider, "127.0.0.1", int(port), int(token), secret)}, WAIT_S)
+    store.set(f"ticket/{rank}", msgspec.json.encode(ticket))
+    there = msgspec.json.decode(store.get(f"ticket/{peer}"), type=type(ticket))
+    end.channel.connect({peer: msgspec.structs.replace(there, address="127.0.0.1")}, WAIT_S)
 
 
 def _sent(case: Case, rank: int, store: Any, rounds: int) -> list[float]:

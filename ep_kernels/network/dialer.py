@@ -6,21 +6,22 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from ep_kernels.errors import PeerTimeout
+from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import handshake
 from ep_kernels.network.address import source_of
 from ep_kernels.network.greeting import NetworkTicket, greet, seconds_left
-from ep_kernels.network.handshake import CONTROL_ROLE
+from ep_kernels.network.handshake import CONTROL_ROLE, Greeting
+from ep_kernels.network.key_pair import KeyPair
 from ep_kernels.network.network_config import NetworkConfig
 
 _DIALS = 16
 """Peers dialled at the same time."""
 _RETRY_S = 0.05
-_GREETINGS = 5
+_ATTEMPTS = 8
 """A data port under a flood of connections may close a member's before its proof; the next one may get in."""
 
 Roles = dict[int, socket.socket]
@@ -31,11 +32,14 @@ class Dialer:
     """Makes one rank's connections.
 
     Args:
+        keys: of this process.
         ended: what ends a dial of that rank from now on; None: nothing does. Looked at every 50 ms.
     """
 
-    def __init__(self, config: NetworkConfig, rank: int, ended: Callable[[int], Exception | None]) -> None:
-        self._config, self._rank, self._ended = config, rank, ended
+    def __init__(
+        self, config: NetworkConfig, keys: KeyPair, rank: int, ended: Callable[[int], Exception | None]
+    ) -> None:
+        self._config, self._keys, self._rank, self._ended = config, keys, rank, ended
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()  # until they are joined
 
@@ -82,35 +86,37 @@ class Dialer:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _roles(self, dial: _Dial) -> Roles:
-        made: Roles = {}
-        try:
-            for role in (*range(self._config.lanes), CONTROL_ROLE):
-                made[role] = self._role(dial, role)
-        except BaseException:
-            self._forget(*made.values())
-            for connection in made.values():
-                connection.close()
-            raise
-        return made
-
-    def _role(self, dial: _Dial, role: int) -> socket.socket:
-        ticket, refused, began = dial.ticket, 0, time.monotonic()
-        hello = handshake.hello(ticket.token, self._rank, dial.rank, role, self._config.lanes)
+        """All connections, in order. Where one fails all are made anew: if its answer alone was lost, the listener has
+        it, and with the last one has joined them."""
+        began, failed = time.monotonic(), 0
         while True:
-            connection = self._reach(dial, began)
+            made: Roles = {}
             try:
-                greet(connection, hello, ticket, dial.until)
-                connection.setblocking(False)
-                return connection
-            except (OSError, ValueError) as error:
-                self._forget(connection)
-                connection.close()
+                for hello in self._hellos(dial):
+                    made[hello.role] = self._reach(dial, began)
+                    greet(made[hello.role], hello, dial.ticket, self._keys.pair(dial.key), dial.until)
+                    made[hello.role].setblocking(False)
+                return made
+            except BaseException as error:
+                self._drop(made)
+                if isinstance(error, TransportError) or not isinstance(error, OSError | ValueError):
+                    raise
                 self._go_on(dial)
-                refused += 1
-                if refused == _GREETINGS or time.monotonic() + _RETRY_S > dial.until:
-                    text = f"{ticket.address}:{ticket.port} is not its data port: {error}"
+                failed += 1
+                if failed == _ATTEMPTS or time.monotonic() + _RETRY_S > dial.until:
+                    text = f"{dial.ticket.address}:{dial.ticket.port} is not its data port: {error}"
                     raise unreached(dial.rank, time.monotonic() - began, text) from error
             time.sleep(_RETRY_S)
+
+    def _hellos(self, dial: _Dial) -> Iterator[Greeting]:
+        lanes = min(self._config.lanes, dial.ticket.lanes)
+        for role in (*range(lanes), CONTROL_ROLE):
+            yield handshake.hello(dial.ticket.token, self._rank, dial.rank, role, lanes, self._keys.public)
+
+    def _drop(self, roles: Roles) -> None:
+        self._forget(*roles.values())
+        for connection in roles.values():
+            connection.close()
 
     def _reach(self, dial: _Dial, began: float) -> socket.socket:
         ticket = dial.ticket
@@ -191,6 +197,7 @@ class _Dial:
 
     def __init__(self, rank: int, ticket: NetworkTicket, until: float, failed: threading.Event) -> None:
         self.rank, self.ticket, self.until, self.failed = rank, ticket, until, failed
+        self.key = bytes.fromhex(ticket.key)
 
 
 def unreached(rank: int, waited_s: float, why: str) -> PeerTimeout:

@@ -13,6 +13,8 @@ import msgspec
 
 from ep_kernels.network import handshake
 from ep_kernels.network.handshake import Greeting
+from ep_kernels.network.key_pair import KEY_BYTES
+from ep_kernels.network.network_config import MAX_LANES
 
 LEAST_PATIENCE_S = 10.0
 _PROBES = 5
@@ -34,6 +36,9 @@ class NetworkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         address, port: of the data port.
         token: names the channel there.
         secret: hexadecimal; proves membership.
+        key: hexadecimal; the public key of its process, by which nobody else can be taken for it.
+        lanes: most data connections; of two ranks the smaller number is used.
+        wire: `handshake.WIRE`.
     """
 
     provider: str
@@ -41,6 +46,9 @@ class NetworkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     token: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     secret: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * handshake.SECRET_BYTES}}}$")]
+    key: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
+    lanes: Annotated[int, msgspec.Meta(ge=1, le=MAX_LANES)]
+    wire: int = handshake.WIRE
 
 
 def seconds_left(until: float) -> float:
@@ -54,15 +62,16 @@ def patience_of(timeout_s: float) -> float:
     return max(LEAST_PATIENCE_S, timeout_s)
 
 
-def greet(connection: socket.socket, hello: Greeting, ticket: NetworkTicket, until: float) -> None:
-    """The dialer's side of the handshake, over at `until` (time.monotonic()). Raises OSError, ValueError."""
+def greet(connection: socket.socket, hello: Greeting, ticket: NetworkTicket, pair: bytes, until: float) -> None:
+    """The dialer's side of the handshake, over at `until` (time.monotonic()). `pair`: what it shares with the owner of
+    the ticket. Raises OSError, ValueError."""
     secret, raw = bytes.fromhex(ticket.secret), hello.encode()
     connection.sendall(raw)
     challenge = _exactly(connection, handshake.CHALLENGE_BYTES, until)
-    connection.sendall(handshake.proof(secret, raw, challenge))
-    answer = _exactly(connection, handshake.PROOF_BYTES, until)
-    if not handshake.is_proof(answer, handshake.answer(secret, raw, challenge)):
-        raise ValueError("the listener does not know the secret of the ticket")
+    connection.sendall(handshake.membership(secret, raw, challenge) + handshake.ownership(pair, raw, challenge))
+    answer = _exactly(connection, handshake.MAC_BYTES, until)
+    if not handshake.is_proof(answer, handshake.answer(pair, raw, challenge)):
+        raise ValueError("the listener does not own the key of the ticket")
 
 
 def _exactly(connection: socket.socket, num_bytes: int, until: float) -> bytes:

@@ -2,14 +2,18 @@
 
 A connection belongs to a pair of ranks of one group. Its role is control connection or data lane.
 
-    dialer                                          listener
-    hello (token, ranks, role, lanes, nonce) ─────▶
-                                             ◀───── challenge: 16 random bytes
-    proof = HMAC(secret, challenge + hello) ──────▶ checks that the dialer is a member
-    checks that the listener is its peer     ◀───── answer = HMAC(secret, hello + challenge)
+    dialer                                                      listener
+    hello (token, ranks, role, lanes, nonce, public key) ─────▶
+                                                       ◀─────── challenge: 16 random bytes
+    proof = HMAC(secret, challenge + hello),                    checks that the dialer is a member of the group,
+            HMAC(pair, challenge + hello)      ───────────────▶ and the owner of that key
+    checks that the listener is its peer       ◀─────────────── answer = HMAC(pair, hello + challenge)
+                                                                the key is that rank's: joined, or closed
 
-The secret is part of the listener's ticket, which only members of the group receive; it is never sent over the data
-port. The bytes after the handshake are neither encrypted nor authenticated.
+The secret is part of the listener's ticket, which only members of the group receive. Every member has every ticket, so
+it proves membership alone; who a rank is, its key proves: `pair` is what the two share (key_pair.py), and which key is
+whose, tickets say. Neither secret is ever sent over the data port. The bytes after the handshake are neither encrypted
+nor authenticated.
 """
 
 from __future__ import annotations
@@ -20,12 +24,17 @@ import secrets
 import struct
 from dataclasses import dataclass
 
-MAGIC = b"CDNET\x00\x00\x01"
-"""Ends with the version of the handshake."""
+from ep_kernels.network.key_pair import KEY_BYTES
+
+WIRE = 2
+"""Version of all that crosses hosts: the handshake, frames, control messages, cards, immediates, and what bytes of a
+mirror mean. Raise it when one of them changes (tests/unit/test_network_wire.py); tickets and hellos carry it."""
+MAGIC = b"CDNET\x00\x00" + bytes([WIRE])
 CONTROL_ROLE = 0xFFFF
 """Role of the control connection; lane i has role i."""
-SECRET_BYTES, CHALLENGE_BYTES, PROOF_BYTES, NONCE_BYTES = 32, 16, 32, 16
-_HELLO = struct.Struct("!8sQHHHH16s")
+SECRET_BYTES, CHALLENGE_BYTES, MAC_BYTES, NONCE_BYTES = 32, 16, 32, 16
+PROOF_BYTES = 2 * MAC_BYTES
+_HELLO = struct.Struct(f"!8sQHHHH{NONCE_BYTES}s{KEY_BYTES}s")
 HELLO_BYTES = _HELLO.size
 
 
@@ -38,8 +47,9 @@ class Greeting:
         rank: of the dialer.
         peer: rank of the listener.
         role: CONTROL_ROLE, or number of the lane.
-        lanes: number of lanes of the dialer.
+        lanes: number of lanes.
         nonce: 16 random bytes, so that no proof can be replayed.
+        key: public one of the dialer.
     """
 
     token: int
@@ -48,35 +58,41 @@ class Greeting:
     role: int
     lanes: int
     nonce: bytes
+    key: bytes
 
     def encode(self) -> bytes:
         """The message, HELLO_BYTES long."""
-        return _HELLO.pack(MAGIC, self.token, self.rank, self.peer, self.role, self.lanes, self.nonce)
+        return _HELLO.pack(MAGIC, self.token, self.rank, self.peer, self.role, self.lanes, self.nonce, self.key)
 
 
-def hello(token: int, rank: int, peer: int, role: int, lanes: int) -> Greeting:
+def hello(token: int, rank: int, peer: int, role: int, lanes: int, key: bytes) -> Greeting:
     """A hello with a new nonce."""
-    return Greeting(token, rank, peer, role, lanes, secrets.token_bytes(NONCE_BYTES))
+    return Greeting(token, rank, peer, role, lanes, secrets.token_bytes(NONCE_BYTES), key)
 
 
 def decode(raw: bytes) -> Greeting:
-    """Decode HELLO_BYTES bytes. Raises ValueError: another protocol or another version of the handshake."""
+    """Decode HELLO_BYTES bytes. Raises ValueError: another protocol or another version."""
     magic, *fields = _HELLO.unpack(raw)
     if magic[:5] != MAGIC[:5]:
         raise ValueError(f"expected a hello of Crossdock's data port, got {raw[:8]!r}")
     if magic != MAGIC:
-        raise ValueError(f"expected version {MAGIC[-1]} of the handshake, got {magic[-1]}")
+        raise ValueError(f"expected version {WIRE} of the data port, got {magic[-1]}")
     return Greeting(*fields)
 
 
-def proof(secret: bytes, raw_hello: bytes, challenge: bytes) -> bytes:
-    """The dialer's proof, PROOF_BYTES long, that it knows the listener's secret."""
-    return hmac.digest(secret, b"dialer" + challenge + raw_hello, hashlib.sha256)
+def membership(secret: bytes, raw_hello: bytes, challenge: bytes) -> bytes:
+    """First half of the dialer's proof: it knows the listener's secret."""
+    return hmac.digest(secret, b"member" + challenge + raw_hello, hashlib.sha256)
 
 
-def answer(secret: bytes, raw_hello: bytes, challenge: bytes) -> bytes:
-    """The listener's proof, PROOF_BYTES long, that it is the process that made the ticket."""
-    return hmac.digest(secret, b"listener" + raw_hello + challenge, hashlib.sha256)
+def ownership(pair: bytes, raw_hello: bytes, challenge: bytes) -> bytes:
+    """Second half: the key of its hello is its own."""
+    return hmac.digest(pair, b"dialer" + challenge + raw_hello, hashlib.sha256)
+
+
+def answer(pair: bytes, raw_hello: bytes, challenge: bytes) -> bytes:
+    """The listener's proof, MAC_BYTES long, that the key of its ticket is its own."""
+    return hmac.digest(pair, b"listener" + raw_hello + challenge, hashlib.sha256)
 
 
 def is_proof(given: bytes, expected: bytes) -> bool:

@@ -50,9 +50,11 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What belongs to a token that a hello may name: its secret, and who takes the connection."""
+    """What belongs to a token that a hello may name: its secret, the one that is shared with the owner of a key, and
+    who takes the connection."""
 
     secret: bytes
+    pair: Callable[[bytes], bytes]
     admit: Admit
 
 
@@ -178,13 +180,18 @@ class Listener:
             found = self._registered.get(hello.token)
         raw = bytes(pending.received[: handshake.HELLO_BYTES])
         given = bytes(pending.received[handshake.HELLO_BYTES :])
-        # An unknown token takes as long as a wrong proof.
+        # An unknown token takes as long as a wrong secret, and nobody but a member costs more.
         secret = b"" if found is None else found.secret
-        right = handshake.is_proof(given, handshake.proof(secret, raw, pending.challenge))
-        if found is None or not right:
+        expected = handshake.membership(secret, raw, pending.challenge)
+        is_member = handshake.is_proof(given[: handshake.MAC_BYTES], expected)
+        if found is None or not is_member:
             self._refuse(pending, "unknown group" if found is None else "wrong secret")
             return
-        if not self._send(pending, handshake.answer(secret, raw, pending.challenge)):
+        pair = found.pair(hello.key)
+        if not handshake.is_proof(given[handshake.MAC_BYTES :], handshake.ownership(pair, raw, pending.challenge)):
+            self._refuse(pending, "not its key")
+            return
+        if not self._send(pending, handshake.answer(pair, raw, pending.challenge)):
             return
         self._forget(pending)
         try:

@@ -22,11 +22,12 @@ from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, PeerTime
 from ep_kernels.network import handshake, proxy
 from ep_kernels.network.address import advertised
 from ep_kernels.network.channel_memory import ChannelMemory, DeviceRing
-from ep_kernels.network.dialer import Dialer, unreached
+from ep_kernels.network.dialer import Dialer, Roles, unreached
 from ep_kernels.network.greeting import NetworkTicket, patience_of, prepare
-from ep_kernels.network.handshake import CONTROL_ROLE, Greeting
+from ep_kernels.network.handshake import CONTROL_ROLE, WIRE, Greeting
+from ep_kernels.network.key_pair import KeyPair
 from ep_kernels.network.listener import Listener, Registration
-from ep_kernels.network.network_config import ACK_TIMEOUT, MAX_LANES, RETRIES, NetworkConfig
+from ep_kernels.network.network_config import ACK_TIMEOUT, RETRIES, NetworkConfig
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Network:
 
     Attributes:
         address, why: what peers dial, and how it was chosen.
+        keys: of this process.
 
     Raises:
         TransportError: the port cannot be listened on, the native library is missing, or there can be no thread.
@@ -48,7 +50,7 @@ class Network:
     _lock = threading.RLock()  # a garbage collection within may close a channel
 
     def __init__(self, config: NetworkConfig) -> None:
-        self.config = config
+        self.config, self.keys = config, KeyPair()
         self.lib = proxy.load()
         chosen = advertised(config)
         self.address, self.why = chosen.address, chosen.why
@@ -123,13 +125,16 @@ class Channel:
         self._lib = network.lib
         self._token, self._secret = secrets.randbits(63), secrets.token_bytes(handshake.SECRET_BYTES)
         self._lock = threading.Condition()
-        self._arrived, self._waiting = (dict[int, dict[int, socket.socket]]() for _ in range(2))
-        # With boxes, which `connect` finds ready: ranks that it has named. Others that have dialled wait for it.
-        self._named = None if not memory.box else set[int]()
+        # Of ranks that have dialled: what is not complete, by rank and key; what is, of ranks that are not admitted,
+        # and its key. Whose key is whose is known from the first `expect` on.
+        self._arrived: dict[tuple[int, bytes], Roles] = {}
+        self._waiting: dict[int, tuple[bytes, Roles]] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._admitted: set[int] = set()
         self._freed: int | None = None
         self.aborted: str | None = None
         self._given_up: frozenset[int] = frozenset()
-        self._dialer = Dialer(network.config, rank, self._ended)
+        self._dialer = Dialer(network.config, network.keys, rank, self._ended)
         text = proxy.Text()
         self.pointer: int | None = self._lib.cn_channel(
             network.proxy,
@@ -152,7 +157,7 @@ class Channel:
                 rank, timeout_s, network.config.carrier, network.config.retry_s,
             )  # fmt: skip
         network.channels.add(self)
-        network.listener.open(self._token, Registration(self._secret, self._admit))
+        network.listener.open(self._token, Registration(self._secret, network.keys.pair, self._admit))
 
     @property
     def outbox(self) -> int:
@@ -175,8 +180,8 @@ class Channel:
     def ticket(self) -> NetworkTicket:
         """For the ranks of other hosts."""
         network = self._network
-        port = network.listener.address[1]
-        return NetworkTicket(network.config.provider, network.address, port, self._token, self._secret.hex())
+        place = network.config.provider, network.address, network.listener.address[1]
+        return NetworkTicket(*place, self._token, self._secret.hex(), network.keys.public.hex(), network.config.lanes)
 
     def connect(self, peers: Mapping[int, NetworkTicket], timeout_s: float, ended: Collection[int] = ()) -> None:
         """Connections with those ranks, where none stands: this rank dials the higher ones and is dialled by the lower.
@@ -184,7 +189,7 @@ class Channel:
 
         Raises:
             PeerTimeout: a rank that was not reached, did not come, or gave it up, and what to check; or was given up.
-            TransportError: another provider there.
+            TransportError: another provider or another version there.
             ClosedError, AbortedError: `close` or `abort` was called, meanwhile or before.
         """
         until = time.monotonic() + timeout_s
@@ -193,19 +198,30 @@ class Channel:
                 self.leave(rank, 0)
         up = self.up()
         peers = {rank: ticket for rank, ticket in peers.items() if not up >> rank & 1}
-        for rank, ticket in peers.items():
-            if ticket.provider != self._network.config.provider:
-                mine = self._network.config.provider
-                raise TransportError(f"network: provider {ticket.provider!r} of rank {rank}, {mine!r} of this rank")
-        with self._lock:
-            if self._named is not None:
-                self._named |= peers.keys()
-            for rank in peers.keys() & self._waiting.keys():
-                self._join(rank, self._waiting.pop(rank))
+        self.expect(peers)
         dialled = {rank: ticket for rank, ticket in peers.items() if rank > self._rank}
         if dialled:
             self._dialer.dial(dialled, until, self._join_dialled)
         self._await(peers, dialled, until, timeout_s)
+
+    def expect(self, peers: Mapping[int, NetworkTicket]) -> None:
+        """Admit these ranks when they dial, until `leave`; those that have dialled before are joined now. Others wait.
+        Raises TransportError: another provider or another version there."""
+        mine = self._network.config.provider
+        for rank, ticket in peers.items():
+            if ticket.wire != WIRE:
+                raise TransportError(
+                    f"network: version {ticket.wire} of what crosses hosts at rank {rank}, {WIRE} at this rank; "
+                    "install one version on every rank"
+                )
+            if ticket.provider != mine:
+                raise TransportError(f"network: provider {ticket.provider!r} of rank {rank}, {mine!r} of this rank")
+        with self._lock:
+            for rank, ticket in peers.items():
+                self._admitted.add(rank)
+                self._key_of[rank] = bytes.fromhex(ticket.key)
+                if rank in self._waiting:
+                    self._take(rank, *self._waiting.pop(rank))
 
     def _await(
         self, peers: Mapping[int, NetworkTicket], dialled: Collection[int], until: float, timeout_s: float
@@ -244,8 +260,11 @@ class Channel:
             self._lock.notify_all()
 
     def leave(self, rank: int, epoch_tag: int) -> None:
-        """Part from a rank that is left out of the group: say so to it, and close its connections."""
-        self._call(None, self._lib.cn_leave, rank, epoch_tag)
+        """Part from a rank that is left out of the group: say so to it, close its connections, and admit none until
+        `connect` names it again."""
+        with self._lock:
+            self._admitted.discard(rank)
+            self._call(None, self._lib.cn_leave, rank, epoch_tag)
 
     def push(self, rank: int, offset: int, num_bytes: int, imm: int) -> bool:
         """Send those bytes of the own region, and the immediate behind them. False: the ring is full. Raises
@@ -286,13 +305,13 @@ class Channel:
         self._network.listener.shut(self._token)
         with self._lock:
             pointer, self.pointer = self.pointer, None
-            arrived = [*self._arrived.values(), *self._waiting.values()]
+            unjoined = self._unjoined()
             self._arrived, self._waiting = {}, {}
             self._lock.notify_all()
         if pointer is None:  # another thread was faster
             return
         self._lib.cn_close(pointer)
-        for connection in (one for roles in arrived for one in roles.values()):
+        for connection in unjoined:
             connection.close()
         self._network.channels.discard(self)
         self._network.release()
@@ -308,9 +327,13 @@ class Channel:
         """In a forked child: nothing of this is used any more; close its copies of what is not joined."""
         self.pointer = None
         self._dialer.close_in_child()
-        for roles in (*self._arrived.values(), *self._waiting.values()):
-            for connection in roles.values():
-                connection.close()
+        for connection in self._unjoined():
+            connection.close()
+
+    def _unjoined(self) -> list[socket.socket]:
+        """Connections of ranks that have dialled, and that are not joined yet."""
+        sets = [*self._arrived.values(), *(roles for _, roles in self._waiting.values())]
+        return [connection for roles in sets for connection in roles.values()]
 
     def _call(self, otherwise: Any, call: Any, *args: Any) -> Any:
         """A call of the library; `otherwise` once closed. `close` and `free` of another thread wait for it."""
@@ -346,28 +369,37 @@ class Channel:
         return [rank for rank in peers if not up >> rank & 1]
 
     def _admit(self, hello: Greeting, connection: socket.socket) -> None:
-        """A member's connection, on the listener's thread."""
+        """A member's connection, on the listener's thread. Raises ValueError: it is another rank than it says, or
+        brings more lanes than this rank has room for."""
+        lanes = self._network.config.lanes
+        if hello.lanes > lanes:
+            raise ValueError(f"rank {hello.rank} brings {hello.lanes} lanes, this rank has {lanes} (network.lanes)")
         roles = {*range(hello.lanes), CONTROL_ROLE}
-        wrong = hello.peer != self._rank or not hello.rank < self._rank or not 0 < hello.lanes <= MAX_LANES
-        if wrong or hello.role not in roles:
+        if hello.peer != self._rank or not hello.rank < self._rank or hello.role not in roles:
             raise ValueError(f"a hello of rank {hello.rank} to rank {hello.peer} as {hello.role} of {hello.lanes}")
         with self._lock:
             self._require_open()
-            here = self._arrived.setdefault(hello.rank, {})
-            if hello.role in here:
+            if self._key_of.get(hello.rank, hello.key) != hello.key:
+                raise ValueError(f"a hello as rank {hello.rank}, with another key than that rank's ticket has")
+            here = self._arrived.setdefault((hello.rank, hello.key), {})
+            if hello.role in here:  # the dialer makes all anew, in order
                 here[hello.role].close()
             here[hello.role] = connection
-            if set(here) != roles:
-                return
-            del self._arrived[hello.rank]
-            if self._named is None or hello.rank in self._named:
-                self._join(hello.rank, here)
-                return
-            for earlier in self._waiting.pop(hello.rank, {}).values():
-                earlier.close()
-            self._waiting[hello.rank] = here
+            if set(here) == roles:
+                self._take(hello.rank, hello.key, self._arrived.pop((hello.rank, hello.key)))
 
-    def _join(self, rank: int, roles: Mapping[int, socket.socket]) -> None:
+    def _take(self, rank: int, key: bytes, roles: Roles) -> None:
+        """A complete set: joined, or kept until the rank is admitted; closed, if it is none of that rank's. Under the
+        lock."""
+        if rank not in self._admitted:
+            _close(self._waiting.pop(rank, (b"", {}))[1])
+            self._waiting[rank] = key, roles
+        elif key == self._key_of[rank]:
+            self._join(rank, roles)
+        else:
+            _close(roles)
+
+    def _join(self, rank: int, roles: Roles) -> None:
         """Hand the connections of a rank to the proxy. Under the lock."""
         self._require_open()
         for role, connection in roles.items():
@@ -376,21 +408,24 @@ class Channel:
         fds = (ctypes.c_int32 * len(lanes))(*[lane.fileno() for lane in lanes])
         error = self._lib.cn_join(self.pointer, rank, roles[CONTROL_ROLE].fileno(), fds, len(lanes))
         if error:
-            for connection in roles.values():
-                connection.close()
+            _close(roles)
             raise TransportError(f"network: rank {rank} cannot be joined: {self.why(rank) or os.strerror(error)}")
         for connection in roles.values():
             connection.detach()
         self._lock.notify_all()
 
-    def _join_dialled(self, rank: int, roles: Mapping[int, socket.socket]) -> None:
+    def _join_dialled(self, rank: int, roles: Roles) -> None:
         try:
             with self._lock:
                 self._join(rank, roles)
         except BaseException:
-            for connection in roles.values():
-                connection.close()
+            _close(roles)
             raise
+
+
+def _close(roles: Roles) -> None:
+    for connection in roles.values():
+        connection.close()
 
 
 def _settings(network: Network, rank: int, patience_s: float) -> proxy.NetSettings:

@@ -31,8 +31,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     what else libfabric finds; libfabric(NAME): this provider of it. shuffle(...): one of these, writes delayed and
     reordered, for tests."""
     listen: str = "0.0.0.0:0"
-    """address:port of the data port. Port 0: any free one. The data port takes members of the group only, and its bytes
-    are plain text: keep it inside the cluster's network."""
+    """address:port of the data port. Port 0: any free one. The data port takes members of the group only; its bytes are
+    neither encrypted nor authenticated: name an address of a network of its own (docs/security.md)."""
     advertise: str = ""
     """Address at which ranks of other hosts reach the data port. Empty: the one `listen` names; for every interface,
     the address of the interface of the default route."""
@@ -43,7 +43,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Name of the set of ranks that share memory. Empty: those of one boot of one host, one PID namespace and one
     user. Containers of one pod without a shared PID namespace are two domains."""
     lanes: int = 1
-    """Connections for data to each peer, 1 to 16. More help where one connection cannot fill the network."""
+    """Connections for data to each peer, 1 to 16; of two ranks the smaller number is used. More help where one
+    connection cannot fill the network."""
     spin_us: int = 20
     """How long the proxy thread looks for work before it sleeps, microseconds. 0: it sleeps at once. A sleeping proxy
     adds a wake-up to the next message. Where GPUs push it is awake for 500 at least; to what a graph pushes later it

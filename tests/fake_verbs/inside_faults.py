@@ -223,6 +223,23 @@ def test_lanes_end_together_and_come_again(fake: Fake) -> None:
         carries(one, two, IMM)
 
 
+@pytest.mark.parametrize("lanes", [(1, 16), (16, 1), (4, 3)])
+def test_unequal_numbers_of_lanes_overrun_no_queue(lanes: tuple[int, int], fake: Fake) -> None:
+    """A completion queue has room for the lanes of its own side."""
+    stripe, fields = 256 << 10, {"provider": "verbs", "size": 16 * (256 << 10)}
+    with (
+        End(0, lanes=lanes[0], devices=("fake0",), **fields) as one,
+        End(1, lanes=lanes[1], devices=("fake1",), **fields) as two,
+    ):
+        join(one, two)
+        for imm in range(1600):
+            for end, other in ((one, 1), (two, 0)):
+                end.push(other, imm % 16 * stripe, 64, imm)
+        for end, other in ((one, 1), (two, 0)):
+            end.until(lambda _: len(end.arrived(other)) == 1600)  # noqa: B023
+            assert end.kinds(other) == [UP]
+
+
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_registration_that_is_refused(after: int, fake: Fake) -> None:
     """Of the region when the rank starts, of a mirror when it joins."""

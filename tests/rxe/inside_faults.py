@@ -128,7 +128,7 @@ def test_delay_and_loss_cost_time_and_nothing_else(provider: str, cable: None) -
 @pytest.mark.parametrize("words", [b"\0" * CARD_BYTES, b"GET / HTTP/1.1\r\n" * 4, b"\xff" * (CARD_BYTES + 1)])
 def test_a_card_that_is_none_ends_the_lane(words: bytes) -> None:
     with End(1, provider="verbs") as end:
-        lane, control = as_member(end.ticket(), 0, 1)
+        lane, control = as_member(end, 0)
         end.until(lambda events: events == [(0, UP, 0)])
         lane.sendall(words)
         end.until(lambda events: (0, DOWN, errno.EPROTO) in events)
@@ -140,7 +140,7 @@ def test_a_card_that_is_none_ends_the_lane(words: bytes) -> None:
 def test_a_peer_that_never_answers_holds_nothing_up() -> None:
     """It joined and sent no card: writes wait for it, and end with it."""
     with End(1, provider="verbs") as end:
-        lane, control = as_member(end.ticket(), 0, 1)
+        lane, control = as_member(end, 0)
         end.until(lambda events: events == [(0, UP, 0)])
         end.push(0, 0, 100, 1)
         time.sleep(0.3)
@@ -153,7 +153,7 @@ def test_a_peer_that_never_answers_holds_nothing_up() -> None:
 
 def test_a_queue_pair_that_is_not_there_is_a_named_error() -> None:
     with End(1, provider="verbs") as end:
-        lane, control = as_member(end.ticket(), 0, 1)
+        lane, control = as_member(end, 0)
         card = bytearray(receive(lane, CARD_BYTES))
         card[4:8] = (0xABCDE).to_bytes(4, "little")  # its own card, with the number of no queue pair
         lane.sendall(bytes(card) + b"\x01")

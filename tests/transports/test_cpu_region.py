@@ -417,7 +417,7 @@ def test_ticket_of_a_stranger_is_refused(change: dict[str, Any], says: str) -> N
 )
 def test_network_ticket_out_of_range_is_refused(change: dict[str, Any], says: str) -> None:
     region, _ = own_ticket()
-    network = msgspec.structs.replace(NetworkTicket("tcp", "127.0.0.1", 7500, 5, "00" * 32), **change)
+    network = msgspec.structs.replace(NetworkTicket("tcp", "127.0.0.1", 7500, 5, "00" * 32, "00" * 32, 1), **change)
     with pytest.raises(TransportError, match=rf"rank 3: its ticket cannot be read .*network\.{says}"):
         read_ticket(3, region.ticket(7, network=network), abi=7, num_bytes=1 << 16)
     region.close()

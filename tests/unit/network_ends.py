@@ -14,13 +14,16 @@ from typing import Any, Self
 from ep_kernels.network import NetworkConfig, handshake
 from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket, greet
-from ep_kernels.network.handshake import CONTROL_ROLE
+from ep_kernels.network.handshake import CONTROL_ROLE, SECRET_BYTES, Greeting
+from ep_kernels.network.key_pair import KEY_BYTES, KeyPair
 from ep_kernels.network.network import Channel, Network
 
 ARRIVED, DOWN, LEFT_OUT, UP = range(4)
 """`cd::NetEvent`."""
 SIZE = 1 << 16
 WAIT_S = 20.0
+MEMBER = KeyPair()
+"""Of ranks that a test speaks for."""
 JOINED = struct.pack("=IIQ", 3, 0, 0)
 """Of a control connection (native/peers.cpp)."""
 IN_GUEST = Path("/sys/class/infiniband/rxe0").exists()
@@ -118,6 +121,10 @@ class End:
         """Kinds of the other events of that rank."""
         return [kind for who, kind, _ in self.events if who == rank and kind != ARRIVED]
 
+    def has_refused(self, why: str, number: int) -> None:
+        """Wait until its data port has refused so many for this reason, and no others."""
+        self.poll(lambda: self.network.listener.refused == {why: number}, WAIT_S)
+
     @staticmethod
     def poll(done: Callable[[], bool], timeout_s: float) -> None:
         """Wait until `done`."""
@@ -148,13 +155,38 @@ def join(*ends: End) -> None:
         assert end.channel.up() == sum(1 << other.rank for other in ends if other is not end)
 
 
-def as_member(ticket: NetworkTicket, rank: int, peer: int, *, joins: bool = True) -> list[socket.socket]:
-    """Sockets of a rank that has proved membership and then speaks by itself: lane 0, control. `joins`: it has said
-    there that it has joined."""
-    made = []
+def ticket_of(
+    place: tuple[str, int], token: int = 5, secret: bytes = bytes(SECRET_BYTES), key: bytes = bytes(KEY_BYTES)
+) -> NetworkTicket:
+    """Of one lane by tcp, of nobody unless said otherwise."""
+    return NetworkTicket("tcp", *place, token, secret.hex(), key.hex(), 1)
+
+
+def hello_of(ticket: NetworkTicket, rank: int, peer: int, role: int = 0, *, lanes: int = 1, of: KeyPair) -> Greeting:
+    """What a rank says first."""
+    return handshake.hello(ticket.token, rank, peer, role, lanes, of.public)
+
+
+def greet_as(
+    connection: socket.socket, ticket: NetworkTicket, hello: Greeting, of: KeyPair, timeout_s: float = 5.0
+) -> None:
+    """The handshake with the owner of the ticket. Raises ValueError, OSError."""
+    greet(connection, hello, ticket, of.pair(bytes.fromhex(ticket.key)), time.monotonic() + timeout_s)
+
+
+def as_member(
+    end: End, rank: int, *, peer: int | None = None, of: KeyPair | None = None, joins: bool = True
+) -> list[socket.socket]:
+    """Sockets of a rank that has proved membership and then speaks by itself: lane 0, control. `of`: whose key it has;
+    None: that of a rank which the end admits. `joins`: it has said there that it has joined."""
+    ticket, made = end.ticket(), []
+    if of is None:
+        of = MEMBER
+        end.channel.expect({rank: ticket_of(("127.0.0.1", 1), key=of.public)})
     for role in (0, CONTROL_ROLE):
         connection = socket.create_connection((ticket.address, ticket.port), WAIT_S)
-        greet(connection, handshake.hello(ticket.token, rank, peer, role, 1), ticket, time.monotonic() + 5.0)
+        hello = hello_of(ticket, rank, end.rank if peer is None else peer, role, of=of)
+        greet_as(connection, ticket, hello, of)
         made.append(connection)
     if joins:
         made[1].sendall(JOINED)

@@ -148,7 +148,7 @@ def test_a_message_larger_than_every_buffer(one_provider: str) -> None:
 )
 def test_a_frame_outside_of_the_mirror_ends_the_connection(frame: bytes) -> None:
     with End(1) as end:
-        lane, control = as_member(end.ticket(), 0, 1)
+        lane, control = as_member(end, 0)
         end.until(lambda events: events == [(0, UP, 0)])
         lane.sendall(struct.pack("=QII", MARK | 10, 2, 5) + b"ok" + frame)
         end.until(lambda events: (0, DOWN, 71) in events)  # EPROTO
@@ -213,14 +213,14 @@ def test_a_connection_that_an_end_gives_up_never_stood() -> None:
     with End(1) as end:
         pointer, lib = end.channel.pointer, end.network.lib
         for _ in range(2):
-            given_up = as_member(end.ticket(), 0, 1, joins=False)
+            given_up = as_member(end, 0, joins=False)
             End.poll(lambda: lib.cn_joined(pointer) == 1, WAIT_S)
             assert end.channel.up() == 0
             for connection in given_up:
                 connection.close()
             End.poll(lambda: lib.cn_joined(pointer) == 0, WAIT_S)
         assert end.events == []
-        late = as_member(end.ticket(), 0, 1, joins=False)
+        late = as_member(end, 0, joins=False)
         with late[0] as lane, late[1] as control:
             lane.sendall(struct.pack("=QII", MARK, 0, 5))  # before the word comes that it has joined
             end.until(lambda events: events == [(0, UP, 0), (0, ARRIVED, 5)])
@@ -232,9 +232,9 @@ def test_a_connection_that_an_end_gives_up_never_stood() -> None:
 
 def test_one_that_stood_has_ended_though_the_one_in_its_place_never_stood() -> None:
     with End(1) as end:
-        first = as_member(end.ticket(), 0, 1)
+        first = as_member(end, 0)
         end.until(lambda events: events == [(0, UP, 0)])
-        second = as_member(end.ticket(), 0, 1, joins=False)
+        second = as_member(end, 0, joins=False)
         End.poll(lambda: end.channel.up() == 0, WAIT_S)
         assert end.events == [(0, UP, 0)], "who dials anew may join yet"
         for connection in (*second, *first):
@@ -244,7 +244,7 @@ def test_one_that_stood_has_ended_though_the_one_in_its_place_never_stood() -> N
 
 def test_half_a_message_is_no_message() -> None:
     with End(1) as end:
-        lane, control = as_member(end.ticket(), 0, 1)
+        lane, control = as_member(end, 0)
         lane.sendall(struct.pack("=QII", MARK, 1000, 5) + b"x" * 999)
         lane.close()
         end.until(lambda events: last(events)[1] == DOWN)
@@ -318,7 +318,7 @@ def test_what_was_sent_may_be_read_for_as_long_as_a_rank_waits(monkeypatch: pyte
     monkeypatch.setattr(greeting, "LEAST_PATIENCE_S", 0.2)
     for timeout_s in (0.1, 1.0):
         with End(1, timeout_s=timeout_s) as end:
-            lane, control = as_member(end.ticket(), 0, 1)
+            lane, control = as_member(end, 0)
             end.until(lambda events: events == [(0, UP, 0)])
             begun = time.monotonic()
             end.channel.close()
@@ -501,7 +501,7 @@ class Held(End):
 def test_what_comes_is_read_while_much_is_to_be_sent() -> None:
     """Else a rank would have sent all of its rows before it sees what it needs to place the others'."""
     with Held(1, size=8 << 20) as end:
-        lane, control = as_member(end.ticket(), 0, 1)
+        lane, control = as_member(end, 0)
         with lane, control:
             End.poll(lambda: end.channel.up() == 1, WAIT_S)
             lane.settimeout(0.5)

@@ -10,17 +10,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from ep_kernels.errors import AbortedError, ClosedError, PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig, dialer, greeting, handshake, listener
-from ep_kernels.network.greeting import NetworkTicket, greet
+from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.network.handshake import Greeting
+from ep_kernels.network.key_pair import KeyPair
 from ep_kernels.network.listener import Listener, Registration
 from ep_kernels.network.network import Network
-from tests.unit.network_ends import WAIT_S, End, as_member, join
+from tests.unit.network_ends import MEMBER, WAIT_S, End, as_member, greet_as, hello_of, join, ticket_of
 
 TOKEN, SECRET = 77, b"s" * handshake.SECRET_BYTES
 SHORT_S = 0.3
@@ -33,7 +36,14 @@ class Port:
         self.listener = Listener("127.0.0.1:0")
         self.admitted: list[Greeting] = []
         self._changed = threading.Condition()
-        self.listener.open(TOKEN, Registration(SECRET, self._admit))
+        self.keys = KeyPair()
+        self.listener.open(TOKEN, Registration(SECRET, self.keys.pair, self._admit))
+
+    def ticket(self, secret: bytes = SECRET, token: int = TOKEN) -> NetworkTicket:
+        return ticket_of(self.listener.address, token, secret, self.keys.public)
+
+    def hello(self, token: int = TOKEN, rank: int = 0) -> Greeting:
+        return hello_of(self.ticket(token=token), rank, 1, of=MEMBER)
 
     def _admit(self, hello: Greeting, connection: socket.socket) -> None:
         connection.close()
@@ -46,9 +56,8 @@ class Port:
 
     def greet(self, secret: bytes = SECRET, token: int = TOKEN, rank: int = 0) -> None:
         """A member's handshake. Raises ValueError, OSError."""
-        ticket = NetworkTicket("tcp", *self.listener.address, token, secret.hex())
         with self.dial() as connection:
-            greet(connection, handshake.hello(token, rank, 1, 0, 1), ticket, time.monotonic() + 5.0)
+            greet_as(connection, self.ticket(secret, token), self.hello(token, rank), MEMBER)
 
     def counted(self, why: str, number: int = 1) -> None:
         """Wait until so many were refused with this reason."""
@@ -104,7 +113,7 @@ def test_refused_connections_are_logged_and_do_not_fill_the_log(port: Port, capl
 def test_silence_ends(port: Port, said: int) -> None:
     begun = time.monotonic()
     with port.dial() as connection:
-        connection.sendall(handshake.hello(TOKEN, 0, 1, 0, 1).encode()[:said])
+        connection.sendall(port.hello().encode()[:said])
         assert is_closed(connection)
     assert SHORT_S * 0.9 <= time.monotonic() - begun < WAIT_S
     port.counted("silent")
@@ -114,7 +123,7 @@ def test_a_byte_now_and_then_wins_no_time(port: Port) -> None:
     begun = time.monotonic()
     with port.dial() as connection:
         with contextlib.suppress(OSError):
-            for byte in handshake.hello(TOKEN, 0, 1, 0, 1).encode():
+            for byte in port.hello().encode():
                 connection.sendall(bytes([byte]))
                 time.sleep(SHORT_S / 5)
         assert is_closed(connection)
@@ -124,7 +133,7 @@ def test_a_byte_now_and_then_wins_no_time(port: Port) -> None:
 
 def test_silence_after_the_challenge(port: Port) -> None:
     with port.dial() as connection:
-        connection.sendall(handshake.hello(TOKEN, 0, 1, 0, 1).encode())
+        connection.sendall(port.hello().encode())
         assert len(connection.recv(100)) == handshake.CHALLENGE_BYTES
         assert is_closed(connection)
     port.counted("silent")
@@ -144,12 +153,13 @@ def test_wrong_secret(port: Port) -> None:
 
 
 def test_a_recorded_handshake_is_refused(port: Port) -> None:
-    raw = handshake.hello(TOKEN, 0, 1, 0, 1).encode()
+    raw = port.hello().encode()
     with port.dial() as connection:
         connection.sendall(raw)
-        recorded = handshake.proof(SECRET, raw, connection.recv(handshake.CHALLENGE_BYTES))
+        challenge, pair = connection.recv(handshake.CHALLENGE_BYTES), MEMBER.pair(port.keys.public)
+        recorded = handshake.membership(SECRET, raw, challenge) + handshake.ownership(pair, raw, challenge)
         connection.sendall(recorded)
-        assert len(connection.recv(100)) == handshake.PROOF_BYTES
+        assert len(connection.recv(100)) == handshake.MAC_BYTES
     with port.dial() as connection:
         connection.sendall(raw)
         connection.recv(handshake.CHALLENGE_BYTES)
@@ -162,13 +172,13 @@ def test_no_answer_without_a_proof(port: Port) -> None:
     """Nobody learns from the port whether a token is known."""
     for token in (TOKEN, TOKEN + 1):
         with port.dial() as connection:
-            connection.sendall(handshake.hello(token, 0, 1, 0, 1).encode())
+            connection.sendall(port.hello(token).encode())
             assert len(connection.recv(100)) == handshake.CHALLENGE_BYTES
             connection.sendall(b"x" * handshake.PROOF_BYTES)
             assert is_closed(connection)
 
 
-def test_who_listens_there_must_know_the_secret() -> None:
+def test_who_listens_there_must_own_the_key() -> None:
     """A dialer gives its bytes to the process of the ticket only."""
     with socket.create_server(("127.0.0.1", 0)) as one:
         one.settimeout(WAIT_S)
@@ -179,16 +189,16 @@ def test_who_listens_there_must_know_the_secret() -> None:
                 connection.recv(handshake.HELLO_BYTES)
                 connection.sendall(b"c" * handshake.CHALLENGE_BYTES)
                 connection.recv(handshake.PROOF_BYTES)
-                connection.sendall(b"a" * handshake.PROOF_BYTES)
+                connection.sendall(b"a" * handshake.MAC_BYTES)
 
         thread = threading.Thread(target=serve)
         thread.start()
-        ticket = NetworkTicket("tcp", *one.getsockname(), TOKEN, SECRET.hex())
+        ticket = ticket_of(one.getsockname(), TOKEN, SECRET, KeyPair().public)
         with (
             socket.create_connection(one.getsockname(), WAIT_S) as connection,
-            pytest.raises(ValueError, match="does not know the secret"),
+            pytest.raises(ValueError, match="does not own the key"),
         ):
-            greet(connection, handshake.hello(TOKEN, 0, 1, 0, 1), ticket, time.monotonic() + 5.0)
+            greet_as(connection, ticket, hello_of(ticket, 0, 1, of=MEMBER), MEMBER)
         thread.join()
 
 
@@ -233,11 +243,109 @@ def test_a_port_that_is_taken_is_named() -> None:
 def test_a_member_that_claims_to_be_another_is_refused(rank: int, peer: int) -> None:
     """Rank 1 is dialled by lower ranks alone, and is nobody else."""
     with End(1) as end:
-        for connection in as_member(end.ticket(), rank, peer):
+        for connection in as_member(end, rank, peer=peer):
             assert is_closed(connection)
             connection.close()
         assert end.channel.up() == 0
-        end.poll(lambda: end.network.listener.refused == {"not admitted": 2}, WAIT_S)
+        end.has_refused("not admitted", 2)
+
+
+def test_a_rank_that_is_left_out_is_taken_for_no_other() -> None:
+    """It has the tickets of all, and so their secrets; the connections that it would replace stand."""
+    with End(0, 3) as one, End(1, 3) as left, End(2, 3) as two:
+        join(one, left, two)
+        for end in (one, two):
+            end.channel.leave(1, 5)
+        for connection in as_member(two, 0, of=left.network.keys):
+            assert is_closed(connection)
+            connection.close()
+        two.has_refused("not admitted", 2)
+        assert one.kinds(2) == two.kinds(0) == [3]
+        one.push(2, 0, 8, 7)
+        two.until(lambda _: two.arrived(0) == [7])
+
+
+def test_a_key_is_its_owners() -> None:
+    """A public key alone, as all members have it, proves nothing."""
+    thief: Any = SimpleNamespace(public=MEMBER.public, pair=KeyPair().pair)
+    with End(1) as end:
+        end.channel.expect({0: ticket_of(("127.0.0.1", 1), key=MEMBER.public)})
+        with pytest.raises((ValueError, OSError)):
+            as_member(end, 0, of=thief)
+        end.has_refused("not its key", 1)
+
+
+def test_a_rank_that_is_left_out_waits_until_it_is_named_again() -> None:
+    """None of its bytes reaches a mirror meanwhile."""
+    with End(0) as one, End(1) as two:
+        join(one, two)
+        two.channel.leave(0, 5)
+        one.until(lambda _: one.kinds(1) == [3, 2])
+        with pytest.raises(PeerTimeout, match="it took the connection and has not joined yet"):
+            one.channel.connect({1: two.ticket()}, SHORT_S)
+        one.push(1, 0, 8, 7)
+        assert two.kinds(0) == [3]
+        assert two.channel.up() == 0
+        two.channel.connect({0: one.ticket()}, WAIT_S)
+        two.until(lambda _: two.arrived(0) == [7])
+        assert two.kinds(0) == [3, 3]
+
+
+def test_who_came_as_a_rank_before_its_ticket_was_known_is_not_joined() -> None:
+    with End(1) as end:
+        early = as_member(end, 0, of=KeyPair())
+        end.poll(lambda: bool(end.channel._waiting), WAIT_S)
+        end.channel.expect({0: ticket_of(("127.0.0.1", 1), key=MEMBER.public)})
+        for connection in early:
+            assert is_closed(connection)
+            connection.close()
+        assert end.channel.up() == 0
+
+
+@pytest.mark.parametrize("lost", [0, 1, handshake.CONTROL_ROLE])
+def test_a_lost_answer_spoils_no_bring_up(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener has admitted what the dialer makes anew."""
+    with End(0, lanes=2) as one, End(1, lanes=2) as two:
+        send, left = two.network.listener._send, [lost]
+
+        def lossy(pending: Any, words: bytes) -> bool:
+            if len(words) == handshake.MAC_BYTES and pending.hello.role in left:
+                left.clear()
+                pending.connection.shutdown(socket.SHUT_RDWR)
+                return True
+            return send(pending, words)
+
+        monkeypatch.setattr(two.network.listener, "_send", lossy)
+        join(one, two)
+        assert not left
+        one.push(1, 0, 8, 7)
+        two.until(lambda _: two.arrived(0) == [7])
+        assert not two.channel._unjoined(), "these would stay open"
+
+
+@pytest.mark.parametrize(("lanes", "others"), [(1, 4), (4, 1), (3, 2)])
+def test_of_two_numbers_of_lanes_the_smaller_is_used(lanes: int, others: int) -> None:
+    with End(0, lanes=lanes) as one, End(1, lanes=others) as two:
+        libraries = [Library(end, lambda: None) for end in (one, two)]
+        join(one, two)
+        assert [len(lib.joined_fds) - 1 for lib in libraries] == [min(lanes, others)] * 2
+
+
+def test_more_lanes_than_there_is_room_for_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with End(1, lanes=2) as end:
+        ticket = end.ticket()
+        with socket.create_connection((ticket.address, ticket.port), WAIT_S) as connection:
+            greet_as(connection, ticket, hello_of(ticket, 0, 1, lanes=3, of=MEMBER), MEMBER)
+            assert is_closed(connection)
+        end.has_refused("not admitted", 1)
+        assert "rank 0 brings 3 lanes, this rank has 2 (network.lanes)" in caplog.text
+
+
+def test_versions_must_be_equal() -> None:
+    with End(0) as one, End(1) as two:
+        other = msgspec.structs.replace(two.ticket(), wire=handshake.WIRE + 1)
+        with pytest.raises(TransportError, match=rf"version {other.wire} of .* at rank 1, {other.wire - 1} at"):
+            one.channel.connect({1: other}, 1.0)
 
 
 def test_a_peer_that_is_not_there_is_named() -> None:
@@ -255,7 +363,7 @@ def test_an_address_that_cannot_be_is_named_at_once() -> None:
     with End(0) as one:
         begun, name = time.monotonic(), "a" * 70
         with pytest.raises(TransportError, match=f"{name}:1 is not reached .*label too long"):
-            one.channel.connect({1: NetworkTicket("tcp", name, 1, 5, SECRET.hex())}, WAIT_S)
+            one.channel.connect({1: ticket_of((name, 1))}, WAIT_S)
         assert time.monotonic() - begun < WAIT_S / 2
 
 
@@ -263,13 +371,14 @@ def test_a_rank_behind_an_address_of_another_machine_dials_from_its_own() -> Non
     """As behind NAT: what it advertises is no address that it could bind."""
     with End(0, devices=("lo",), advertise="192.0.2.7") as one, End(1) as two:
         assert one.ticket().address == "192.0.2.7"
+        two.channel.expect({0: one.ticket()})
         one.channel.connect({1: two.ticket()}, 5.0)
         assert one.channel.up() == 2
 
 
 def test_a_ticket_of_an_earlier_life_is_refused() -> None:
     with End(0) as one, End(1) as two:
-        old = NetworkTicket("tcp", "127.0.0.1", two.network.listener.address[1], 5, SECRET.hex())
+        old = ticket_of(two.network.listener.address)
         with pytest.raises(TransportError, match=rf"127\.0\.0\.1:{old.port} is not .*data port.*: "):
             one.channel.connect({1: old}, 5.0)
         assert one.channel.up() == 0
@@ -337,7 +446,7 @@ def test_dialling_a_host_that_does_not_answer_is_ended(backlog: int, how: str) -
                 filling = stack.enter_context(socket.socket())
                 filling.setblocking(False)
                 filling.connect_ex(port.getsockname())
-        tickets = {1 + n: NetworkTicket("tcp", *port.getsockname(), 5, SECRET.hex()) for n, port in enumerate(ports)}
+        tickets = {1 + n: ticket_of(port.getsockname()) for n, port in enumerate(ports)}
         ends_soon(end, tickets, how, 2)
 
 
@@ -345,7 +454,7 @@ def test_a_name_service_that_does_not_answer_outlasts_no_deadline(monkeypatch: p
     answers = threading.Event()
     try:
         with End(0, 3) as end:
-            tickets = {rank: NetworkTicket("tcp", "host-a", 1, 5, SECRET.hex()) for rank in (1, 2)}
+            tickets = {rank: ticket_of(("host-a", 1)) for rank in (1, 2)}
             monkeypatch.setattr(dialer.socket, "getaddrinfo", lambda *_, **__: answers.wait())
             begun = time.monotonic()
             with pytest.raises(PeerTimeout, match=r"host-a:1 is not reached .the name service does not answer"):
@@ -372,7 +481,7 @@ def test_a_port_that_answers_slowly_takes_no_longer_than_the_deadline() -> None:
         slow.start()
         begun = time.monotonic()
         with pytest.raises(PeerTimeout, match="rank 1"):
-            end.channel.connect({1: NetworkTicket("tcp", *port.getsockname(), 5, SECRET.hex())}, 0.4)
+            end.channel.connect({1: ticket_of(port.getsockname())}, 0.4)
         assert 0.3 < time.monotonic() - begun < 1.2
         slow.join()
 
@@ -387,9 +496,9 @@ def test_a_forked_child_holds_no_connection_that_is_being_made(monkeypatch: pyte
     ):
         ticket = end.ticket()
         half = stack.enter_context(socket.create_connection((ticket.address, ticket.port), WAIT_S))
-        greet(half, handshake.hello(ticket.token, 0, 1, 0, 1), ticket, time.monotonic() + 5.0)
+        greet_as(half, ticket, hello_of(ticket, 0, 1, of=MEMBER), MEMBER)
         End.poll(lambda: bool(end.channel._arrived), WAIT_S)
-        there = NetworkTicket("tcp", *silent.getsockname(), 5, SECRET.hex())
+        there = ticket_of(silent.getsockname())
         dialling = threading.Thread(target=ends_soon, args=(end, {2: there}, "abort", 2))
         dialling.start()
         stack.enter_context(silent.accept()[0])
@@ -466,9 +575,10 @@ def test_nobody_joins_a_channel_that_closes() -> None:
     def admit() -> None:
         for role, connection in zip((0, handshake.CONTROL_ROLE), ours, strict=True):
             with contextlib.suppress(ClosedError):
-                end.channel._admit(handshake.hello(0, 0, 1, role, 1), connection)
+                end.channel._admit(hello_of(end.ticket(), 0, 1, role, of=MEMBER), connection)
 
     with End(1) as end:
+        end.channel.expect({0: ticket_of(("127.0.0.1", 1), key=MEMBER.public)})
         lib = Library(end, admit)
         end.channel.close()
         assert lib.joined == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,15 @@ import pytest
 from ep_kernels.errors import ConfigError, TransportError
 from ep_kernels.network import NetworkConfig, address, handshake
 from ep_kernels.network.address import Advertised, advertised
+from ep_kernels.network.handshake import Greeting
+from ep_kernels.network.key_pair import KEY_BYTES, KeyPair, x25519
 from ep_kernels.network.network_config import split
 
 SECRET, CHALLENGE = b"s" * handshake.SECRET_BYTES, b"c" * handshake.CHALLENGE_BYTES
+
+
+def a_hello() -> Greeting:
+    return handshake.hello(7, 3, 5, handshake.CONTROL_ROLE, 2, b"k" * KEY_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -52,34 +59,63 @@ def test_right_endpoints(listen: str) -> None:
 
 
 def test_hello_goes_there_and_back() -> None:
-    hello = handshake.hello(token=7, rank=3, peer=5, role=handshake.CONTROL_ROLE, lanes=2)
+    hello = a_hello()
     raw = hello.encode()
     assert len(raw) == handshake.HELLO_BYTES
     assert handshake.decode(raw) == hello
-    assert handshake.hello(7, 3, 5, 0, 2).nonce != handshake.hello(7, 3, 5, 0, 2).nonce
+    assert a_hello().nonce != hello.nonce
 
 
 def test_other_words_and_versions_are_told_apart() -> None:
-    raw = handshake.hello(1, 2, 3, 0, 1).encode()
+    raw = a_hello().encode()
     with pytest.raises(ValueError, match="expected a hello of Crossdock's data port, got b'GET / HT'"):
         handshake.decode(b"GET / HTTP/1.1\r\n".ljust(handshake.HELLO_BYTES, b" "))
-    with pytest.raises(ValueError, match=r"expected version 1 of the handshake, got 2"):
-        handshake.decode(raw[:7] + b"\x02" + raw[8:])
+    with pytest.raises(ValueError, match=rf"expected version {handshake.WIRE} of the data port, got 1"):
+        handshake.decode(raw[:7] + b"\x01" + raw[8:])
 
 
-def test_a_proof_fits_one_secret_one_hello_one_challenge_and_one_side() -> None:
-    raw = handshake.hello(1, 2, 3, 0, 1).encode()
-    right = handshake.proof(SECRET, raw, CHALLENGE)
-    assert handshake.is_proof(right, handshake.proof(SECRET, raw, CHALLENGE))
+PROOFS = [handshake.membership, handshake.ownership, handshake.answer]
+
+
+@pytest.mark.parametrize("proof", PROOFS)
+def test_a_proof_fits_one_secret_one_hello_one_challenge_and_one_side(proof: Callable[..., bytes]) -> None:
+    raw = a_hello().encode()
+    right = proof(SECRET, raw, CHALLENGE)
+    assert handshake.is_proof(right, proof(SECRET, raw, CHALLENGE))
     others = [
-        handshake.proof(b"t" * handshake.SECRET_BYTES, raw, CHALLENGE),
-        handshake.proof(SECRET, handshake.hello(1, 2, 3, 0, 1).encode(), CHALLENGE),
-        handshake.proof(SECRET, raw, b"d" * handshake.CHALLENGE_BYTES),  # a recorded one, said again
-        handshake.answer(SECRET, raw, CHALLENGE),  # the listener's own words, sent back
+        proof(b"t" * handshake.SECRET_BYTES, raw, CHALLENGE),
+        proof(SECRET, a_hello().encode(), CHALLENGE),
+        proof(SECRET, raw, b"d" * handshake.CHALLENGE_BYTES),  # a recorded one, said again
+        *(other(SECRET, raw, CHALLENGE) for other in PROOFS if other is not proof),  # the other's words, sent back
         right[:-1],
     ]
     assert not any(handshake.is_proof(other, right) for other in others)
-    assert len(right) == handshake.PROOF_BYTES
+    assert len(right) == handshake.MAC_BYTES
+
+
+@pytest.mark.parametrize(
+    ("private", "public", "shared"),
+    [  # RFC 7748, section 5.2
+        (
+            "a546e36bf0527c9d3b16154b82465edd62144c0ac1fc5a18506a2244ba449ac4",
+            "e6db6867583030db3594c1a424b15f7c726624ec26b3353b10a903a6d0ab1c4c",
+            "c3da55379de9c6908e94ea4df28d084f32eccf03491c71f754b4075577a28552",
+        ),
+        (
+            "4b66e9d4d1b4673c5ad22691957d6af5c11b6421e0ea01d42ca4169e7918ba0d",
+            "e5210f12786811d3f4b7959d0538ae2c31dbe7106fc03c3efc4cd549c715a493",
+            "95cbde9476e8907d7aade45cb4b873f88b595a68799fa152e6f8f7647aac7957",
+        ),
+    ],
+)
+def test_the_secret_of_two_keys(private: str, public: str, shared: str) -> None:
+    assert x25519(bytes.fromhex(private), bytes.fromhex(public)).hex() == shared
+
+
+def test_two_share_what_no_third_one_has() -> None:
+    one, other, third = KeyPair(), KeyPair(), KeyPair()
+    assert one.pair(other.public) == other.pair(one.public)
+    assert len({one.pair(other.public), one.pair(third.public), other.pair(third.public), one.pair(one.public)}) == 4
 
 
 class Interfaces:

@@ -152,7 +152,8 @@ class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     reordered, for tests."""
     listen: str = "0.0.0.0:0"
     """address:port of the data port; a fixed port counts up by local rank, port 0 is any free one. It takes members of
-    the group only, and its bytes are plain text: keep it inside the cluster's network."""
+    the group only; its bytes are neither encrypted nor authenticated, with `security` too: name an address of a network
+    of its own."""
     advertise: str = ""
     """Address, without port, at which ranks of other hosts reach the data port. Empty: the one `listen` names; for
     every interface, the address of the interface of the default route."""
@@ -164,7 +165,8 @@ class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Name of the set of ranks that share memory. Empty: those of one boot of one host, one PID namespace and one
     user. Containers of one pod without a shared PID namespace are two domains."""
     lanes: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
-    """Connections for data to each peer. More help where one connection cannot fill the network."""
+    """Connections for data to each peer; of two ranks the smaller number is used. More help where one connection
+    cannot fill the network."""
     spin_us: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 20
     """How long the proxy thread looks for work before it sleeps, microseconds. 0: it sleeps at once. A sleeping proxy
     adds a wake-up to the next message."""

@@ -171,7 +171,8 @@ class _Process:
         _log.info("listening", address=address, http=http.address, **where)
         warn_of_plain_text(address, self._security)
         if self._config.network is not None and self._security is not None:
-            _log.warning("data port is plain text, with TLS too", listen=self._config.network.listen)
+            words = "data port is neither encrypted nor authenticated, with TLS too"
+            _log.warning(words, listen=self._config.network.listen)
         try:
             return await self._live()
         finally:
