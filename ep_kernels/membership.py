@@ -46,6 +46,8 @@ class MemberConfig(Protocol):
 C = TypeVar("C", bound=MemberConfig)
 M = TypeVar("M", bound=base.MemberTransport)
 
+_DROPPED_S = 1.0
+"""Most seconds for which one that is dropped waits for its network."""
 _ids = itertools.count(1)
 _members: weakref.WeakSet[GroupMember[Any, Any]] = weakref.WeakSet()
 
@@ -222,14 +224,18 @@ class GroupMember(Generic[C, M]):
         """Free everything, after the operations that this rank has begun have ended, since peers may need their rows:
         bounded by the deadline of those operations, and at once where the communicator is broken or aborted.
         Idempotent; any thread. Tensors handed out stay readable. One that is dropped is closed."""
+        self._close(self._config.timeout_s)
+
+    def _close(self, limit_s: float) -> None:
         if not self._closed and self._fault is None:
-            self._transport.drain()  # not under the lock: `abort` ends it
+            self._transport.drain(limit_s)  # not under the lock: `abort` ends it
         self._leave()
 
     def __del__(self) -> None:
-        """Close an object that was dropped, except at the end of the process: its memory is not freed otherwise."""
+        """Close an object that was dropped, except at the end of the process: its memory is not freed otherwise. The
+        garbage collector may run on any thread, which peers that do not read must not hold up."""
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
-            self.close()
+            self._close(min(_DROPPED_S, self._config.timeout_s))
 
     def __reduce__(self) -> NoReturn:
         """As copy, deepcopy and pickle of a module ask that has one."""

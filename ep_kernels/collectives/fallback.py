@@ -117,7 +117,7 @@ class TorchCollectives:
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `MemberTransport.import_regions`."""
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float) -> None:
         """See `MemberTransport.drain`: the process group brings to an end what it has begun."""
 
     def close(self) -> None:

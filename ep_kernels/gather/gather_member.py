@@ -159,9 +159,9 @@ class GatherMember:
         """See `MemberTransport.give_up`."""
         self._coll.give_up(ranks)
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float) -> None:
         """See `MemberTransport.drain`."""
-        self._coll.drain()
+        self._coll.drain(timeout_s)
 
     def close_in_child(self) -> None:
         """See `MemberTransport.close_in_child`."""

@@ -47,7 +47,9 @@ class Network:
     """
 
     _shared: ClassVar[dict[NetworkConfig, Network]] = {}
-    _lock = threading.RLock()  # a garbage collection within may close a channel
+    _opening = threading.Lock()  # one after the other: one's port may be that of an idle one
+    # A garbage collection within may close a channel, on any thread: nobody waits for a thread while it holds this.
+    _lock = threading.RLock()
 
     def __init__(self, config: NetworkConfig) -> None:
         self.config, self.keys = config, KeyPair()
@@ -66,15 +68,21 @@ class Network:
     @classmethod
     def of(cls, config: NetworkConfig) -> Network:
         """The one of this process, made at first use and kept; an idle one of another configuration is closed first."""
-        with cls._lock:
-            found = cls._shared.get(config)
-            if found is None:
-                for other in [one for one in cls._shared.values() if not one.in_use]:
+        with cls._opening:
+            with cls._lock:
+                if found := cls._shared.get(config):
+                    found.in_use += 1
+                    return found
+                idle = [one for one in cls._shared.values() if not one.in_use]
+                for other in idle:
                     del cls._shared[other.config]
-                    other.close()
-                found = cls._shared[config] = cls(config)
-            found.in_use += 1
-            return found
+            for other in idle:
+                other.close()
+            made = cls(config)
+            with cls._lock:
+                made.in_use += 1
+                cls._shared[config] = made
+            return made
 
     def release(self) -> None:
         """One channel less. The network stays for the next epoch."""
@@ -91,7 +99,7 @@ class Network:
     @classmethod
     def close_all_in_child(cls) -> None:
         """In a forked child: close its copies of descriptors, so that peers see the end of the parent's process."""
-        cls._lock = threading.RLock()
+        cls._opening, cls._lock = threading.Lock(), threading.RLock()
         for one in cls._shared.values():
             proxy, one.proxy = one.proxy, None
             one.listener.close_in_child()

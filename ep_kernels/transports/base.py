@@ -231,9 +231,10 @@ class MemberTransport(Protocol):
         """Give up these ranks: while they are active, this rank's waits for their parts, present and future, end in
         PeerTimeout (`given_up`) at once; on the host those for others, too. What has arrived already counts."""
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float) -> None:
         """Wait until the operations that this rank has begun have done their part: peers may need rows of them. Bounded
-        by their deadlines; ended by `abort`, from any thread. Does nothing where operations end before they return."""
+        by their deadlines, and for what the network has still to send by `timeout_s`; ended by `abort`, from any
+        thread. Does nothing where operations end before they return."""
 
     def close_in_child(self) -> None:
         """This process is a forked child, and nothing will be called here any more: close its copies of descriptors,

@@ -32,7 +32,7 @@ class Scripted:
         self.said: list[str] = []
         self.fault: Exception | None = None
         self.aborted = threading.Event()
-        self.busy = False
+        self.busy, self.most_s = False, 0.0
 
     def check(self, op: str = "check") -> None:
         if self.fault is not None:
@@ -41,8 +41,9 @@ class Scripted:
     def check_results(self) -> None:
         pass
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float) -> None:
         self.said.append("drain")
+        self.most_s = timeout_s
         if self.busy:
             assert self.aborted.wait(10), "abort could not reach it"
 
@@ -75,6 +76,7 @@ def test_what_was_begun_ends_before_it_is_closed(member: GroupMember, transport:
     member.close()
     member.close()
     assert transport.said == ["drain", "close"]
+    assert transport.most_s == 10.0
 
 
 def test_one_that_is_dropped_is_closed(transport: Scripted) -> None:
@@ -84,6 +86,7 @@ def test_one_that_is_dropped_is_closed(transport: Scripted) -> None:
     del member
     gc.collect()
     assert transport.said == ["drain", "close"]
+    assert transport.most_s == 1.0, "of 10: any thread may have to collect it"
 
 
 class Collecting(dict[int, Any]):
@@ -127,6 +130,41 @@ def test_one_that_is_dropped_may_be_collected_anywhere(monkeypatch: pytest.Monke
         network.close()
 
 
+def test_a_thread_that_ends_may_collect_one_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an idle network's port, which closes to make room for another network."""
+    networks = [NetworkConfig(listen="127.0.0.1:0", seed=seed) for seed in range(3)]
+    case, collectors = RoutingCase(2, 1, 16, (1,)), []
+    close_sockets = Listener._close_sockets
+
+    def collect(port: Listener) -> None:
+        collectors.append(threading.current_thread())
+        gc.collect()
+        close_sockets(port)
+
+    def replace_an_idle_one() -> None:
+        configs = [msgspec.structs.replace(case.config(LonelyGroup()), network=network) for network in networks]
+        idle, cycle = MoECommunicator(configs[0]), [MoECommunicator(configs[1])]
+        cycle.append(cycle)  # type: ignore[arg-type]
+        idle.close()
+        gc.disable()
+        del cycle
+        monkeypatch.setattr(Listener, "_close_sockets", collect)
+        MoECommunicator(configs[2]).close()
+
+    try:
+        thread = threading.Thread(target=replace_an_idle_one, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert collectors, "else it shows nothing"
+        assert thread not in collectors
+    finally:
+        gc.enable()
+    monkeypatch.undo()
+    for network in [Network._shared.pop(config) for config in networks if config in Network._shared]:
+        network.close()
+
+
 @pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_no_copy_of_it_is_made(member: GroupMember, transport: Scripted, act: Callable[[Any], Any]) -> None:
     """Two would close one rank's memory twice. A module that has one says so when it is copied or saved."""
@@ -162,9 +200,9 @@ def test_another_thread_may_close_or_abort_right_before_close_waits(act: str) ->
     comm = MoECommunicator(RoutingCase(2, 1, 16, (1,)).config(LonelyGroup()))
     drain = comm._transport.drain
 
-    def late() -> None:
+    def late(timeout_s: float) -> None:
         comm._transport.close() if act == "close" else comm._transport.abort("enough")
-        drain()
+        drain(timeout_s)
 
     comm._transport.drain = late  # type: ignore[method-assign]
     comm.close()

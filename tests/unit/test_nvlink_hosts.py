@@ -417,12 +417,12 @@ def test_close_waits_until_rows_and_words_have_left(monkeypatch: pytest.MonkeyPa
     waited = list[tuple[str, float]]()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    member = NvlinkMember(SimpleNamespace(group=SimpleNamespace(size=2, epoch=0), timeout_s=7.0), "abi")
+    member = NvlinkMember(SimpleNamespace(group=SimpleNamespace(size=2, epoch=0)), "abi")
     member._remote = SimpleNamespace(settle=lambda most_s: waited.append(("rows", most_s)))  # type: ignore[assignment]
     member._device = torch.device("cuda", 0)
     mailbox = SimpleNamespace(settle=lambda most_s: waited.append(("words", most_s)))
     member._domain = SimpleNamespace(mailbox=mailbox)  # type: ignore[assignment]
-    member.drain()
+    member.drain(7.0)
     assert waited == [("rows", 7.0), ("words", 7.0)]
 
 

@@ -152,7 +152,7 @@ class CpuCollectives(CpuMember[NativeCollectives]):
                 raise TransportError(f"cpu transport: the region of rank {rank} is not what its ticket promised")
         self.lib.cd_activate(comm.pointer, mask_of(self.active))
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float) -> None:
         """See `MemberTransport.drain`. What fails here would be raised by a `wait` that nobody makes."""
         with contextlib.suppress(TransportError, ClosedError):
             self._complete_all()

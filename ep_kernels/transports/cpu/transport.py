@@ -169,12 +169,12 @@ class CpuTransport(CpuMember[NativeComm]):
         if error < 0:
             raise TransportError(f"cpu transport: the region of rank {rank} is not what its ticket promised")
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float) -> None:
         """See `Transport.drain`: operations end before they return, but the network may still send what they left."""
         channel = self._channel()
         if channel is not None:
             active = [rank for rank in self._remote if self.active[rank]]
-            self._flush(channel, active, self.config.timeout_s)
+            self._flush(channel, active, timeout_s)
 
     def clear(self) -> None:
         """Forget what is under way."""

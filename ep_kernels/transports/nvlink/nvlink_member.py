@@ -128,14 +128,14 @@ class NvlinkMember:
             self._tables.set_network(self._remote.record())
         self._attach()
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float) -> None:
         """See `base.MemberTransport`. Of the whole device, since graphs are replayed on any stream."""
         if hasattr(self, "_domain") and not torch.cuda.is_current_stream_capturing():
             with contextlib.suppress(RuntimeError):  # the device is lost: `check` says so
                 torch.cuda.synchronize(self._device)
             if self._remote is not None:
-                self._remote.settle(self._config.timeout_s)
-            self._domain.mailbox.settle(self._config.timeout_s)
+                self._remote.settle(timeout_s)
+            self._domain.mailbox.settle(timeout_s)
 
     def close(self) -> None:
         """See `base.MemberTransport`. Kernels that still wait are stopped; peers keep their own mappings of this
