@@ -136,7 +136,7 @@ class Dialer:
 
     def _connect(self, dial: _Dial) -> socket.socket:
         """To the first address of the ticket's that answers. Raises what `dial` ends with, OSError, UnicodeError."""
-        own, failed = source_of(self._config), OSError("no address")
+        failed = OSError("no address")
         for family, kind, protocol, _, address in self._resolve(dial):
             connection = socket.socket(family, kind, protocol)
             try:
@@ -144,7 +144,7 @@ class Dialer:
                     self._go_on(dial)
                     self._open.add(connection)
                 connection.settimeout(seconds_left(dial.until))
-                if own:
+                if own := source_of(self._config, family):
                     connection.bind((own, 0))
                 connection.connect(address)
             except BaseException as error:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from ep_kernels.errors import TransportError
 from ep_kernels.network import handshake
+from ep_kernels.network.address import takes_both
 from ep_kernels.network.handshake import Greeting
 from ep_kernels.network.network_config import split
 
@@ -73,7 +74,9 @@ class Listener:
         host, port = split(listen)
         try:
             family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            self._socket = socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+            self._socket = socket.create_server(
+                place[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=takes_both(host)
+            )
         except OSError as error:
             raise TransportError(f"network.listen: cannot listen on {listen}: {error.strerror or error}") from error
         self._socket.setblocking(False)

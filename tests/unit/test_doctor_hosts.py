@@ -16,6 +16,7 @@ from crossdock.common.addresses import split_address
 from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.doctor import data_port, rank, trial
 from crossdock.doctor.findings import Finding, Level
+from ep_kernels.network import address
 
 TRIAL_S = 240.0
 
@@ -66,12 +67,11 @@ def test_an_address_that_others_do_not_reach(network: dict[str, str], level: Lev
     assert "worker.network.advertise" in found.cure
 
 
-def test_the_address_of_the_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_port, "address_towards", lambda host, port: "")
-    assert findings_of()["data-address"].what == "no default route"
-    own = data_port.address_towards("127.0.0.1", 9)
-    assert own == ""
-    monkeypatch.undo()
+def test_the_address_is_what_the_data_plane_would_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "_of_default_route", lambda family: "127.0.0.2")
+    assert findings_of()["data-address"].what == "127.0.0.2 is loopback: address of the default route"
+    refused = findings_of(devices=("none0",))["data-address"]
+    assert (refused.level, refused.what.partition(":")[0]) == (Level.FAIL, "network.devices")
     assert data_port.address_towards("127.0.0.1", 9) == "127.0.0.1"
 
 

@@ -376,6 +376,16 @@ def test_a_rank_behind_an_address_of_another_machine_dials_from_its_own() -> Non
         assert one.channel.up() == 2
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+@pytest.mark.parametrize("place", ["127.0.0.1", "::1"])
+def test_a_port_of_every_interface_takes_both_families(place: str) -> None:
+    with End(0) as one, End(1, listen="[::]:0") as two:
+        ticket = msgspec.structs.replace(two.ticket(), address=place)
+        two.channel.expect({0: one.ticket()})
+        one.channel.connect({1: ticket}, 5.0)
+        assert one.channel.up() == 2
+
+
 def test_a_ticket_of_an_earlier_life_is_refused() -> None:
     with End(0) as one, End(1) as two:
         old = ticket_of(two.network.listener.address)

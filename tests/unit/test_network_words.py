@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,11 +120,15 @@ def test_two_share_what_no_third_one_has() -> None:
 
 
 class Interfaces:
-    """Of a machine that has these addresses."""
+    """Of a machine that has these addresses; `route`: of its default routes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, route: str = "", **addresses: str) -> None:
-        monkeypatch.setattr(address, "address_of", lambda device: addresses.get(device, ""))
-        monkeypatch.setattr(address, "_of_default_route", lambda: route)
+        def of(family: int, text: str) -> str:
+            fits = [one for one in text.split() if (":" in one) == (family == socket.AF_INET6)]
+            return fits[0] if fits else ""
+
+        monkeypatch.setattr(address, "address_of", lambda device, family: of(family, addresses.get(device, "")))
+        monkeypatch.setattr(address, "_of_default_route", lambda family: of(family, route))
         monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(addresses, 1)))
 
 
@@ -152,4 +157,58 @@ def test_without_a_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_without_an_address_is_refused() -> None:
     with pytest.raises(TransportError, match=r"network\.devices: expected an interface with an IPv4 address"):
         advertised(NetworkConfig(devices=("no-such-device",)))
-    assert address.address_of("lo") in ("127.0.0.1", "")
+    assert address.address_of("lo", socket.AF_INET) in ("127.0.0.1", "")
+    assert address.address_of("lo", socket.AF_INET6) in ("::1", "")
+
+
+LO = "127.0.0.1 ::1"
+
+
+@pytest.mark.parametrize(
+    ("listen", "both", "route", "addresses", "expected"),
+    [
+        ("[::]:0", True, "fd00::7", {"lo": LO, "eth0": "fd00::7"}, "fd00::7"),
+        ("[::]:0", True, "192.0.2.7 fd00::7", {"lo": LO, "eth0": "192.0.2.7 fd00::7"}, "192.0.2.7"),
+        ("[::]:0", False, "192.0.2.7 fd00::7", {"lo": LO, "eth0": "192.0.2.7 fd00::7"}, "fd00::7"),
+        ("[::]:0", True, "", {"lo": LO, "eth0": "fd00::7"}, "fd00::7"),
+        ("[::]:0", True, "", {"lo": "::1"}, "127.0.0.1"),
+        ("[::]:0", False, "", {"lo": LO}, "::1"),
+        ("0.0.0.0:0", True, "fd00::7", {"lo": LO, "eth0": "fd00::7"}, "127.0.0.1"),
+        ("[fd00::8]:0", True, "fd00::7", {"lo": LO}, "fd00::8"),
+    ],
+)
+def test_the_address_is_one_that_the_port_takes(
+    listen: str, both: bool, route: str, addresses: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts without IPv4 among them."""
+    Interfaces(monkeypatch, route, **addresses)
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: both)
+    assert advertised(NetworkConfig(listen=listen)).address == expected
+
+
+def test_the_address_of_a_device_is_one_that_the_port_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    Interfaces(monkeypatch, ib0="fd00::9", eth0="192.0.2.9")
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: True)
+    assert advertised(NetworkConfig(listen="[::]:0", devices=("ib0", "eth0"))).address == "fd00::9"
+    assert advertised(NetworkConfig(devices=("ib0", "eth0"))).address == "192.0.2.9"
+    with pytest.raises(TransportError, match="expected an interface with an IPv4 address"):
+        advertised(NetworkConfig(devices=("ib0",)))
+    assert address.source_of(NetworkConfig(devices=("ib0", "eth0")), socket.AF_INET6) == "fd00::9"
+    assert address.source_of(NetworkConfig(devices=("ib0", "eth0")), socket.AF_INET) == "192.0.2.9"
+
+
+def test_the_ipv6_address_of_an_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "fe800000000000000000000000000001 02 40 20 80     eth0\n"
+        "fd000000000000000000000000000001 02 40 00 20     eth0\n"  # deprecated
+        "fd000000000000000000000000000002 02 40 00 01     eth0\n"  # temporary
+        "fd000000000000000000000000000003 02 40 00 80     eth0\n"
+        "fe800000000000000000000000000004 03 40 20 80     eth1\n"
+        "00000000000000000000000000000001 01 80 10 80       lo\n"
+    )
+    monkeypatch.setattr(address, "_IF_INET6", table)
+    found = [address.address_of(device, socket.AF_INET6) for device in ("eth0", "eth1", "lo", "none")]
+    assert found == ["fd00::3", "", "::1", ""]
+    monkeypatch.setattr(address, "_IF_INET6", tmp_path / "absent")
+    assert address.address_of("lo", socket.AF_INET6) == ""

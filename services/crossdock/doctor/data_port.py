@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 
-from crossdock.common.addresses import EVERY_INTERFACE, family_of, format_address, split_address
+from crossdock.common.addresses import family_of, format_address, split_address
 from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.doctor import rdma
 from crossdock.doctor.findings import Finding, fail, judge, ok, warn
-
-_NOWHERE = ("192.0.2.1", 9)
-"""An address for documentation: connecting a UDP socket to it sends nothing, and shows the default route."""
+from ep_kernels import TransportError
+from ep_kernels.network import NetworkConfig
+from ep_kernels.network.address import advertised
 
 
 def judge_network(network: WorkerNetworkConfig, num_workers: int) -> Iterator[Finding]:
@@ -71,12 +71,12 @@ def _devices(devices: tuple[str, ...]) -> Finding:
 
 
 def _address(network: WorkerNetworkConfig) -> Finding:
-    listens = split_address(network.listen)[0]
-    named = network.advertise.removeprefix("[").removesuffix("]")
-    host = named or (listens if listens not in EVERY_INTERFACE else address_towards(*_NOWHERE))
     cure = "set worker.network.advertise to the address at which other hosts reach this one"
-    if not host:
-        return warn("data-address", "no default route", "nothing says at which address this host is reached", cure)
+    try:
+        chosen = advertised(NetworkConfig(**network.data_plane_fields()))
+    except TransportError as error:
+        return fail("data-address", str(error), "the worker could not start", cure)
+    host = chosen.address
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(found[0]) as probe:
@@ -86,9 +86,8 @@ def _address(network: WorkerNetworkConfig) -> Finding:
         return warn("data-address", f"{host} is none of this host's: {error.strerror or error}", cause, cure)
     shown = str(found[4][0])
     if shown.startswith("127.") or shown == "::1":
-        return warn("data-address", f"{host} is loopback", "no other host reaches it", cure)
-    whence = "" if named or listens not in EVERY_INTERFACE else ", that of the default route"
-    return ok("data-address", f"{host}{whence}")
+        return warn("data-address", f"{host} is loopback: {chosen.why}", "no other host reaches it", cure)
+    return ok("data-address", f"{host}: {chosen.why}")
 
 
 def trial_network(network: WorkerNetworkConfig | None, at: str, *, listens: bool) -> WorkerNetworkConfig:
