@@ -270,9 +270,11 @@ class Channel:
     def leave(self, rank: int, epoch_tag: int) -> None:
         """Part from a rank that is left out of the group: say so to it, close its connections, and admit none until
         `connect` names it again."""
-        with self._lock:
-            self._admitted.discard(rank)
-            self._call(None, self._lib.cn_leave, rank, epoch_tag)
+        self._call(None, self._leave, rank, epoch_tag)
+
+    def _leave(self, pointer: int, rank: int, epoch_tag: int) -> None:
+        self._admitted.discard(rank)
+        self._lib.cn_leave(pointer, rank, epoch_tag)
 
     def push(self, rank: int, offset: int, num_bytes: int, imm: int) -> bool:
         """Send those bytes of the own region, and the immediate behind them. False: the ring is full. Raises
