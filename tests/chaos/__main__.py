@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import facts
+from crossdock.demo.hosts import become
 from tests.chaos.harms import Harms
 from tests.chaos.load import GAP_S, Load, Tally
-from tests.chaos.netns import NoNamespaces, become
+from tests.chaos.netns import NoNamespaces
 from tests.chaos.ways import NUM_WORKERS, Namespaced, Proxied, Ways
 from tests.chaos.world import World
 from tests.frozen import frozen
@@ -173,7 +174,7 @@ def network(kind: str) -> tuple[Ways, str]:
     """The ways of that kind, and why it is not namespaces, "" = it is. This process may start anew, with --inside."""
     why = "asked for proxies"
     if kind == "namespaces":
-        why = become("tests.chaos", [*sys.argv[1:], "--network", "inside"])
+        why = become([*sys.argv[1:], "--network", "inside"], "tests.chaos")
     if kind == "inside":
         try:
             return Namespaced(), ""

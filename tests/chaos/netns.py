@@ -1,10 +1,9 @@
 """Network namespaces of our own: hosts that reach each other through a router, whose lines can be cut for real.
 
-    become(module, argv)    this process again, in a namespace of its own, if the machine allows it
-    Fabric()                a router in another one; `host(name, number)` joins a host to it
+    Fabric()    a router in another one; `host(name, number)` joins a host to it
 
 Each namespace belongs to a process and goes with it; nothing of the machine's own network is seen or touched. Needs
-`unshare`, `nsenter`, `ip`, and root or user namespaces. A cut is a rule of the router that drops packets without a
+`unshare` and `nsenter`, and root or user namespaces. A cut is a rule of the router that drops packets without a
 word: connections neither close nor answer. Host `number` is 10.77.number.2, and 10.78.number.2, which cuts leave alone,
 for those who look.
 """
@@ -15,40 +14,20 @@ import contextlib
 import itertools
 import os
 import subprocess
-import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from crossdock.demo.netlink import Netlink
+from tests.chaos import routing
+
 _TIMEOUT_S = 30.0
-_UNSHARE = (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"])
 _CUTS, _LOOKS = "10.77", "10.78"
-_RANDOM, _SHOT, _GO_ON = 0xFFFFF038, 2, 0xFFFFFFFF
-"""Classic BPF: where a random number is loaded from, and what drops a packet or lets it pass."""
 
 
 class NoNamespaces(RuntimeError):
     """The machine does not allow them; the message says why."""
-
-
-def become(module: str, arguments: Sequence[str]) -> str:
-    """Become `python -m module arguments` in a network namespace of its own, whose loop-back device is up.
-
-    Returns:
-        why there can be none; it does not return where there can.
-    """
-    why = ""
-    for unshare in _UNSHARE:
-        try:
-            _run(*unshare, "sh", "-c", "ip link set lo up && unshare --net true")
-        except NoNamespaces as error:
-            why = why or str(error)
-            continue
-        start = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, "-m", module, *arguments]
-        sys.stdout.flush()
-        os.execvp(unshare[0], [*unshare, *start])
-    return why
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +47,8 @@ class Host:
 
     @property
     def namespace(self) -> str:
-        """File of its network namespace."""
-        return self.enter[1].removeprefix("--net=")
+        """File of its network namespace; empty: this process's own."""
+        return _namespace(self.enter)
 
 
 class Fabric:
@@ -107,53 +86,56 @@ class Fabric:
     def alias(self, host: Host, number: int) -> str:
         """A second address of a host, on its one line; cuts tell the two apart."""
         address = f"{_CUTS}.{number}.2"
-        _ip(host.enter, f"addr add {address}/32 dev eth0")
-        _ip(self._router, f"route add {address}/32 via {host.address}")
+        with _netlink(host.enter) as there, _netlink(self._router) as router:
+            there.address("eth0", f"{address}/32")
+            routing.route(router, f"{address}/32", host.address)
         return address
 
     def cut(self, *rules: str) -> Cut:
         """A cut by such rules ("from A to B", "to B"), whole at first."""
-        return Cut(self, [f"pref {next(self._numbers)} {rule}" for rule in rules])
+        return Cut(self, {next(self._numbers): rule.split() for rule in rules})
 
-    def apply(self, verb: str, rules: Sequence[str]) -> None:
+    def apply(self, rules: Mapping[int, Sequence[str]], *, goes: bool) -> None:
         """Add or delete rules that drop what they fit."""
-        _ip(self._router, *(f"rule {verb} {rule} blackhole" for rule in rules))
+        with _netlink(self._router) as router:
+            for number, words in rules.items():
+                ends = dict(zip(words[::2], words[1::2], strict=True))
+                routing.drop(router, number, source=ends.get("from", ""), to=ends.get("to", ""), goes=goes)
 
     def unplug(self, host: Host) -> None:
         """Take the line down, both ways; the router says so to whoever sends there."""
         with self._lock:
             self._down[host.name] = self._down.get(host.name, 0) + 1
-            _ip(self._router, f"link set dev {host.name} down")
+            with _netlink(self._router) as router:
+                router.up(host.name, is_up=False)
 
     def plug(self, host: Host) -> None:
         """And up again, once for each `unplug`."""
         with self._lock:
             self._down[host.name] -= 1
             if not self._down[host.name]:
-                _ip(self._router, f"link set dev {host.name} up")
+                with _netlink(self._router) as router:
+                    router.up(host.name)
 
     def reset(self, here: Host, there: Host) -> int:
         """Reset the connections between two hosts; how many (a kernel without SOCK_DESTROY: none)."""
-        command = [*here.enter, "ss", "-K", "-H", "-t", "dst", there.address]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        return len(answer.stdout.splitlines())
+        return routing.reset(here.namespace, there.address)
 
     def lose(self, host: Host, share: float) -> None:
         """From now on this share of the packets to a host vanishes, at random.
 
         Raises:
-            NoNamespaces: the kernel or `tc` cannot.
+            NoNamespaces: the kernel cannot.
         """
-        passes = int(share * (1 << 32))
-        random = f"4,32 0 0 {_RANDOM},37 1 0 {passes},6 0 0 {_SHOT},6 0 0 {_GO_ON}"
-        _run(*self._router, "tc", "qdisc", "add", "dev", host.name, "clsact")
-        _run(*self._router, "tc", *f"filter add dev {host.name} egress bpf da bytecode".split(), random)
+        with _netlink(self._router) as router:
+            routing.lose(router, host.name, share)
 
     def rename(self, host: Host, number: int) -> str:
         """Another address for a host, which from now on speaks by it; the old one is still there."""
         address = self.alias(host, number)
         gateway = host.address.rpartition(".")[0] + ".1"
-        _ip(host.enter, f"route replace {_CUTS}.0.0/16 via {gateway} src {address}")
+        with _netlink(host.enter) as there:
+            routing.route(there, f"{_CUTS}.0.0/16", gateway, source=address, replace=True)
         return address
 
     def close(self) -> None:
@@ -184,22 +166,16 @@ class Fabric:
         return ("nsenter", f"--net=/proc/{holder.pid}/ns/net", "--")
 
     def _join(self, name: str, number: int, enter: tuple[str, ...], pid: int) -> Host:
-        _ip(
-            self._router,
-            f"link add name {name} type veth peer name eth0 netns {pid}",
-            f"addr add {_CUTS}.{number}.1/30 dev {name}",
-            f"addr add {_LOOKS}.{number}.1/30 dev {name}",
-            f"link set dev {name} up",
-        )
-        _ip(
-            enter,
-            "link set lo up",
-            f"addr add {_CUTS}.{number}.2/30 dev eth0",
-            f"addr add {_LOOKS}.{number}.2/30 dev eth0",
-            "link set eth0 up",
-            f"route add {_CUTS}.0.0/16 via {_CUTS}.{number}.1 src {_CUTS}.{number}.2",
-            f"route add {_LOOKS}.0.0/16 via {_LOOKS}.{number}.1 src {_LOOKS}.{number}.2",
-        )
+        with _netlink(self._router) as router, _netlink(enter) as there:
+            router.cable(name, "eth0", pid)
+            there.up("lo")
+            for line, device, last in ((router, name, 1), (there, "eth0", 2)):
+                for network in (_CUTS, _LOOKS):
+                    line.address(device, f"{network}.{number}.{last}/30")
+                line.up(device)
+            for network in (_CUTS, _LOOKS):
+                ours = f"{network}.{number}"
+                routing.route(there, f"{network}.0.0/16", f"{ours}.1", source=f"{ours}.2")
         _run(*enter, "sh", "-c", "for file in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 0 > $file; done")
         return Host(name, f"{_CUTS}.{number}.2", f"{_LOOKS}.{number}.2", enter)
 
@@ -209,25 +185,35 @@ class Cut:
     """Some rules of a fabric."""
 
     fabric: Fabric
-    rules: list[str]
+    rules: dict[int, list[str]]
 
     def cut(self) -> None:
         """From now on what they fit vanishes, and nobody is told."""
-        self.fabric.apply("add", self.rules)
+        self.fabric.apply(self.rules, goes=True)
 
     def mend(self) -> None:
         """It passes again."""
-        self.fabric.apply("del", self.rules)
+        self.fabric.apply(self.rules, goes=False)
 
 
-def _ip(enter: Sequence[str], *lines: str) -> None:
-    _run(*enter, "ip", "-batch", "-", text="\n".join(lines) + "\n")
+def _namespace(enter: Sequence[str]) -> str:
+    return enter[1].removeprefix("--net=") if enter else ""
 
 
-def _run(*command: str, text: str = "") -> None:
+@contextlib.contextmanager
+def _netlink(enter: Sequence[str]) -> Iterator[Netlink]:
+    """A line to the kernel where such a command would run. Raises NoNamespaces with what it refused."""
+    try:
+        with Netlink(_namespace(enter)) as line:
+            yield line
+    except OSError as error:
+        raise NoNamespaces(error.strerror) from None
+
+
+def _run(*command: str) -> None:
     """Raises NoNamespaces with the last words of a command that failed."""
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except OSError as error:
         raise NoNamespaces(f"{command[0]}: {error.strerror}") from None
     if done.returncode:

@@ -29,6 +29,7 @@ from typing import Any
 from benchmarks import facts
 from crossdock.common.http import serve_http
 from crossdock.common.settings import TracingConfig
+from crossdock.demo.hosts import become
 from crossdock.host.pages import HostMetricsPage
 from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import SERVING
@@ -37,7 +38,6 @@ from tests.observability.collector import collector
 from tests.observability.faults import FAULTS
 from tests.observability.group import E, Group, group
 from tests.observability.prometheus import Prometheus, prometheus
-from tests.observability.record import become
 from tests.observability.score import KINDS
 from tests.services.otlp import spans_of
 
@@ -213,7 +213,7 @@ def main() -> int:
     parser.add_argument("--in-namespace", action="store_true")
     options = parser.parse_args()
     if options.hosts > 1 and not options.in_namespace:
-        become("tests.observability", sys.argv[1:])
+        sys.exit(become([*sys.argv[1:], "--in-namespace"], "tests.observability"))
     options.only = options.only or INJECTED[options.hosts]
     with ExitStack() as stack:
         rows, wrong = run(options, stack)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 from crossdock.control.latency_watch import INTERVAL_S, LOOK_EVERY_S
+from crossdock.demo.hosts import become
 from crossdock.protocol.v1 import control_pb2 as pb
 from tests.observability.faults import FAULTS
 from tests.observability.group import Group, group
@@ -74,14 +74,7 @@ def main() -> None:
         print("asked", where.load.asked, "failed", where.load.failed)
 
 
-def become(module: str, arguments: Sequence[str]) -> None:
-    """Become a module in a network namespace of its own, where a cable between two hosts can be made."""
-    sys.stdout.flush()
-    start = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, "-m"]
-    os.execvp("unshare", [*start, module, *arguments, "--in-namespace"])
-
-
 if __name__ == "__main__":
     if "--hosts" in sys.argv and "--in-namespace" not in sys.argv:
-        become("tests.observability.record", sys.argv[1:])
+        sys.exit(become([*sys.argv[1:], "--in-namespace"], "tests.observability.record"))
     main()

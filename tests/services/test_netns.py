@@ -4,16 +4,20 @@ allows none; nothing of its own network is touched."""
 from __future__ import annotations
 
 import queue
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from crossdock.demo import hosts
+from crossdock.demo.hosts import become
 from tests.chaos import __main__ as chaos
-from tests.chaos import netns
-from tests.chaos.netns import Fabric, Host, NoNamespaces, become
+from tests.chaos.netns import Fabric, Host, NoNamespaces
 from tests.chaos.ways import Proxied
 
 WAIT_S = 120.0
@@ -180,9 +184,28 @@ def test_a_second_address_is_cut_by_itself(fabric: Fabric, join: Join) -> None:
     other.end()
 
 
+def test_no_program_is_needed_but_those_that_every_system_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cat", "nsenter", "sh", "unshare"):
+        if (found := shutil.which(name)) is not None:
+            (tmp_path / name).symlink_to(found)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    try:
+        fabric = Fabric()
+    except NoNamespaces as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    host, other = fabric.host("one", 1), fabric.host("two", 2)
+    fabric.rename(host, 3)
+    fabric.unplug(host)
+    fabric.plug(host)
+    assert fabric.reset(host, other) == 0
+    with pytest.raises(NoNamespaces, match=r"route to 10\.77\.4\.2/32: Network is unreachable"):
+        fabric.alias(replace(host, address="10.79.0.1"), 4)
+    fabric.close()
+
+
 def test_without_unshare_there_are_proxies_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(netns, "_UNSHARE", (["no-such-unshare"],))
-    assert "No such file" in become("tests.chaos", [])
+    monkeypatch.setattr(hosts, "_UNSHARE", (["no-such-unshare"],))
+    assert "No such file" in become([], "tests.chaos")
     ways, why = chaos.network("namespaces")
     assert isinstance(ways, Proxied)
     assert "No such file" in why

@@ -4,7 +4,6 @@ error names the rank, no row is ever wrong. Skipped with the reason where there 
 from __future__ import annotations
 
 import re
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -133,8 +132,6 @@ def test_connections_that_are_reset(site: Site) -> None:
         if not found:
             site.apart.say("cannot")
 
-    if shutil.which("ss") is None:
-        pytest.skip("needs ss")
     try:
         healed = site.run(lines.line_recovers, reset, lambda: None)
     except AssertionError:

@@ -214,7 +214,7 @@ def test_more_workers_than_a_group_has_ranks_are_refused() -> None:
 
 
 def test_why_there_are_no_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(command: Sequence[str], text: str = "") -> None:
+    def refused(command: Sequence[str]) -> None:
         raise ConfigFileError(f"{command[0]}: Operation not permitted{' for users' * ('--user' in command)}")
 
     monkeypatch.setattr(hosts, "_run", refused)
@@ -223,7 +223,7 @@ def test_why_there_are_no_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_program_goes_on_in_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[Sequence[str]] = []
-    monkeypatch.setattr(hosts, "_run", lambda command, text="": None)
+    monkeypatch.setattr(hosts, "_run", lambda command: None)
     monkeypatch.setattr("os.execvp", lambda file, command: became.append(command))
     hosts.become(["demo", "--hosts", "2"])
     assert became[0][:2] == ["unshare", "--net"]
@@ -245,7 +245,7 @@ with namespaces() as (here, there), socket.create_server((here.address, 0)) as s
 def test_two_namespaces_reach_each_other_by_their_addresses() -> None:
     """In a network namespace of its own, as `become` makes it."""
     start = ["unshare", "--user", "--map-root-user", "--net"] if os.geteuid() else ["unshare", "--net"]
-    up = [*start, "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    up = [*start, sys.executable, "-m", "crossdock.demo.netlink"]
     try:
         subprocess.run([*up, "unshare", "--net", "true"], check=True, capture_output=True, timeout=30)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -1,7 +1,7 @@
 """The two hosts of `crossdock demo --hosts 2`: network namespaces that a cable joins, or two domains on loopback.
 
 A namespace belongs to a process and goes with it, so nothing of the machine's own network is seen or touched. Needs
-`unshare`, `nsenter`, `ip`, and root or user namespaces. Both hosts are one kernel, so their domains are named: ranks of
+`unshare` and `nsenter`, and root or user namespaces. Both hosts are one kernel, so their domains are named: ranks of
 two hosts would share memory otherwise.
 """
 
@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from crossdock.common.config import ConfigFileError
+from crossdock.demo import netlink
+from crossdock.demo.netlink import Netlink
 
 NUM_HOSTS = 2
 _TIMEOUT_S = 30.0
@@ -47,12 +49,11 @@ def become(arguments: Sequence[str], module: str = "crossdock") -> str:
     Returns:
         why there can be none; it does not return where there can.
     """
-    tried = "unshare --net true && nsenter --version && ip link add tried type veth peer name other"
     why = ""
     for unshare in _UNSHARE:
-        start = [*unshare, "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+        start = [*unshare, sys.executable, "-m", netlink.__name__]
         try:
-            _run([*start, "sh", "-c", tried])
+            _run([*start, "unshare", "--net", "nsenter", "--version"])
         except ConfigFileError as error:
             why = why or str(error)
             continue
@@ -78,23 +79,25 @@ def namespaces() -> Iterator[tuple[HostPlace, HostPlace]]:
         namespace = f"/proc/{holder.pid}/ns/net"
         enter = ("nsenter", f"--net={namespace}", "--")
         here, there = _ADDRESSES
-        _ip((), f"link add cable type veth peer name eth0 netns {holder.pid}", f"addr add {here}/30 dev cable")
-        _ip(enter, "link set lo up", f"addr add {there}/30 dev eth0", "link set eth0 up")
-        _ip((), "link set cable up")
+        try:
+            with Netlink() as line, Netlink(namespace) as other:
+                line.cable("cable", "eth0", holder.pid)
+                for end, device, address in ((line, "cable", here), (other, "eth0", there)):
+                    end.address(device, f"{address}/30")
+                    end.up(device)
+                other.up("lo")
+        except OSError as error:
+            raise ConfigFileError(f"network namespace: {error.strerror}") from None
         yield HostPlace(here), HostPlace(there, enter, namespace)
     finally:
         holder.kill()
         holder.communicate()
 
 
-def _ip(enter: Sequence[str], *lines: str) -> None:
-    _run([*enter, "ip", "-batch", "-"], "\n".join(lines) + "\n")
-
-
-def _run(command: Sequence[str], text: str = "") -> None:
+def _run(command: Sequence[str]) -> None:
     """Raises ConfigFileError with the last words of a command that failed."""
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except OSError as error:
         raise ConfigFileError(f"{command[0]}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
