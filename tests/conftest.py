@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import compiler, tools
+
+compiler.provide()
 
 # How long an example takes is the machine's affair.
 settings.register_profile("any machine", deadline=None, suppress_health_check=list(HealthCheck))
@@ -76,4 +81,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item, marker in wanting:
         needed = marker.args[0] if marker.args else 1
         if present < needed:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, this machine has {present}"))
+            why = tools.reason("CUDA devices", f"wants {needed}, this machine has {present}")
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """After the list of skips: what the machine lacked."""
+    yield
+    for line in tools.said(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(line)

@@ -7,11 +7,11 @@ labels of one machine's ranks (`NetworkConfig.domain`), which share nothing but 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from ctypes.util import find_library
 from typing import Any
 
 from ep_kernels.network import NetworkConfig
 from ep_kernels.types import CombineOrder, Mode
+from tests.tools import lack
 
 SPLITS: dict[str, Callable[[int, int], int]] = {
     "halves": lambda rank, size: 2 * rank // size,
@@ -20,16 +20,17 @@ SPLITS: dict[str, Callable[[int, int], int]] = {
     "each": lambda rank, size: rank,
 }
 """Host of a rank: two halves; rank 0 alone; ranks that alternate; a host for each."""
-PROVIDERS = {"tcp": "tcp", "shuffle": "shuffle(tcp)"}
-if find_library("fabric"):
-    PROVIDERS["libfabric"] = "libfabric(tcp;ofi_rxm)"
+PROVIDERS = {"tcp": "tcp", "shuffle": "shuffle(tcp)", "libfabric": "libfabric(tcp;ofi_rxm)"}
+NEEDS = {"libfabric": ["libfabric"]}
+"""What the machine must have for a provider (tests/tools.py)."""
 FAKE = {"verbs": "verbs", "shuffled_verbs": "shuffle(verbs)"}
 """In ranks that have loaded the fake libibverbs (tests/fake_verbs), and in no suite of its own."""
 LANES = {"lanes": 3}
 """Names of providers with several lanes: how many, over TCP."""
 SHORT = ("cpu-shuffle-halves",)
 GPUS = ("nvlink-tcp-halves", "nvlink-shuffle-halves")
-FULL = tuple(f"cpu-{provider}-{split}" for provider in PROVIDERS for split in SPLITS)
+HERE = [provider for provider in PROVIDERS if not lack(*NEEDS.get(provider, ()))]
+FULL = tuple(f"cpu-{provider}-{split}" for provider in HERE for split in SPLITS)
 
 
 def is_over_hosts(name: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ import crossdock
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig, HostConfig, load
 from crossdock.common.security import load_security
+from tests import tools
 from tests.house.tree import ROOT
 
 CHART = ROOT / "helm" / "crossdock"
-HELM = shutil.which("helm") or shutil.which("helm3")
-needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed")
+HELM = tools.path("helm")
+needs_helm = tools.needs("helm")
 
 
 def values() -> Any:

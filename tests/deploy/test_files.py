@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +18,7 @@ from crossdock.common.config import HostConfig, load
 from crossdock.common.framework_metrics import FrameworkMetrics
 from crossdock.common.metrics import ControlMetrics, HostMetrics, WorkerMetrics
 from crossdock.protocol.v1.control_pb2 import GroupState
+from tests import tools
 from tests.house.tree import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -184,24 +182,19 @@ def test_each_alert_has_a_runbook_that_is_there_and_knows_its_group() -> None:
         assert not by, f"{rule['alert']}: aggregates over groups"
 
 
+@tools.needs("promtool")
 def test_alerts_fire_when_they_should_and_only_then() -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed")
-    done = subprocess.run(
-        [promtool, "test", "rules", "rules_test.yaml"], cwd=RULES.parent, capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
+    command = [str(tools.path("promtool")), "test", "rules", "rules_test.yaml"]
+    done = subprocess.run(command, cwd=RULES.parent, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     tested = set(re.findall(r"alertname: (\w+)", (RULES.parent / "rules_test.yaml").read_text()))
     assert tested == {rule["alert"] for rule in alerts()}
 
 
+@tools.needs("hadolint")
 def test_hadolint_finds_nothing_to_complain_about() -> None:
-    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if hadolint is None:
-        pytest.skip("hadolint is not installed (it comes with the extra [dev])")
-    done = subprocess.run([hadolint, "Dockerfile"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    command = [str(tools.path("hadolint")), "Dockerfile"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout
 
 

@@ -21,6 +21,7 @@ from ep_kernels.transports.build import find_compiler, native_of
 from ep_kernels.transports.nvlink import launch
 from ep_kernels.transports.nvlink.streams import StreamOrder
 from ep_kernels.transports.nvlink.transport import NvlinkTransport
+from tests import tools
 from tests.cases import RoutingCase
 from tests.emulator.machine import without_driver
 from tests.gpu.loopback import Loopback
@@ -83,7 +84,7 @@ class SilentDriver:
     def __init__(self, folder: Path) -> None:
         compiler = find_compiler()
         if compiler is None:
-            pytest.skip("no C++ compiler here")
+            tools.skip("g++", "no other compiler either")
         (folder / "silent.cpp").write_text(DRIVER)
         made = folder / "silent.so"
         command = [*compiler, "-O2", "-shared", "-fPIC", "-o", str(made), str(folder / "silent.cpp")]

@@ -6,13 +6,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests import stand_in
+from tests import stand_in, tools
 from tests.stand_in import StandIn
 
 NAME = "libfabric.so.1"
@@ -64,9 +63,7 @@ def real() -> str:
 
 def missing() -> str:
     """Why it cannot be built; "" if it can."""
-    if shutil.which("g++") is None:
-        return "needs g++"
-    return "" if real() else "needs libfabric.so.1 (Debian: libfabric1)"
+    return tools.lack("g++", "libfabric")
 
 
 @functools.cache

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests import stand_in
+from tests import stand_in, tools
 from tests.stand_in import StandIn
 
 LIBRARY = StandIn("libibverbs.so.1", Path(__file__).resolve().parent, "verbs_abi.hpp")
@@ -82,7 +81,7 @@ class Fake(stand_in.Loaded):
 
 def missing() -> str:
     """Why it cannot be built; "" if it can."""
-    return "" if shutil.which("g++") else "needs g++"
+    return tools.lack("g++")
 
 
 @functools.cache

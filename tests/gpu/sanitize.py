@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ import torch
 
 from ep_kernels.types import Layout, Mode, ScaleFormat
 from tests.cases import RoutingCase, draw_seed
+from tests.tools import path
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 DEADLINE_S = 200.0
@@ -119,7 +119,7 @@ PARTS = {"moe": take_moe_steps, "network": lambda: take_moe_steps(nodes=2), "col
 def command(tool: str, parts: Sequence[str]) -> list[str]:
     """The tool over those parts of this module's steps; only our kernels are watched, except where all writes have to
     be known."""
-    sanitizer = shutil.which("compute-sanitizer")
+    sanitizer = path("compute-sanitizer")
     assert sanitizer is not None, "compute-sanitizer is not on PATH"
     scope = [f"--kernel-name=kns={name}" for name in ("dispatch", "combine", "barrier", "all_", "reduce_", "add_")]
     if tool == "initcheck":

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ep_kernels.types import Layout, Mode
+from tests import tools
 from tests.cases import RoutingCase, draw_seed
 from tests.gpu import over_hosts
 from tests.transports.faults import SLACK_S
@@ -37,7 +38,7 @@ def run(pool: tuple[World, str], story: Any, overrides: Any, may_die: tuple[int,
         return world.run(story, kind, case_of(world.size), overrides, may_die=may_die)
     except RankFailed as error:
         if "OSError: [Errno" in str(error) and kind == over_hosts.NAMESPACES:
-            pytest.skip(f"no network namespaces here: {str(error).strip().splitlines()[-1]}")
+            tools.skip("network namespaces", str(error).strip().splitlines()[-1])
         raise
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 from tests.gpu import sanitize
+from tests.tools import needs
 
-needs_sanitizer = pytest.mark.skipif(
-    shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer (of the CUDA toolkit) on PATH"
-)
+needs_sanitizer = needs("compute-sanitizer")
 
 
 OURS = """========= Uninitialized __global__ memory read of size 4 bytes

@@ -150,3 +150,16 @@ def test_tensors_do_not_depend_on_the_caller_s_defaults() -> None:
 def test_the_rule_of_defaults_sees_it() -> None:
     text = "torch.zeros(3)\ntorch.arange(3, device=d)\ntorch.tensor(3, **like)\nx.new_empty(3)\ntorch.full((3,), 1)"
     assert unsaid(text) == ["1 torch.zeros: device", "1 torch.zeros: dtype", "5 torch.full: device"]
+
+
+def test_one_place_looks_for_the_programs_that_tests_need() -> None:
+    """But for those of `make test-deploy`, and a test that makes a PATH."""
+    own = (
+        "tests/tools.py",
+        "tests/compiler/",
+        "tests/deploy/bed/",
+        "tests/deploy/live/",
+        "tests/services/test_netns.py",
+    )
+    faults = [name_of(path) for path in python_files("tests") if "shutil.w" + "hich(" in text_of(path)]
+    assert [name for name in faults if not name.startswith(own)] == [], "expected tests.tools.needs"

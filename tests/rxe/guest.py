@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.tools import path as program
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILT = ROOT / "build" / "rxe"
@@ -34,10 +36,10 @@ class GuestError(RuntimeError):
 
 def missing() -> str:
     """Why no guest can run on this machine; "" if one can."""
-    absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    absent = [tool for tool in _TOOLS if program(tool) is None]
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         return "the guest is an x86-64 Linux machine over the files of this one"
-    return f"needs {', '.join(absent)} (Debian: apt-get install {PACKAGES})" if absent else ""
+    return f"no {', '.join(absent)} (Debian: apt-get install {PACKAGES})" if absent else ""
 
 
 def run(command: str, out: Path, timeout_s: float) -> tuple[int, str]:

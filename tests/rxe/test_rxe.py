@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from benchmarks import facts
+from tests import tools
 from tests.rxe import guest
 
 BYTES = ["verbs", "libfabric(verbs;ofi_rxm)", "libfabric(tcp;ofi_rxm)", "shuffle(verbs)"]
@@ -77,9 +78,9 @@ def asked(request: pytest.FixtureRequest) -> None:
     if "tmp_path" not in request.fixturenames:
         return  # arithmetic
     if not request.config.getoption("--rxe"):
-        pytest.skip("a guest takes minutes: make test-rxe")
+        tools.skip("a guest", "it takes minutes")
     if why := guest.missing():
-        pytest.skip(why)
+        tools.skip("a guest", why)
 
 
 def inside(out: Path, script: str, arguments: Iterable[str]) -> str:

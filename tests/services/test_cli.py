@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from crossdock.common.announce import Addresses, parse
 from crossdock.common.config import HostConfig
 from tests.services.cluster import FORM_S, TEST_S
 from tests.services.control_world import unused_address
+from tests.tools import needs
 
 pytestmark = pytest.mark.timeout(TEST_S)
 
@@ -95,11 +95,14 @@ def test_version_as_json() -> None:
     assert {"python", "grpcio", "protobuf", "torch", "transformers"} < set(said)
 
 
-def test_other_small_commands_as_json(tmp_path: Path) -> None:
+def test_other_small_commands_as_json() -> None:
     assert Path(json.loads(crossdock_command("deep-ep", "--json").stdout)["path"], "deep_ep").is_dir()
-    if shutil.which("openssl"):
-        made = json.loads(crossdock_command("certs", str(tmp_path), "--json").stdout)["configs"]
-        assert {Path(path).name for path in made} >= {"control.yaml", "worker.yaml"}
+
+
+@needs("openssl")
+def test_certificates_as_json(tmp_path: Path) -> None:
+    made = json.loads(crossdock_command("certs", str(tmp_path), "--json").stdout)["configs"]
+    assert {Path(path).name for path in made} >= {"control.yaml", "worker.yaml"}
 
 
 def test_every_command_with_output_offers_json() -> None:

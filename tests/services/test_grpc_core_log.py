@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from crossdock.common.grpc_core_log import CoreLogRelay
 from crossdock.common.http import ask_http
 from crossdock.common.stderr_filter import split
 from tests.services.control_world import TIMEOUT_S, Clock, ControlProcess
+from tests.tools import needs
 
 GARBAGE = 300
 CORE = "I1124 16:59:35.250013   11811 ssl_transport_security.cc:2563] Handshake failed with error SSL_ERROR_SSL"
@@ -46,7 +46,7 @@ def said(body: str) -> tuple[int, str]:
     return done.returncode, done.stderr.decode()
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+@needs("openssl")
 def test_failed_handshakes_are_few_lines_of_our_format_and_a_count(tmp_path: Path) -> None:
     certs.make_all(tmp_path)
     files = (("cert_file", "control.pem"), ("key_file", "control.key"), ("ca_file", "ca.pem"))

@@ -20,8 +20,9 @@ from crossdock.common.http import HttpServer, ask_http, serve_http
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.common.security import Security, load_security
 from crossdock.host.run import readiness
+from tests.tools import needs
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+pytestmark = needs("openssl")
 
 TIMEOUT_S = 30.0
 WORKER = "crossdock-worker"

@@ -16,6 +16,7 @@ import pytest
 
 from crossdock.demo import hosts
 from crossdock.demo.hosts import become
+from tests import tools
 from tests.chaos import __main__ as chaos
 from tests.chaos.netns import Fabric, Host, NoNamespaces
 from tests.chaos.ways import Proxied
@@ -97,7 +98,7 @@ def fabric() -> Iterator[Fabric]:
     try:
         made = Fabric()
     except NoNamespaces as error:
-        pytest.skip(f"no network namespaces here: {error}")
+        tools.skip("network namespaces", error)
     yield made
     made.close()
 
@@ -192,7 +193,7 @@ def test_no_program_is_needed_but_those_that_every_system_has(tmp_path: Path, mo
     try:
         fabric = Fabric()
     except NoNamespaces as error:
-        pytest.skip(f"no network namespaces here: {error}")
+        tools.skip("network namespaces", error)
     host, other = fabric.host("one", 1), fabric.host("two", 2)
     fabric.rename(host, 3)
     fabric.unplug(host)

@@ -37,9 +37,10 @@ from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
 from crossdock.worker.control_client import LEASE_KEY
 from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, cluster
 from tests.services.control_world import TIMEOUT_S, FakeWorker, newest_view, spawn
+from tests.tools import needs
 
 pytestmark = [
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command"),
+    needs("openssl"),
     pytest.mark.timeout(TEST_S),
 ]
 

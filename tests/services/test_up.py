@@ -26,6 +26,7 @@ from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig
 from crossdock.common.http import ask_http
 from crossdock.host.supervisor import HopelessError, Supervisor, SupervisorError
 from crossdock.protocol.v1.expert_pb2 import DescribeResponse
+from tests import tools
 from tests.chaos.netns import Fabric, Host, NoNamespaces
 from tests.services.cluster import TEST_S, write_model
 from tests.services.fakes import FakeWorker, echo
@@ -231,7 +232,7 @@ def test_hosts_with_networks_of_their_own_are_one_group(tmp_path: Path) -> None:
         try:
             fabric = stack.enter_context(contextlib.closing(Fabric()))
         except NoNamespaces as error:
-            pytest.skip(f"no network namespaces here: {error}")
+            tools.skip("network namespaces", error)
         one, two = fabric.host("one", 1), fabric.host("two", 2)
         control = f"{one.address}:7400"
 

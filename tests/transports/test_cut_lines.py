@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests import tools
 from tests.cases import draw_seed
 from tests.chaos.netns import Fabric, Host, NoNamespaces
-from tests.hosts import PROVIDERS
+from tests.hosts import NEEDS, PROVIDERS
 from tests.transports import lines
 from tests.transports.faults import SLACK_S, silent_case
 from tests.transports.lines import LONG_S, PATIENCE_S, Apart, Story
@@ -76,7 +77,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "site" not in metafunc.fixturenames:
         return
     providers = ["tcp"] if metafunc.function.__name__ in OF_TCP else sorted(PROVIDERS)
-    over: list[Any] = [f"cpu-{provider}" for provider in providers]
+    over: list[Any] = [
+        pytest.param(f"cpu-{provider}", marks=tools.needs(*NEEDS.get(provider, ()))) for provider in providers
+    ]
     if metafunc.config.getoption("--over-hosts") == "gpus":
         over = [pytest.param("nvlink-tcp", marks=pytest.mark.gpu(1))]
     metafunc.parametrize("site", over, indirect=True)
@@ -87,7 +90,7 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
     try:
         fabric = Fabric()
     except NoNamespaces as error:
-        pytest.skip(f"no network namespaces here: {error}")
+        tools.skip("network namespaces", error)
     try:
         yield Site(fabric, tmp_path, request.param)
     finally:
@@ -167,7 +170,7 @@ def test_a_line_that_loses_packets(site: Site) -> None:
         for host in (site.a, site.b):
             site.fabric.lose(host, 0.01)
     except (NoNamespaces, OSError) as error:
-        pytest.skip(f"no loss of packets here: {error}")
+        tools.skip("network namespaces", f"no loss of packets: {error}")
     site.run(lines.line_loses_packets, lambda: None)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from benchmarks.gpu import Inputs, crossdock
 from benchmarks.gpu.tables import FLOOR, GROUPS, NAMES, TABLES, cases_of, chosen
 from benchmarks.run import main
 from ep_kernels import Layout, Mode, jit
+from tests.tools import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = Case(Mode.LL, Layout.RANK_MAJOR)
@@ -116,7 +116,7 @@ def test_an_unknown_table_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "invalid choice" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@needs("make")
 @pytest.mark.parametrize(
     ("cases", "program"),
     [
@@ -131,7 +131,7 @@ def test_make_knows_the_cases(cases: str, program: str) -> None:
     assert re.search(rf"-m {program}\s+--note NCCL_NVLS_ENABLE=0 --seed 5$", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@needs("make")
 def test_make_says_in_one_line_that_there_is_no_gpu() -> None:
     command = ["make", "--silent", "bench-gpu", "DEV=", f"PY={sys.executable}"]  # installed, so to speak
     nowhere = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

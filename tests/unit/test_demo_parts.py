@@ -24,6 +24,7 @@ from crossdock.demo.report import Row, notes, shorten, table
 from crossdock.demo.stage import Stage
 from crossdock.protocol.v1.control_pb2 import Member
 from crossdock.worker.checkpoint import Checkpoint
+from tests import tools
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "topk": 2}
 
@@ -249,6 +250,6 @@ def test_two_namespaces_reach_each_other_by_their_addresses() -> None:
     try:
         subprocess.run([*up, "unshare", "--net", "true"], check=True, capture_output=True, timeout=30)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no network namespaces here: {error}")
+        tools.skip("network namespaces", error)
     done = subprocess.run([*up, sys.executable, "-c", _INSIDE], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "True", done.stdout + done.stderr

@@ -18,12 +18,13 @@ from ep_kernels.transports.nvlink import collective_plan
 from ep_kernels.transports.nvlink.engine import Call
 from ep_kernels.transports.nvlink.signature import difference
 from tests.cases import draw_seed
-from tests.emulator.build import build, compiler
+from tests.emulator.build import build
 from tests.emulator.machine import Emulated, without_driver
 from tests.gpu.loopback_collectives import BOTH, KINDS, PLACES, LoopbackCollectives, begun, rows, step
+from tests.tools import needs
 
 pytestmark = [
-    pytest.mark.skipif(compiler() is None, reason="needs g++"),
+    needs("g++"),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are written for x86-64"),
     pytest.mark.timeout(600),
 ]

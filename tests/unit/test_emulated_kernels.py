@@ -16,13 +16,14 @@ from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.types import Layout, Mode, Overflow
 from tests.cases import RoutingCase, cases, draw_seed, replicated
-from tests.emulator.build import build, compiler
+from tests.emulator.build import build
 from tests.emulator.machine import Emulated, without_driver
 from tests.gpu.loopback import Loopback
 from tests.gpu.loopback_check import check, check_what_a_stop_left, combine_of
+from tests.tools import needs
 
 pytestmark = [
-    pytest.mark.skipif(compiler() is None, reason="needs g++"),
+    needs("g++"),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are written for x86-64"),
     pytest.mark.timeout(600),
 ]

@@ -12,14 +12,14 @@ import torch
 from ep_kernels.errors import TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.types import Layout, Mode
-from tests.emulator.build import compiler
 from tests.emulator.machine import Emulated, without_driver
 from tests.gpu import loopback_left_out as story
 from tests.gpu.loopback import Loopback
 from tests.gpu.loopback_check import check, combine_of
+from tests.tools import needs
 
 pytestmark = [
-    pytest.mark.skipif(compiler() is None, reason="needs g++"),
+    needs("g++"),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are written for x86-64"),
     pytest.mark.timeout(600),
 ]

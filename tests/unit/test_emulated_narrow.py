@@ -10,12 +10,13 @@ import torch
 
 from ep_kernels import jit
 from tests.cases import draw_seed
-from tests.emulator.build import build, compiler
+from tests.emulator.build import build
+from tests.tools import needs
 
 EDGES = [0, 255, -1, -2, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**32 + 3, -(2**32) + 5, 2**63 - 1, -(2**63)]
 
 
-@pytest.mark.skipif(compiler() is None, reason="no g++ here")
+@needs("g++")
 @pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("count", [0, len(EDGES), 1000])
 def test_ids_are_clamped_not_wrapped_and_weights_copied(count: int, copies: bool) -> None:

@@ -17,15 +17,16 @@ from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink import network_plan, remote
 from ep_kernels.types import Layout, Mode, Overflow
 from tests.cases import RoutingCase, draw_seed
-from tests.emulator.build import build, compiler
+from tests.emulator.build import build
 from tests.emulator.machine import Emulated, without_driver
 from tests.gpu import loopback_network as network
 from tests.gpu.loopback_check import check
 from tests.gpu.loopback_network import SHUFFLED, TCP, Joined
+from tests.tools import needs
 from tests.unit.test_network_providers import needs_libfabric
 
 pytestmark = [
-    pytest.mark.skipif(compiler() is None, reason="needs g++"),
+    needs("g++"),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are written for x86-64"),
     pytest.mark.timeout(300),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import random
@@ -21,13 +20,14 @@ from crossdock.worker.gating import Gating
 from crossdock.worker.grouped.launcher import Launcher
 from crossdock.worker.grouped.support import compile_into, reason_against, reason_in_shapes
 from crossdock.worker.weights import Format, Stack
+from tests.tools import needs
 from tests.unit.grouped_cases import BLOCKS, CASES, MXFP4, floats, groups, layer, tokens_of
 
 LIMITS = {"blocks, gelu": 0.1, "blocks, ungated": 0.1}
 """In the interpreter: the rest differ by the order of sums, or by what that carries over a step of bf16 or e4m3. Here
 rows between the products are rounded to bf16 first, and one in a hundred lands on the other side."""
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+needs_triton = needs("triton")
 
 
 def run(module: str, *args: str, **environment: str) -> dict[str, Any]:

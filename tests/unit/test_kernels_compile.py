@@ -23,6 +23,7 @@ from ep_kernels.tools import kernels
 from ep_kernels.transports.nvlink import collective_plan, inspection
 from ep_kernels.transports.nvlink.engine import LaunchEngine
 from ep_kernels.transports.nvlink.inspection import Job
+from tests.tools import needs
 
 pytest.importorskip("cuda.bindings.nvrtc")
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"
@@ -69,7 +70,7 @@ extern "C" __global__ void ll_dispatch(unsigned long long* flag) {
 """
 
 
-@pytest.mark.skipif(inspection.disassembler() is None, reason="needs nvdisasm (it comes with triton)")
+@needs("nvdisasm")
 def test_low_latency_kernels_wait_for_no_release() -> None:
     """What made the first ones slow is told, and so is the absence of lines."""
     variant = jit.dispatch_variant("ll", 2)

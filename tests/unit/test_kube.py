@@ -23,6 +23,7 @@ from crossdock.cli import certs
 from crossdock.control import kube
 from crossdock.control.kube import ApiError, ApiServer, Timeouts
 from tests.services.lease_api import LeaseApi
+from tests.tools import needs
 
 TIMEOUT_S = 60.0
 
@@ -178,7 +179,7 @@ def test_a_token_is_read_anew_when_its_time_is_over(
         assert api.tokens == ["first", taken]
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+@needs("openssl")
 def test_an_authority_that_was_replaced_is_read_for_the_next_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +210,7 @@ def test_an_authority_that_was_replaced_is_read_for_the_next_connection(
             server.ask(get, TIMEOUT_S)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+@needs("openssl")
 def test_a_pod_takes_up_the_token_and_the_authority_that_its_kubelet_replaces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

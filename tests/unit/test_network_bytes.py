@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from ctypes.util import find_library
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,10 +25,11 @@ import pytest
 from ep_kernels.errors import ArgumentError
 from ep_kernels.network import greeting
 from ep_kernels.network.greeting import NetworkTicket
+from tests.tools import needs
 from tests.unit.network_ends import ARRIVED, DOWN, IN_GUEST, JOINED, LEFT_OUT, UP, WAIT_S, End, Event, as_member, join
 
 PROVIDERS = ["tcp", "shuffle(tcp)"]
-OF_LIBRARIES = ["libfabric(tcp;ofi_rxm)"] if find_library("fabric") else []
+OF_LIBRARIES = [pytest.param("libfabric(tcp;ofi_rxm)", marks=needs("libfabric"))]
 MANY = [("tcp", 1), ("tcp", 3), ("shuffle(tcp)", 2)]
 ONE = ["tcp"]
 UNTOUCHED = b"\xee"

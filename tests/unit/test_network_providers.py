@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 import subprocess
 import sys
 from collections import Counter
-from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
 
 from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig, providers, proxy
+from tests import tools
 from tests.unit.network_ends import UP, End, join
 
 ROOT = Path(__file__).resolve().parents[2]
 OVER_SOCKETS = "libfabric(tcp;ofi_rxm)"
-needs_libfabric = pytest.mark.skipif(not find_library("fabric"), reason="needs libfabric.so.1 (Debian: libfabric1)")
+needs_libfabric = tools.needs("libfabric")
 
 
 def test_structures_are_those_of_the_native_half() -> None:
@@ -28,15 +27,15 @@ def test_structures_are_those_of_the_native_half() -> None:
     assert list(sizes) == [ctypes.sizeof(one) for one in mirrored]
 
 
+@tools.needs("g++")
 @pytest.mark.parametrize(
     ("name", "header"), [("verbs", "/usr/include/infiniband/verbs.h"), ("fabric", "/usr/include/rdma/fi_rma.h")]
 )
 def test_declarations_are_those_of_the_library(name: str, header: str) -> None:
-    compiler = shutil.which("g++")
-    if compiler is None or not Path(header).exists():
-        pytest.skip(f"needs g++ and {header} (Debian: libibverbs-dev, libfabric-dev)")
+    if not Path(header).exists():
+        tools.skip("RDMA headers", f"no {header}")
     native, file = ROOT / "ep_kernels" / "network" / "native", ROOT / "tests" / "rxe" / f"same_{name}.cpp"
-    command = [compiler, "-std=c++17", "-Wno-enum-compare", "-fsyntax-only", f"-I{native}", str(file)]
+    command = ["g++", "-std=c++17", "-Wno-enum-compare", "-fsyntax-only", f"-I{native}", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 

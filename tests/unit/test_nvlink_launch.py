@@ -27,6 +27,7 @@ from ep_kernels.transports.nvlink.copy_schedule import (
 )
 from ep_kernels.transports.nvlink.copy_times import TimedKind
 from ep_kernels.transports.nvlink.repeat_records import DISTURBED, PushTemplate, Quiet
+from tests import tools
 
 FAKE_DRIVER = """
 #include <cstdint>
@@ -118,7 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("driver")
     compiler = find_compiler()
     if compiler is None:
-        pytest.skip("no C++ compiler here")
+        tools.skip("g++", "no other compiler either")
     (place / "driver.cpp").write_text(FAKE_DRIVER)
     command = [*compiler, "-shared", "-fPIC", "-o", str(place / "driver.so"), str(place / "driver.cpp")]
     subprocess.run(command, check=True, timeout=120)

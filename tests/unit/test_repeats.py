@@ -20,10 +20,10 @@ from ep_kernels.transports.nvlink.collective_repeat import CopyPlan, KernelPlan
 from ep_kernels.transports.nvlink.repeat_records import DISTURBED, KernelRepeat, Quiet
 from tests.cases import draw_seed
 from tests.collectives.steps import same_bits
-from tests.emulator.build import compiler
 from tests.emulator.machine import Emulated, without_driver
 from tests.gpu.loopback_collectives import BOTH, LoopbackCollectives, rows
 from tests.groups import LonelyGroup
+from tests.tools import needs
 
 
 class Plan:
@@ -192,7 +192,7 @@ class Library:
         return self.answer
 
 
-@pytest.mark.skipif(compiler() is None, reason="needs g++")
+@needs("g++")
 @pytest.mark.parametrize("algorithm", BOTH)
 def test_a_planned_kernel_sums_what_it_is_given(monkeypatch: pytest.MonkeyPatch, algorithm: Algorithm) -> None:
     """On the emulator: three ranks' plans, made for other tensors."""

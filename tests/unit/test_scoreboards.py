@@ -7,6 +7,7 @@ import pytest
 from ep_kernels import jit
 from ep_kernels.transports.nvlink import inspection
 from ep_kernels.transports.nvlink.scoreboards import early_waits, instructions
+from tests.tools import needs
 
 NONE = 7
 LOAD = "LDG.E.128 R20, desc[UR14][R26.64]"
@@ -78,7 +79,7 @@ def test_the_straight_way_ends_at_a_branch(end: str, early: bool) -> None:
     assert bool(found) is early
 
 
-@pytest.mark.skipif(inspection.disassembler() is None, reason="needs nvdisasm (it comes with triton)")
+@needs("nvdisasm")
 def test_a_kernel_of_ours_is_read() -> None:
     """Loads, stores and scoreboards of real machine code are where they are looked for."""
     variant = jit.dispatch_variant("ll", 2, "u8")

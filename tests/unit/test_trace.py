@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from crossdock.protocol.v1.control_pb2 import Member
 from crossdock.protocol.v1.expert_pb2 import Operation, TraceRequest, TraceResponse
 from crossdock.worker.operations import trace_of
 from ep_kernels import LatencySample
+from tests import tools
 
 US = 1000
 
@@ -103,14 +103,14 @@ def test_the_file_has_a_process_per_rank_a_lane_per_phase_and_slices_that_nest()
 
 def test_perfettos_own_processor_reads_it(tmp_path: Path) -> None:
     api = pytest.importorskip("perfetto.trace_processor", reason="perfetto is not installed")
-    config = api.TraceProcessorConfig(bin_path=shutil.which("trace_processor_shell"))
+    config = api.TraceProcessorConfig(bin_path=tools.path("trace_processor_shell"))
     nothing, path = tmp_path / "nothing.json", tmp_path / "trace.json"
     nothing.write_text('{"traceEvents": []}')
     path.write_text(json.dumps(file_of((0, 5_000_000, -70))))
     try:
         api.TraceProcessor(trace=str(nothing), config=config).close()
     except Exception as error:  # where none is on PATH, the package fetches one at first use
-        pytest.skip(f"perfetto's trace_processor_shell cannot be fetched or started: {type(error).__name__}: {error}")
+        tools.skip("trace_processor_shell", f"cannot be fetched or started: {type(error).__name__}: {error}")
     with api.TraceProcessor(trace=str(path), config=config) as processor:
         counts = "select thread.name as lane, count(*) as n from slice join thread_track on track_id = thread_track.id "
         counts += "join thread using (utid) where depth = 0 group by lane"

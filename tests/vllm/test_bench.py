@@ -8,8 +8,9 @@ from typing import get_args
 import pytest
 
 from benchmarks.vllm import QWEN3, cases, plan
+from tests import tools
 
-pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
+tools.require("vllm")
 
 RUNS = plan.runs_of(",".join(plan.BACKENDS), eager=False) + plan.runs_of(",".join(plan.BACKENDS), eager=True)
 RUNS += plan.runs_of("ll+dbo,ht1+dbo", eager=False)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests import tools
 from tests.vllm import balanced
 from tests.vllm.layers import CLASSES, Case
 from tests.worlds import World
 
-pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
+tools.require("vllm")
 
 
 @pytest.mark.parametrize("missing", [False, True])

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from ep_kernels import PeerTimeout
+from tests import tools
 from tests.vllm.faults import one_misses_a_step
 from tests.worlds import World
 
-pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
+tools.require("vllm")
 
 
 @pytest.mark.parametrize("backend", ["ll", "ht", "v2"])

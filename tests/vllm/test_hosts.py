@@ -9,13 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
 
+from tests import tools
 from tests.chaos.netns import Fabric, Host, NoNamespaces
 from tests.vllm.layers import CLASSES, TOKENS
 
-pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
+tools.require("vllm")
 
 PER_HOST, PORT, WAIT_S = 2, 29555, 900
 CASES = [f"{plugin} {backend}" for plugin, backend in CLASSES]
@@ -46,7 +46,7 @@ def test_layers_over_two_hosts(tmp_path: Path) -> None:
     try:
         fabric = Fabric()
     except NoNamespaces as error:
-        pytest.skip(f"no network namespaces here: {error}")
+        tools.skip("network namespaces", error)
     started: list[subprocess.Popen[str]] = []
     try:
         hosts = [fabric.host(f"host{number}", number + 1) for number in range(len(TOKENS) // PER_HOST)]

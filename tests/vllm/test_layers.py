@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests import tools
 from tests.vllm.layers import CLASSES, HT, LL, Case, run
 from tests.worlds import World
 
-pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
+tools.require("vllm")
 
 CASES = [Case(plugin, backend, fp8) for plugin, backend in CLASSES for fp8 in (False, True)]
 CASES += [Case(plugin, backend, topk=1) for plugin, backend in CLASSES]

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests import tools
 from tests.vllm import overlapped
 from tests.vllm.layers import HT, LL, Case
 from tests.worlds import World
 
-pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
+tools.require("vllm")
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import crossdock
+from tests import tools
 
-pytest.importorskip("vllm", reason="`make test-vllm` makes an environment that has vLLM")
+tools.require("vllm")
 
 SHOW = """
 import sys
@@ -107,6 +108,7 @@ telemetry()._count(_WatchedCommunicator("3", []), Samples.of([sample]))
 SCRAPE = """
 from prometheus_client import generate_latest
 from vllm.v1.metrics.prometheus import get_prometheus_registry
+from tests import tools
 print(generate_latest(get_prometheus_registry()).decode())
 """
 
