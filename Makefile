@@ -47,6 +47,9 @@ demo: $(DEMO) ## Install, then serve three small models here and compare them wi
 test: $(DEV) ## Run every test that this machine can run (ARGS="-k name" to choose)
 	$(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+test-bare: ## Both commands of the README in bare roots of Debian 12 and 13 (root, debootstrap; an hour; ARGS="--suite trixie")
+	$(PYTHON) -m tests.bare --jobs $(JOBS) $(ARGS)
+
 test-gpu: $(DEV) ## On a machine with GPUs: every test that needs one; NODES=2: groups of two hosts, the network between
 	$(PY) -m tests.gpu.everything $(if $(NODES),--nodes $(NODES)) $(ARGS)
 
