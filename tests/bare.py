@@ -28,7 +28,7 @@ INSIDE = {
     "HOME": "/root",
     "LANG": "C.UTF-8",
 }
-PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir", "requests_ca_bundle")
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "requests_ca_bundle")
 PIP_FILES = (Path("/etc/pip.conf"), Path.home() / ".config" / "pip" / "pip.conf", Path.home() / ".pip" / "pip.conf")
 ALONE = ("unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child")
 MOUNT = """
@@ -83,7 +83,6 @@ def make_root(root: Path, suite: str, mirror: str, components: str) -> None:
         if path.is_dir():
             shutil.copytree(path, there, dirs_exist_ok=True)
         else:
-            there.unlink(missing_ok=True)
             shutil.copyfile(path, there)
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(HERE), str(root / TREE)], check=True)
 
