@@ -1,6 +1,6 @@
 """The README's two commands on the machine that it describes: a Debian with python3, venv, make and git, no compiler.
 
-    python3 -m tests.bare [--suite trixie] [--suite bookworm] [--folder DIR] [--tests "-k name"]
+    python3 -m tests.bare [--suite trixie] [--suite bookworm] [--tests "-k name"] [--command .ci/run]
 
 Makes the root of such a machine with debootstrap, clones the committed tree into it, and runs `make demo` and
 `make test` there, in mount and process namespaces that end with them. pip is told what it is told here: its variables
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -91,7 +92,8 @@ def run(root: Path, command: str) -> Run:
     """Run a command in the tree there, shown as it goes and kept beside the root."""
     variables = [f"{name}={value}" for name, value in {**INSIDE, **pip_environment()}.items()]
     inside = ["env", "-i", *variables, "sh", "-c", f"cd /{TREE} && exec {command}"]
-    log, began = root.with_name(f"{root.name}-{command.split()[1]}.log"), time.monotonic()
+    name = "-".join(re.findall(r"\w+", command)[:2])
+    log, began = root.with_name(f"{root.name}-{name}.log"), time.monotonic()
     words: list[str] = []
     with (
         log.open("w") as file,
@@ -126,17 +128,19 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp/crossdock-bare"), help="of the roots and logs")
     parser.add_argument("--jobs", type=int, default=2, help="of make test")
     parser.add_argument("--tests", default="", help="arguments of pytest")
+    parser.add_argument("--command", action="append", help="another than those two, like .ci/run")
     parser.add_argument("--keep", action="store_true", help="leave the roots there")
     options = parser.parse_args()
     if os.geteuid() or shutil.which("debootstrap") is None:
         sys.exit("make test-bare: expected root and debootstrap (apt install debootstrap)")
     test = shlex.join(["make", "test", f"JOBS={options.jobs}", f"ARGS={options.tests}"])
+    commands = options.command or ["make demo", test]
     runs: dict[str, list[Run]] = {}
     for suite in options.suite or ["bookworm", "trixie"]:
         root = options.folder.resolve() / suite
         make_root(root, suite, options.mirror, options.components)
         assert has_no_compiler(root), f"{root}: expected no compiler and no ip"
-        runs[suite] = [run(root, command) for command in ("make demo", test)]
+        runs[suite] = [run(root, command) for command in commands]
         if not options.keep:
             shutil.rmtree(root)
     for suite, some in runs.items():
