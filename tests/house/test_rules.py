@@ -153,9 +153,10 @@ def test_the_rule_of_defaults_sees_it() -> None:
 
 
 def test_one_place_looks_for_the_programs_that_tests_need() -> None:
-    """But for those of `make test-deploy`, and a test that makes a PATH."""
+    """But for those of `make test-deploy` and `make test-bare`, and a test that makes a PATH."""
     own = (
         "tests/tools.py",
+        "tests/bare.py",
         "tests/compiler/",
         "tests/deploy/bed/",
         "tests/deploy/live/",
