@@ -371,6 +371,89 @@ def ht_scaled(buffer: Buffer, peers: Peers) -> None:
     assert per_token.tolist() == [float(pairs[s][1][t, 0]) for s, t in peers.rows()]
 
 
+FORMATS = ("bf16", "fp16", "fp32", "blocks", "tokens", "wide")
+"""Of rows: floats; fp8 with scales [T, S] and [T]; rows of another hidden size."""
+
+
+def payload(peers: Peers, rank: int, kind: str) -> Any:
+    """A rank's rows in one of the FORMATS, other ones in each."""
+    x = peers.x(rank) + FORMATS.index(kind)
+    if kind in ("blocks", "tokens"):
+        q, scales = quant.quantize(x)
+        return q, scales if kind == "blocks" else scales[:, 0].contiguous()
+    return x.repeat(1, 3) if kind == "wide" else x.to({"fp16": torch.float16, "fp32": torch.float32}.get(kind, BF16))
+
+
+def ht_arrived(peers: Peers, got: Any, kind: str) -> None:
+    """The rows, and their scales, that came by the routing of `peers`, bit for bit."""
+    sent = [payload(peers, source, kind) for source in range(peers.case.num_ranks)]
+    parts = zip(*(each if isinstance(each, tuple) else (each,) for each in sent), strict=True)
+    for tensor, sources in zip(got if isinstance(got, tuple) else (got,), parts, strict=True):
+        want = [sources[source][token] for source, token in peers.rows()]
+        assert tensor.dtype == sources[0].dtype
+        assert tensor[: len(want)].shape == (len(want), *sources[0].shape[1:])
+        mine = tensor[: len(want)].cpu().flatten().view(torch.uint8)
+        assert not want or torch.equal(mine, torch.stack(want).flatten().view(torch.uint8))
+
+
+def spoil(*values: Any) -> None:
+    """The caller uses these tensors for other things."""
+    for value in values:
+        for tensor in value if isinstance(value, tuple) else (value,):
+            tensor.fill_(-1 if tensor.dtype == torch.int64 else 77)
+
+
+def ht_overwritten(buffer: Buffer, peers: Peers, asynchronous: bool, worst: int) -> None:
+    """Between two calls that share a handle, the caller overwrites all that it gave: for each change of format."""
+    for first in FORMATS:
+        given, ids, weights = payload(peers, peers.rank, first), *peers.mine()[1:]
+        given = tuple(each.to(peers.device) for each in given) if isinstance(given, tuple) else given.to(peers.device)
+        per_expert = buffer.get_dispatch_layout(ids, peers.case.num_experts)[2]
+        got, local, arrived, _, handle, event = buffer.dispatch(
+            given, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=per_expert, num_worst_tokens=worst,
+            async_finish=asynchronous,
+        )  # fmt: skip
+        event.current_stream_wait()
+        spoil(given, ids, weights, per_expert)
+        ht_arrived(peers, got, first)
+        ht_check(peers, local.cpu(), arrived.cpu())
+        for second in FORMATS:
+            given = payload(peers, peers.rank, second)
+            given = tuple(x.to(peers.device) for x in given) if isinstance(given, tuple) else given.to(peers.device)
+            again, *_, event = buffer.dispatch(given, handle=handle, async_finish=asynchronous)
+            event.current_stream_wait()
+            spoil(given)
+            ht_arrived(peers, again, second)
+        rows = got[0] if isinstance(got, tuple) else got
+        y = torch.ones(rows.shape, dtype=BF16 if first in ("blocks", "tokens") else rows.dtype, device=peers.device)
+        z, home, event = buffer.combine(y, handle, topk_weights=arrived, async_finish=asynchronous)
+        event.current_stream_wait()
+        spoil(y, arrived)
+        owners = torch.where(peers.ids(peers.rank) >= 0, peers.ids(peers.rank) // peers.num_local, -1)
+        reached = sum((owners == rank).any(1).long() for rank in range(peers.case.num_ranks))
+        assert z[:, 0].cpu().long().tolist() == torch.as_tensor(reached).tolist()
+        assert home is not None
+        kept = torch.where(owners >= 0, peers.weights(peers.rank), 0.0)
+        assert torch.equal(home.cpu(), kept)
+    assert len(buffer._pool.communicators()) == len(FORMATS), "a routing used again needs none of its own"
+
+
+def ll_overwritten(buffer: Buffer, peers: Peers, hooked: bool) -> None:
+    """As above, with hooks also before what a call has begun is complete."""
+    case = peers.case
+    x, ids, weights = peers.mine()
+    received, counts, handle, _, hook = buffer.low_latency_dispatch(
+        x, ids, case.max_tokens or 0, case.num_experts, use_fp8=False, return_recv_hook=hooked
+    )
+    spoil(x, ids)
+    hook()
+    y = ll_rows(peers, received, counts, handle, None)
+    z, _, hook = buffer.low_latency_combine(y, ids, weights, handle, return_recv_hook=hooked)
+    spoil(y, weights)
+    hook()
+    torch.testing.assert_close(z.float().cpu(), peers.expected(factor_of), atol=2e-2, rtol=2e-2)
+
+
 def ht_worst(buffer: Buffer, peers: Peers) -> None:
     """Fixed shapes: nothing is read back, what did not arrive has no expert."""
     worst = peers.case.num_ranks * 16

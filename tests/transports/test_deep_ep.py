@@ -55,6 +55,19 @@ def test_high_throughput(world: Worlds, transport: str, asynchronous: bool) -> N
     world(4).run(steps.run, steps.ht_steps, case_of(128), transport, asynchronous)
 
 
+@pytest.mark.parametrize("worst", [0, 32])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_handle_does_not_depend_on_what_its_caller_overwrites(
+    world: Worlds, transport: str, asynchronous: bool, worst: int
+) -> None:
+    world(4).run(steps.run, steps.ht_overwritten, case_of(256), transport, asynchronous, worst)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_nor_does_a_low_latency_one(world: Worlds, transport: str, hooked: bool) -> None:
+    world(4).run(steps.run, steps.ll_overwritten, case_of(), transport, hooked)
+
+
 def test_nobody_brings_a_token(world: Worlds, transport: str) -> None:
     case = RoutingCase(8, 3, 128, (0, 0), seed=draw_seed(), max_tokens=4)
     world(2).run(steps.run, steps.ll_steps, case, transport, None, True)

@@ -62,7 +62,6 @@ class Handle:
         inner, num_rows: its handle, and how many there are.
         trimmed: the handle for `num_rows` rows.
         kind: what it was made for.
-        topk_idx, topk_weights: [T, K] of the dispatch.
     """
 
     comm: MoECommunicator
@@ -70,8 +69,6 @@ class Handle:
     num_rows: int
     trimmed: DispatchHandle
     kind: PoolKey
-    topk_idx: torch.Tensor
-    topk_weights: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +97,10 @@ class HighThroughput:
         output_dtype: torch.dtype | None = None,
     ) -> PoolKey:  # fmt: skip
         """The parameters for this payload."""
-        x, scales = payload
         self._pool.experts_per_rank(num_experts)
         if worst % self._pool.size:
             raise ArgumentError("num_worst_tokens", f"a multiple of the group's {self._pool.size} ranks", worst)
-        columns = 0 if scales is None else 1 if scales.ndim == 1 else scales.shape[1]
-        dtype = torch.float32 if scales is None else scales.dtype
-        return PoolKey(x.shape[1], x.dtype, columns, dtype, num_experts, topk, worst, num_sms, output_dtype)
+        return PoolKey(*_format(payload), num_experts, topk, worst, num_sms, output_dtype)
 
     def dispatch(
         self,
@@ -133,7 +127,7 @@ class HighThroughput:
         x, scales = _first(out, payload, num_rows)
         if keep:
             x, scales = x.clone(), None if scales is None else scales.clone()
-        handle = Handle(comm, inner, num_rows, trimmed, kind, topk_idx, topk_weights)
+        handle = Handle(comm, inner, num_rows, trimmed, kind)
         return Delivered(x, scales, ids, out.topk_weights[:num_rows], handle, counts, counted)
 
     def _row_numbers(self, comm: MoECommunicator, ids: torch.Tensor) -> torch.Tensor:
@@ -144,16 +138,37 @@ class HighThroughput:
         return found
 
     def dispatch_again(self, payload: Payload, handle: Handle) -> Payload:
-        """Other rows by the same routing, perhaps of another dtype."""
-        old = handle.kind
-        kind = self.kind(payload, old.num_experts, old.topk, old.worst, old.num_sms, old.output_dtype)
-        if kind == old:
-            out, _ = handle.comm.dispatch(_packed(payload), None, None, previous_handle=handle.inner)
-        else:
-            comm = self._communicator(kind, payload[0])
-            out, _ = comm.dispatch(_packed(payload), handle.topk_idx, handle.topk_weights)
-        x, scales = _first(out, payload, handle.num_rows)
-        return x.clone(), None if scales is None else scales.clone()
+        """Other rows by the same routing. Rows that differ in dtype, size or scales from the first ones travel as the
+        bytes of such rows, in as many dispatches as it takes."""
+        kind, packed = handle.kind, _packed(payload)
+        if _format(payload) == (kind.hidden, kind.dtype, kind.scale_columns, kind.scale_dtype):
+            out, _ = handle.comm.dispatch(packed, None, None, previous_handle=handle.inner)
+            x, scales = _first(out, payload, handle.num_rows)
+            return x.clone(), None if scales is None else scales.clone()
+        parts = packed if isinstance(packed, tuple) else (packed,)
+        if len(parts[-1]) != len(parts[0]):
+            raise ArgumentError("scales", f"[{len(parts[0])}, S]", list(parts[-1].shape))
+        widths = [part.shape[1] * part.itemsize for part in parts]
+        sent = torch.cat([_bytes(part) for part in parts], 1)
+        moved = self._bytes_again(sent, handle)[:, : sum(widths)].split(widths, 1)
+        got = [each.contiguous().view(part.dtype) for each, part in zip(moved, parts, strict=True)]
+        return got[0], None if payload[1] is None else got[1].view(-1) if payload[1].ndim == 1 else got[1]
+
+    def _bytes_again(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """uint8 [T, B] by the routing of a handle: [N, B] and what fills up the last of its communicator's rows."""
+        kind, (num_tokens, num_bytes) = handle.kind, rows.shape
+        width = kind.hidden * kind.dtype.itemsize
+        number = -(-num_bytes // width)
+        pieces = rows.new_zeros(num_tokens, number * width)
+        pieces[:, :num_bytes] = rows
+        scales = None
+        if kind.scale_columns:
+            scales = torch.zeros(num_tokens, kind.scale_columns, dtype=kind.scale_dtype, device=rows.device)
+        got = []
+        for piece in pieces.view(num_tokens, number, width).transpose(0, 1).contiguous().view(kind.dtype):
+            out, _ = handle.comm.dispatch(_packed((piece, scales)), None, None, previous_handle=handle.inner)
+            got.append(out.tokens[: handle.num_rows].view(torch.uint8).clone())
+        return torch.cat(got, 1)
 
     def combine(
         self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None
@@ -213,11 +228,23 @@ def _histogram(ids: torch.Tensor, size: int) -> torch.Tensor:
     return counts.scatter_add_(0, flat, counts.new_ones(1).expand(len(flat)))[:size]
 
 
+def _format(payload: Payload) -> tuple[int, torch.dtype, int, torch.dtype]:
+    """(H, dtype of x, S or 0, dtype of the scales)."""
+    x, scales = payload
+    columns = 0 if scales is None else 1 if scales.ndim == 1 else scales.shape[1]
+    return x.shape[1], x.dtype, columns, torch.float32 if scales is None else scales.dtype
+
+
 def _packed(payload: Payload) -> Any:
     x, scales = payload
     if scales is None:
         return x.contiguous()
     return x.contiguous(), (scales[:, None] if scales.ndim == 1 else scales).contiguous()
+
+
+def _bytes(rows: torch.Tensor) -> torch.Tensor:
+    """uint8 [T, B], a view; contiguous rows without a token may have any strides."""
+    return rows.detach().as_strided(rows.shape, (rows.shape[1], 1)).view(torch.uint8)
 
 
 def _first(out: DispatchOutput, payload: Payload, num_rows: int) -> Payload:
