@@ -82,6 +82,11 @@ class MoECommunicator(SteppingMember):
         return self._transport.capabilities
 
     @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph has captured operations of it; such a graph refuses to run once it is closed."""
+        return self._transport.is_captured()
+
+    @property
     def num_local_experts(self) -> int:
         """L, experts (copies) of this rank."""
         return self._num_local_experts

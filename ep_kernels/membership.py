@@ -224,18 +224,20 @@ class GroupMember(Generic[C, M]):
         """Free everything, after the operations that this rank has begun have ended, since peers may need their rows:
         bounded by the deadline of those operations, and at once where the communicator is broken or aborted.
         Idempotent; any thread. Tensors handed out stay readable. One that is dropped is closed."""
-        self._close(self._config.timeout_s)
-
-    def _close(self, limit_s: float) -> None:
-        if not self._closed and self._fault is None:
-            self._transport.drain(limit_s)  # not under the lock: `abort` ends it
+        self.drain()
         self._leave()
+
+    def drain(self, limit_s: float | None = None) -> None:
+        """Wait until the operations that this rank has begun have ended, as `close` does; at most their deadline."""
+        if not self._closed and self._fault is None:
+            self._transport.drain(self._config.timeout_s if limit_s is None else limit_s)  # without the lock: `abort`
 
     def __del__(self) -> None:
         """Close an object that was dropped, except at the end of the process: its memory is not freed otherwise. The
         garbage collector may run on any thread, which peers that do not read must not hold up."""
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
-            self._close(min(_DROPPED_S, self._config.timeout_s))
+            self.drain(min(_DROPPED_S, self._config.timeout_s))
+            self._leave()
 
     def __reduce__(self) -> NoReturn:
         """As copy, deepcopy and pickle of a module ask that has one."""

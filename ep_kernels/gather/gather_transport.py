@@ -72,6 +72,10 @@ class GatherTransport(GatherMember):
         if self.capabilities.graphs and torch.cuda.is_current_stream_capturing():
             self._captured = True
 
+    def is_captured(self) -> bool:
+        """See `Transport.is_captured`."""
+        return self._captured
+
     # Operations.
 
     def dispatch(self, args: DispatchArgs) -> GatherDispatch:

@@ -263,6 +263,9 @@ class Transport(MemberTransport, Protocol):
     def combine(self, args: CombineArgs) -> PendingCombine:
         """Run the send phase: pre-reduce, then rows to their source ranks."""
 
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph has captured operations."""
+
     def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> QuickCalls | None:
         """The shortest way of plain operations, for handles of communicator `number` and, where nothing is said of the
         step, of this mode; until the next `set_active`. None: there is none. ll_max_tokens: AUTO's crossover."""

@@ -4,7 +4,9 @@ of all ranks. Knows nothing of the communicator below, so that it is a second op
 from __future__ import annotations
 
 import gc
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +22,16 @@ from crossdock.common.config import FrameworkConfig
 from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.common.transports import installed
 from crossdock.deep_ep import Buffer, EventHandle, EventOverlap
-from ep_kernels import ArgumentError, ClosedError, HandleError, quant
+from ep_kernels import (
+    AbortedError,
+    ArgumentError,
+    ClosedError,
+    ConfigError,
+    HandleError,
+    Mode,
+    MoECommunicator,
+    quant,
+)
 from ep_kernels.types import ScaleFormat
 from tests.cases import RoutingCase
 from tests.hosts import overrides_of
@@ -466,11 +477,132 @@ def ht_worst(buffer: Buffer, peers: Peers) -> None:
         arrived = len(step.rows())
         ht_check(step, ids.cpu(), weights.cpu())
         assert bool((ids[arrived:] == -1).all())
-        weights = torch.where(ids >= 0, weights, 0.0)
+        assert bool((weights[arrived:] == 0).all())
         z, _, _ = buffer.combine(ht_experts(step, rows.nan_to_num(0, 0, 0), ids, weights), handle)
         torch.testing.assert_close(z.float().cpu(), step.expected(factor_of), atol=5e-2, rtol=5e-2)
     with raises(ArgumentError, "num_worst_tokens: expected a multiple"):
         ht_dispatch(buffer, peers, x, num_worst_tokens=worst + 1)
+    with raises(ArgumentError, r"num_worst_tokens: expected R \* T = 20 or more, got 4"):
+        _, ids, weights = peers.mine()
+        x = torch.zeros(5, peers.case.hidden_size, dtype=BF16, device=peers.device)
+        buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=torch.zeros(8), num_worst_tokens=4)
+
+
+def sizes(buffer: Buffer, peers: Peers) -> None:
+    """Callers that name another size in each step have few communicators, and the shapes that they asked for."""
+    case = peers.case
+    x, ids, weights = peers.mine()
+    for number in range(12):
+        worst = case.num_ranks * (8 + number)
+        rows, local, given, _, handle, _ = ht_dispatch(buffer, peers, x, num_worst_tokens=worst)
+        assert (len(rows), len(local), len(given)) == (worst, worst, worst)
+        z, home, _ = buffer.combine(ht_experts(peers, rows.nan_to_num(0, 0, 0), local, given), handle, given)
+        torch.testing.assert_close(z.float().cpu(), peers.expected(factor_of), atol=5e-2, rtol=5e-2)
+        assert home is not None
+        assert torch.equal(home.cpu(), torch.where(peers.ids(peers.rank) >= 0, peers.weights(peers.rank), 0.0))
+    assert len(buffer._pool.communicators()) == 1
+    for most in range(8, 20):
+        scales = [None, *ScaleFormat][most % 4]
+        options = {
+            "use_fp8": scales is not None, "round_scale": scales not in (None, ScaleFormat.FP32),
+            "use_ue8m0": scales is ScaleFormat.UE8M0_PACKED, "return_recv_hook": most % 3 == 0,
+        }  # fmt: skip
+        for _ in range(2):
+            received, counts, handle, _, hook = buffer.low_latency_dispatch(x, ids, most, case.num_experts, **options)
+            hook()
+            y = ll_rows(peers, received, counts, handle, scales)
+            rows, *raw = received if isinstance(received, tuple) else (received,)
+            assert rows.is_contiguous()
+            assert not raw or raw[0].stride() == (raw[0].shape[2] * -(-y.shape[1] // 4) * 4, 1, -(-y.shape[1] // 4) * 4)
+            zero_copy = most % 2 == 0
+            if zero_copy:
+                buffer.get_next_low_latency_combine_buffer(handle).copy_(y)
+            z, _, hook = buffer.low_latency_combine(
+                y, ids, weights, handle, zero_copy=zero_copy, return_recv_hook=most % 3 == 0
+            )
+            hook()
+            torch.testing.assert_close(z.float().cpu(), peers.expected(factor_of), atol=2e-2, rtol=2e-2)
+    for most in range(20, 120, 7):
+        rows, counts, handle, _, _ = buffer.low_latency_dispatch(x, ids, most, case.num_experts, use_fp8=False)
+        ll_rows(peers, rows, counts, handle, None)
+        assert handle[2] == most
+    made = [c for c in buffer._pool.communicators() if c.config.mode is Mode.LL and not c.config.quantize]
+    assert sorted(c.config.max_tokens_per_rank for c in made) == [8, 12, 16, 20, 32, 64, 128]
+    with raises(ArgumentError, "num_max_dispatch_tokens_per_rank: expected an int, x has"):
+        buffer.low_latency_dispatch(torch.cat([x, x[:1].new_zeros(1, x.shape[1])]), ids, len(x), case.num_experts)
+
+
+def given_up(buffer: Buffer, peers: Peers) -> None:
+    """The least used communicator goes where there are too many: on all ranks the same, not one that a graph of any
+    rank has captured; a handle keeps its own."""
+    captured = mock.PropertyMock(side_effect=lambda: False)
+    with mock.patch("crossdock.deep_ep.pool.MOST", 3), mock.patch.object(MoECommunicator, "is_captured", captured):
+
+        def use(kind: str) -> tuple[Any, Any]:
+            rows, *_, handle, _ = ht_dispatch(buffer, peers, payload(peers, peers.rank, kind))
+            return rows, handle
+
+        def dtypes() -> list[torch.dtype]:
+            return [comm.config.dtype for comm in buffer._pool.communicators()]
+
+        rows, handle = use("bf16")
+        comm = weakref.ref(handle.comm)
+        for kind in ("fp16", "fp32", "blocks"):
+            use(kind)
+        assert dtypes() == [torch.float16, torch.float32, torch.float8_e4m3fn]
+        ht_arrived(peers, buffer.dispatch(payload(peers, peers.rank, "tokens"), handle=handle)[0], "tokens")
+        hits = buffer.combine(torch.ones_like(rows), handle)[0]
+        del handle
+        assert comm() is None, "nobody needs it any more"
+        assert bool((hits[:, 0] <= peers.case.topk).all())
+        use("fp16")
+        captured.side_effect = lambda: peers.rank == 1
+        use("bf16")
+        assert len(dtypes()) == 4, "what a rank has captured stays on all"
+        captured.side_effect = lambda: False
+        use("wide")
+        assert dtypes() == [torch.float16, torch.bfloat16, torch.bfloat16]
+
+
+def disagree(buffer: Buffer, peers: Peers, name: str) -> tuple[str, float]:
+    """What this rank hears, and after how long, where the last rank asks for another communicator."""
+    x, ids, weights = peers.mine()
+    x, ids, weights, odd = x[:1], ids[:1], weights[:1], peers.rank == peers.case.num_ranks - 1
+    experts, most = peers.case.num_experts, 8
+    worst = 0 if name in ("num_sms", "topk") else 8 * peers.case.num_ranks
+
+    def call() -> None:
+        if name == "num_max_dispatch_tokens_per_rank":
+            buffer.low_latency_dispatch(x, ids, most, experts)
+            return
+        per_expert = torch.zeros(experts, dtype=torch.int32)
+        buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=per_expert, num_worst_tokens=worst)
+
+    call()
+    if odd:
+        x = x.half() if name == "dtype" else x
+        ids, weights = (ids[:, :1], weights[:, :1]) if name == "topk" else (ids, weights)
+        experts, most = experts * (1 + (name == "num_experts")), most * (1 + (name.startswith("num_max")))
+        worst *= 64 if name == "num_worst_tokens" else 1
+    began = time.monotonic()
+    limited = mock.patch.object(Buffer, "_chosen_sms", 24 if odd and name == "num_sms" else None)
+    with limited, pytest.raises(ConfigError if odd else AbortedError) as error:
+        call()
+    return str(error.value), time.monotonic() - began
+
+
+def last_counts(buffer: Buffer, peers: Peers) -> tuple[float | None, int]:
+    """(tokens that are counted, tokens that were sent) of Buffers that end at once."""
+    from crossdock.deep_ep.exporter import telemetry
+
+    labels = {"rank": str(peers.rank), "op": "dispatch", "mode": "ht"}
+    before = telemetry().metrics.registry.get_sample_value("crossdock_ep_tokens_total", labels) or 0
+    for _ in range(3):
+        other = Buffer(dist.group.WORLD)
+        ht_dispatch(other, peers, peers.mine()[0])
+        other.destroy()
+    after = telemetry().metrics.registry.get_sample_value("crossdock_ep_tokens_total", labels) or 0
+    return after - before, 3 * peers.case.tokens[peers.rank]
 
 
 def ht_wrong(buffer: Buffer, peers: Peers) -> None:

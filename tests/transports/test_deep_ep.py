@@ -44,7 +44,7 @@ def test_low_latency(world: Worlds, transport: str, scales: ScaleFormat | None, 
 
 
 @pytest.mark.parametrize(
-    "story", [steps.ll_two_at_once, steps.ll_wrong, steps.ht_scaled, steps.ht_worst, steps.ht_wrong]
+    "story", [steps.ll_two_at_once, steps.ll_wrong, steps.ht_scaled, steps.ht_worst, steps.ht_wrong, steps.sizes]
 )
 def test_stories(world: Worlds, transport: str, story: Callable[..., Any]) -> None:
     world(4).run(steps.run, story, case_of(), transport)
@@ -66,6 +66,29 @@ def test_a_handle_does_not_depend_on_what_its_caller_overwrites(
 @pytest.mark.parametrize("hooked", [False, True])
 def test_nor_does_a_low_latency_one(world: Worlds, transport: str, hooked: bool) -> None:
     world(4).run(steps.run, steps.ll_overwritten, case_of(), transport, hooked)
+
+
+def test_the_least_used_communicator_is_given_up(world: Worlds, transport: str) -> None:
+    world(4).run(steps.run, steps.given_up, case_of(256), transport)
+
+
+@pytest.mark.parametrize(
+    ("name", "want", "got"),
+    [
+        ("num_worst_tokens", 24, 1536), ("num_sms", None, 24), ("num_experts", 9, 18), ("topk", 3, 1),
+        ("num_max_dispatch_tokens_per_rank", 8, 16), ("dtype", torch.bfloat16, torch.float16),
+    ],
+)  # fmt: skip
+def test_ranks_that_disagree_hear_at_once_in_what(world: Worlds, name: str, want: Any, got: Any) -> None:
+    case = RoutingCase(9, 3, 256, (6, 2, 5), "single_none", draw_seed(), max_tokens=8)
+    heard = world(3).run(steps.run, steps.disagree, case, "cpu", name)
+    assert [text for text, _ in heard] == [f"{name}: expected {want} as on rank 0, got '{got} on rank 2'"] * 3
+    assert max(waited for _, waited in heard) < steps.DEADLINE_S / 3
+
+
+def test_what_is_done_right_before_the_end_is_counted(world: Worlds, transport: str) -> None:
+    for counted, sent in world(2).run(steps.run, steps.last_counts, RoutingCase(4, 2, 128, (3, 1)), transport):
+        assert counted == sent
 
 
 def test_nobody_brings_a_token(world: Worlds, transport: str) -> None:
@@ -134,9 +157,9 @@ def test_what_is_not_offered_says_what_to_do_instead() -> None:
 
 @pytest.mark.parametrize("wrong", [torch.zeros(4, dtype=torch.int32), torch.zeros(2)], ids=["all experts", "floats"])
 def test_counts_that_cannot_be_added_to_are_refused_before_anything_is_sent(wrong: torch.Tensor) -> None:
-    pool: Any = SimpleNamespace(size=2)
-    shape = BufferShape(8, 16, 4, 2, torch.bfloat16, None)
-    step = PreparedStep(cast(Any, None), shape, 1, torch.ones(1, 2))
+    pool: Any = SimpleNamespace(size=2, shortcuts={})
+    shape, place = BufferShape(8, 16, 4, 2, torch.bfloat16, None), SimpleNamespace(comm=SimpleNamespace(size=2))
+    step = PreparedStep(cast(Any, place), shape, cast(Any, None), 1, 8, torch.ones(1, 2))
     x, ids = torch.zeros(1, 16, dtype=torch.bfloat16), torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ArgumentError, match=r"cumulative_local_expert_recv_stats: expected int32 \[2\], got"):
         LowLatency(pool).dispatch(x, ids, step, wrong, hooked=False)
@@ -255,7 +278,7 @@ def test_a_communicator_that_cannot_be_asked_ends_no_watch(caplog: pytest.LogCap
     told = [record for record in caplog.records if "odd" in str(record.__dict__.get("crossdock_fields"))]
     assert [record.message for record in told] == [
         "crossdock: rank 3: cannot check whether an operation has failed",
-        "counts of a communicator are lost",
+        "crossdock: rank 3: counts of a communicator are lost",
     ]
 
 
@@ -277,7 +300,7 @@ def test_a_process_that_cannot_say_why_it_ends_ends() -> None:
     assert done.returncode == EXIT_CODE
 
 
-def test_samples_become_metrics() -> None:
+def test_samples_become_metrics(caplog: pytest.LogCaptureFixture) -> None:
     made = FrameworkTelemetry()
     about = _WatchedCommunicator("1", [])
     made._count(about, Samples.of([SAMPLE]))
@@ -297,6 +320,7 @@ def test_samples_become_metrics() -> None:
     other = FrameworkTelemetry()
     other._serve(made.address)
     assert other.address == "", "taken: said in the log, and the engine goes on"
+    assert made.address in caplog.records[-1].message, "engines' logs show the text alone"
 
 
 def test_what_arrived_becomes_metrics() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -14,6 +14,12 @@ from ep_kernels import Layout, Mode, MoECommunicator, PeerTimeout
 
 PATIENCE_S = 30.0
 NUM_EXPERTS, HIDDEN, TOKENS = 8, 64, 4
+
+
+class Call(NamedTuple):
+    """Of which the manager makes a communicator."""
+
+    num_experts: int
 
 
 def step(comm: MoECommunicator) -> None:
@@ -29,10 +35,11 @@ def one_misses_a_step(rank: int, size: int, store: Any, backend: str) -> tuple[b
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
         manager = manager_of(backend, rank, size)
-        comm = manager._pool.make(
-            "test", torch.empty(0), mode=Mode.LL, layout=Layout.EXPERT_MAJOR, num_experts=NUM_EXPERTS, topk=2,
-            hidden_size=HIDDEN, max_tokens_per_rank=TOKENS,
+        place = manager._pool.make(
+            "test", Call(NUM_EXPERTS), torch.empty(0), TOKENS, mode=Mode.LL, layout=Layout.EXPERT_MAJOR,
+            num_experts=NUM_EXPERTS, topk=2, hidden_size=HIDDEN,
         )  # fmt: skip
+        comm = place.comm
         assert manager.support_fault_tolerance
         step(comm)
         before = bool(manager.query_fault())

@@ -201,6 +201,10 @@ class CpuTransport(CpuMember[NativeComm]):
         """See `Transport.quick`."""
         return CpuQuickCalls(self, number, ll_max_tokens) if serves(self.config) else None
 
+    def is_captured(self) -> bool:
+        """See `Transport.is_captured`."""
+        return False
+
     def is_idle(self) -> bool:
         """See `QuickContext`."""
         return not self._dispatches and not self._combines

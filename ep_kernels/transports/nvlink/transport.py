@@ -133,6 +133,11 @@ class NvlinkTransport(NvlinkMember):
         self._quick = NvlinkQuickCalls(engine, around, functions, self, number, self._epoch, mode, self._raises)
         return self._quick
 
+    def is_captured(self) -> bool:
+        """See `base.Transport`."""
+        self._note_captures()
+        return self._captured
+
     def check_results(self) -> None:
         """See `base.Transport`."""
         finding = self._engine.tables.host.finding()

@@ -65,7 +65,6 @@ class Buffer(Unsupported):
     def destroy(self) -> None:
         """Free every communicator, after the launched operations have finished (see `MoECommunicator.close`).
         Idempotent. No call works afterwards (ClosedError)."""
-        self._low.prepared.clear()
         self._pool.close()
 
     def __del__(self) -> None:

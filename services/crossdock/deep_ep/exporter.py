@@ -38,6 +38,7 @@ class _WatchedCommunicator:
         transport: as a label.
         num_dropped: rows dropped, as far as they are counted.
         operations: counts its samples; made with the first.
+        lock: held while it is counted.
     """
 
     rank: str
@@ -47,6 +48,7 @@ class _WatchedCommunicator:
     transport: str = "cpu"
     num_dropped: int = 0
     operations: OperationCounts | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class FrameworkTelemetry:
@@ -83,9 +85,9 @@ class FrameworkTelemetry:
         try:
             server = serve_http(listen, self.metrics.registry, lambda: (True, "ok"))
             self.address = server.address
-            log.info("serving metrics", http_listen=self.address)
+            log.info(f"crossdock: metrics are served on {self.address}")  # engines' logs show the text alone
         except ListenError as error:
-            log.warning("metrics are not served", reason=str(error))
+            log.warning(f"crossdock: metrics are not served: {error}")
 
     def timed_out(self, rank: int, peer: int) -> None:
         """A wait of this rank ended because of that peer."""
@@ -96,16 +98,28 @@ class FrameworkTelemetry:
         with self._lock:
             watched = list(self._watched.items())
         for comm, about in watched:
+            self._collect(comm, about)
+
+    def leave(self, comm: MoECommunicator) -> None:
+        """Count the records of a communicator that is about to be closed, once its operations have ended."""
+        with self._lock:
+            about = self._watched.get(comm)
+        if about is not None:
+            comm.drain()
+            self._collect(comm, about)
+
+    def _collect(self, comm: MoECommunicator, about: _WatchedCommunicator) -> None:
+        with about.lock:
             try:
                 self._count(about, comm.samples())
                 self._count_received(about, comm.received(), comm.row_bytes)
                 self._count_dropped(about, comm.dropped_rows())
             except EpError:
-                continue  # closed or broken meanwhile: its calls say so
+                return  # closed or broken meanwhile: its calls say so
             except Exception:  # one that cannot be read does not end the counts of the others
                 if not about.failing:
                     about.failing = True
-                    log.exception("counts of a communicator are lost", rank=about.rank)
+                    log.exception(f"crossdock: rank {about.rank}: counts of a communicator are lost")
 
     def _count(self, about: _WatchedCommunicator, samples: Samples) -> None:
         metrics, rank, kinds = self.metrics, about.rank, list(by_kind(samples))
@@ -152,6 +166,12 @@ def watch(comm: MoECommunicator, settings: FrameworkConfig) -> None:
     """Count the operations of a communicator, unless the settings turn it off."""
     if settings.metrics:
         telemetry().watch(comm, settings.listen_of(comm.rank), settings.traffic)
+
+
+def leave(comm: MoECommunicator, settings: FrameworkConfig) -> None:
+    """Count what a communicator has done, before it is closed or given up."""
+    if settings.metrics:
+        telemetry().leave(comm)
 
 
 class CountingTimeouts:

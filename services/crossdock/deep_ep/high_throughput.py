@@ -1,18 +1,19 @@
 """DeepEP's high-throughput calls: compact rows, one per (token, rank); the caller applies weights, combine only sums.
 
-A step may bring any number of tokens: before each dispatch of a new routing the ranks exchange their numbers, and
-replace the communicator by a larger one where necessary. Rows are copies, because callers keep them (training).
+A step may bring any number of tokens: before each dispatch of a new routing the ranks exchange their numbers, unless
+the caller bounds them (`num_worst_tokens`), and replace the communicator by a larger one where necessary; sizes are
+powers of two. Rows are copies, because callers keep them (training).
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from crossdock.deep_ep.pool import Pool
+from crossdock.deep_ep.pool import Pool, PooledCommunicator
 from ep_kernels import ArgumentError, DispatchHandle, DispatchOutput, Layout, Mode, MoECommunicator
 from ep_kernels.transports.base import EXCHANGE_WORDS
 
@@ -26,9 +27,8 @@ Payload = tuple[torch.Tensor, torch.Tensor | None]
 """x [T, H] and its scales [T, S], or None."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolKey:
-    """Parameters of one communicator, except its number of tokens.
+class PoolKey(NamedTuple):
+    """Parameters of one communicator, except its number of tokens, and those of a call.
 
     Attributes:
         hidden: H.
@@ -37,7 +37,7 @@ class PoolKey:
         scale_dtype: of the scales.
         num_experts: E.
         topk: K.
-        worst: most rows that a rank may receive, where shapes are fixed; 0 where they are exact.
+        num_worst_tokens: rows that a rank gets, where shapes are fixed; 0 where they are exact, and in keys.
         num_sms: multiprocessors of one operation, or None.
         output_dtype: of expert outputs, or None: that of x, bfloat16 where x is quantised.
     """
@@ -48,7 +48,7 @@ class PoolKey:
     scale_dtype: torch.dtype
     num_experts: int
     topk: int
-    worst: int
+    num_worst_tokens: int
     num_sms: int | None
     output_dtype: torch.dtype | None = None
 
@@ -59,16 +59,24 @@ class Handle:
 
     Attributes:
         comm: whose rows they are.
-        inner, num_rows: its handle, and how many there are.
-        trimmed: the handle for `num_rows` rows.
-        kind: what it was made for.
+        inner, num_rows: its handle, and how many the caller has.
+        kind: of the call.
     """
 
     comm: MoECommunicator
     inner: DispatchHandle
     num_rows: int
-    trimmed: DispatchHandle
     kind: PoolKey
+
+    def for_combine(self, y: torch.Tensor) -> tuple[torch.Tensor, DispatchHandle]:
+        """Expert rows [N, H], and the communicator's handle for them. Of exact shapes: all that arrived. Fixed ones
+        are filled up to all that may arrive, with NaN: a rank that was given fewer rows than came shows it."""
+        if not self.kind.num_worst_tokens:
+            return y.contiguous(), self.comm.trimmed(self.inner, self.num_rows)
+        missing = self.inner.rows_shape[0] - self.num_rows
+        if not missing:
+            return y.contiguous(), self.inner
+        return torch.nn.functional.pad(y, (0, 0, 0, missing), value=torch.nan), self.inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,7 @@ class HighThroughput:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._numbers: weakref.WeakKeyDictionary[MoECommunicator, torch.Tensor] = weakref.WeakKeyDictionary()
+        """int32 [rows, 1], 0, 1, ..."""
 
     def kind(
         self, payload: Payload, num_experts: int, topk: int, worst: int, num_sms: int | None,
@@ -98,8 +107,11 @@ class HighThroughput:
     ) -> PoolKey:  # fmt: skip
         """The parameters for this payload."""
         self._pool.experts_per_rank(num_experts)
-        if worst % self._pool.size:
-            raise ArgumentError("num_worst_tokens", f"a multiple of the group's {self._pool.size} ranks", worst)
+        if type(worst) is not int or worst < 0 or worst % self._pool.size:
+            wanted = f"a multiple of the group's {self._pool.size} ranks"
+            raise ArgumentError("num_worst_tokens", wanted, repr(worst))
+        if worst and worst < self._pool.size * len(payload[0]):
+            raise ArgumentError("num_worst_tokens", f"R * T = {self._pool.size * len(payload[0])} or more", worst)
         return PoolKey(*_format(payload), num_experts, topk, worst, num_sms, output_dtype)
 
     def dispatch(
@@ -112,30 +124,26 @@ class HighThroughput:
     ) -> Delivered:
         """Each token to the ranks of its experts. Reads the device once, for the number of rows and the counts, unless
         shapes are fixed. Without `keep` the rows are views, good until the second dispatch after this."""
-        comm = self._communicator(kind, payload[0])
-        out, inner = comm.dispatch(_packed(payload), topk_idx, topk_weights)
+        place = self._place(kind, payload[0])
+        with self._pool.step(place, kind) as comm:
+            out, inner = comm.dispatch(_packed(payload), topk_idx, topk_weights)
         assert out.topk_ids is not None
         assert out.topk_weights is not None
-        numbers = self._row_numbers(comm, out.topk_ids)
-        ids = torch.where(numbers < out.num_rows, out.topk_ids, -1).long()
-        num_rows, counts, counted, trimmed = len(ids), None, list[int](), inner
-        if not kind.worst:
+        num_rows = kind.num_worst_tokens or len(out.topk_ids)
+        arrived = self._numbers[comm][:num_rows] < out.num_rows
+        ids, weights = torch.where(arrived, out.topk_ids[:num_rows], -1).long(), out.topk_weights
+        counts, counted = None, list[int]()
+        if kind.num_worst_tokens:
+            weights = torch.where(arrived, weights[:num_rows], 0.0)
+        else:
             size = comm.num_local_experts
-            counts = _histogram(torch.where(ids < 0, size + numbers % SPARE, ids), size)
+            counts = _histogram(torch.where(ids < 0, size + self._numbers[comm] % SPARE, ids), size)
             *counted, num_rows = torch.cat([counts, out.num_rows]).tolist()
-            ids, trimmed = ids[:num_rows], comm.trimmed(inner, num_rows)
         x, scales = _first(out, payload, num_rows)
         if keep:
             x, scales = x.clone(), None if scales is None else scales.clone()
-        handle = Handle(comm, inner, num_rows, trimmed, kind)
-        return Delivered(x, scales, ids, out.topk_weights[:num_rows], handle, counts, counted)
-
-    def _row_numbers(self, comm: MoECommunicator, ids: torch.Tensor) -> torch.Tensor:
-        """int32 [rows, 1]."""
-        found = self._numbers.get(comm)
-        if found is None:
-            found = self._numbers[comm] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None]
-        return found
+        handle = Handle(comm, inner, num_rows, kind)
+        return Delivered(x, scales, ids[:num_rows], weights[:num_rows], handle, counts, counted)
 
     def dispatch_again(self, payload: Payload, handle: Handle) -> Payload:
         """Other rows by the same routing. Rows that differ in dtype, size or scales from the first ones travel as the
@@ -150,7 +158,7 @@ class HighThroughput:
             raise ArgumentError("scales", f"[{len(parts[0])}, S]", list(parts[-1].shape))
         widths = [part.shape[1] * part.itemsize for part in parts]
         sent = torch.cat([_bytes(part) for part in parts], 1)
-        moved = self._bytes_again(sent, handle)[:, : sum(widths)].split(widths, 1)
+        moved = torch.split(self._bytes_again(sent, handle)[:, : sum(widths)], widths, 1)
         got = [each.contiguous().view(part.dtype) for each, part in zip(moved, parts, strict=True)]
         return got[0], None if payload[1] is None else got[1].view(-1) if payload[1].ndim == 1 else got[1]
 
@@ -174,37 +182,44 @@ class HighThroughput:
         self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows [N, H] summed over the ranks at the source, [T, H]; and the returned weights [N, K], [T, K]."""
+        y, inner = handle.for_combine(x)
         if topk_weights is None:
-            return handle.comm.combine(x, handle.trimmed), None
-        request = handle.comm.combine_async(x, handle.trimmed, row_weights=topk_weights.contiguous())
+            return handle.comm.combine(y, inner), None
+        weights, _ = handle.for_combine(topk_weights)
+        request = handle.comm.combine_async(y, inner, row_weights=weights)
         return request.wait(), request.weights
 
-    def _communicator(self, kind: PoolKey, x: torch.Tensor) -> MoECommunicator:
+    def _place(self, kind: PoolKey, x: torch.Tensor) -> PooledCommunicator:
         """A communicator large enough for this step's tokens of every rank. Collective."""
-        comm = self._pool.get(kind)
-        if kind.worst:
-            return comm or self._make(kind, x, kind.worst // self._pool.size)
-        most = self._most_tokens(comm, x.shape[0])
-        if comm is not None and most <= comm.config.max_tokens_per_rank:
-            return comm
-        return self._make(kind, x, max(SMALLEST, 1 << (most - 1).bit_length()))
+        place, most = self._pool.get(kind._replace(num_worst_tokens=0)), x.shape[0]
+        if kind.num_worst_tokens:
+            most = kind.num_worst_tokens // self._pool.size
+        elif place is not None:
+            with self._pool.step(place, kind) as comm:
+                words = comm.exchange([most] + [0] * (EXCHANGE_WORDS - 1))
+            most = max(word[0] for word in words if word is not None)
+        if place is not None and most <= place.comm.config.max_tokens_per_rank:
+            return place
+        return self._make(kind, x, most)
 
-    def _most_tokens(self, comm: MoECommunicator | None, mine: int) -> int:
-        if comm is not None:
-            words = comm.exchange([mine] + [0] * (EXCHANGE_WORDS - 1))
-            return max(word[0] for word in words if word is not None)
-        answers = self._pool.group.all_gather(mine.to_bytes(8, "little"), 0)
-        return max(1, *(int.from_bytes(answer, "little") for answer in answers))
-
-    def _make(self, kind: PoolKey, x: torch.Tensor, max_tokens: int) -> MoECommunicator:
+    def _make(self, kind: PoolKey, x: torch.Tensor, num_tokens: int) -> PooledCommunicator:
         scaled: dict[str, Any] = {}
         if kind.scale_columns:
             scaled = {"scale_columns": kind.scale_columns, "scale_dtype": kind.scale_dtype}
-        return self._pool.make(
-            kind, x, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False, dtype=kind.dtype,
-            num_experts=kind.num_experts, hidden_size=kind.hidden, topk=kind.topk, max_tokens_per_rank=max_tokens,
+        place = self._pool.make(
+            kind._replace(num_worst_tokens=0), kind, x, _room, num_tokens, mode=Mode.HT, layout=Layout.FLAT,
+            exact_shapes=False, dtype=kind.dtype, num_experts=kind.num_experts, hidden_size=kind.hidden, topk=kind.topk,
             num_sms=kind.num_sms, output_dtype=kind.output_dtype, **scaled,
         )  # fmt: skip
+        rows = self._pool.size * place.comm.config.max_tokens_per_rank
+        # before the first dispatch, behind which operations on other streams are ordered
+        self._numbers[place.comm] = torch.arange(rows, dtype=torch.int32, device=x.device)[:, None]
+        return place
+
+
+def _room(num_tokens: int) -> int:
+    """M of a communicator for so many."""
+    return max(SMALLEST, 1 << (num_tokens - 1).bit_length())
 
 
 def layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

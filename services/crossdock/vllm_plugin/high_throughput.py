@@ -7,11 +7,12 @@ fixed shapes, does not read the device and so works in CUDA graphs; small steps 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from crossdock.deep_ep.high_throughput import HighThroughput
+from crossdock.deep_ep.pool import PooledCommunicator
 from crossdock.vllm_plugin import compat
 from crossdock.vllm_plugin.base import Finalizer, quantized_rows, round_up, scaled_alone, weighted_input
 from crossdock.vllm_plugin.managers import LayerContext
@@ -158,7 +159,8 @@ class HighThroughputFinalizer(Finalizer):
         handle = self._kept()
         z = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         with self._watched():
-            request = handle.comm.combine_async(y.contiguous(), handle.trimmed, out=z)
+            rows, inner = handle.for_combine(y)
+            request = handle.comm.combine_async(rows, inner, out=z)
 
         def receive() -> None:
             with self._watched():
@@ -200,11 +202,12 @@ class GraphFinalizer(HighThroughputFinalizer):
         ranks."""
         if not self._fixed:
             return super()._dispatch(payload, topk_ids, weights, num_experts, a1)
-        comm = self._communicator(payload, num_experts, topk_ids.shape[1], a1.dtype)
-        step = _step_tokens(len(a1), comm.config.max_tokens_per_rank)
+        shape = self._shape(payload, num_experts, topk_ids.shape[1], a1.dtype)
+        place = self._link.pool.get(shape) or self._make(shape, payload)
+        step = _step_tokens(len(a1), shape.max_tokens)
         x, scales = payload
         packed = x.contiguous() if scales is None else (x.contiguous(), scales.contiguous())
-        with self._watched():
+        with self._watched(), self._link.pool.step(place, shape) as comm:
             out, inner = comm.dispatch(packed, topk_ids.contiguous(), weights.contiguous(), step_tokens=step)
         self._keep(_Fixed(comm, inner))
         rows = self._link.pool.size * step
@@ -216,36 +219,48 @@ class GraphFinalizer(HighThroughputFinalizer):
         source_weights = torch.where(arrived, out.topk_weights[:rows], 0.0)
         return out.tokens[:rows], None if out.scales is None else out.scales[:rows], ids, source_weights, None
 
-    def _communicator(self, payload: Any, num_experts: int, topk: int, dtype: torch.dtype) -> MoECommunicator:
+    def _shape(self, payload: Any, num_experts: int, topk: int, dtype: torch.dtype) -> GraphShape:
         x, scales = payload
-        columns = 0 if scales is None else scales.shape[1]
-        key = ("graph", self._link.max_tokens, x.shape[1], x.dtype, columns, dtype, num_experts, topk)
-        pool = self._link.pool
-        found = pool.get(key)
-        if found is not None:
-            return found
-        pool.experts_per_rank(num_experts)
-        scaled: dict[str, Any] = {} if scales is None else {"scale_columns": columns, "scale_dtype": scales.dtype}
-        return pool.make(
-            key, x, mode=Mode.AUTO, layout=Layout.FLAT, exact_shapes=False, dtype=x.dtype, output_dtype=dtype,
-            num_experts=num_experts, topk=topk, hidden_size=x.shape[1], max_tokens_per_rank=self._link.max_tokens,
-            **scaled,
+        columns, scale_dtype = (0, None) if scales is None else (scales.shape[1], scales.dtype)
+        most, hidden = self._link.max_tokens, x.shape[1]
+        return GraphShape(most, hidden, x.dtype, columns, scale_dtype, dtype, num_experts, topk)
+
+    def _make(self, shape: GraphShape, payload: Any) -> PooledCommunicator:
+        self._link.pool.experts_per_rank(shape.num_experts)
+        scaled: dict[str, Any] = {}
+        if shape.scale_columns:
+            scaled = {"scale_columns": shape.scale_columns, "scale_dtype": shape.scale_dtype}
+        return self._link.pool.make(
+            shape, shape, payload[0], shape.max_tokens, mode=Mode.AUTO, layout=Layout.FLAT, exact_shapes=False,
+            dtype=shape.dtype, output_dtype=shape.output_dtype, num_experts=shape.num_experts, topk=shape.topk,
+            hidden_size=shape.hidden, **scaled,
         )  # fmt: skip
 
-    def _combine(self, y: torch.Tensor, output: torch.Tensor) -> Callable[[], None]:
-        handle = self._kept()
-        if isinstance(handle, _Fixed):  # combine wants the shape of all rows and reads those that arrived
-            room = handle.comm.combine_input(handle.inner)
-            room[: len(y)].copy_(y)
-            y = room
-        return super()._combine(y, output)
+
+class GraphShape(NamedTuple):
+    """Parameters of one communicator of GraphFinalizer."""
+
+    max_tokens: int
+    hidden: int
+    dtype: torch.dtype
+    scale_columns: int
+    scale_dtype: torch.dtype | None
+    output_dtype: torch.dtype
+    num_experts: int
+    topk: int
 
 
 class _Fixed:
     """The handle of a step in fixed shapes."""
 
     def __init__(self, comm: MoECommunicator, inner: Any) -> None:
-        self.comm, self.inner, self.trimmed = comm, inner, inner
+        self.comm, self._inner = comm, inner
+
+    def for_combine(self, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Combine wants the shape of all rows, and reads those that arrived."""
+        room = self.comm.combine_input(self._inner)
+        room[: len(y)].copy_(y)
+        return room, self._inner
 
 
 def _crossing(*tensors: torch.Tensor | None) -> None:

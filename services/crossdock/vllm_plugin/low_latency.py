@@ -8,15 +8,16 @@ per shape.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from crossdock.deep_ep.pool import PooledCommunicator
 from crossdock.vllm_plugin import compat
 from crossdock.vllm_plugin.base import Finalizer, quantized_rows, round_up, scaled_alone, weighted_input
 from crossdock.vllm_plugin.errors import PluginError
 from crossdock.vllm_plugin.managers import LayerContext
-from ep_kernels import Layout, Mode, MoECommunicator, ScaleFormat
+from ep_kernels import Layout, Mode, ScaleFormat
 
 _BATCHED: Any = compat.find("FusedMoEActivationFormat").BatchedExperts
 _Metadata: Any = compat.find("ExpertTokensMetadata")
@@ -26,6 +27,19 @@ _batched_scales: Any = compat.find("normalize_batched_scales_shape")
 _run_hook: Any = compat.find("dbo_maybe_run_recv_hook")
 
 Prepared = tuple[torch.Tensor, torch.Tensor | None, Any, None, None]
+
+
+class BatchShape(NamedTuple):
+    """Parameters of one communicator. `scales`: format of those that dispatch makes, or None."""
+
+    max_tokens: int
+    hidden: int
+    dtype: torch.dtype
+    scale_columns: int
+    output_dtype: torch.dtype
+    num_experts: int
+    topk: int
+    scales: ScaleFormat | None
 
 
 class LowLatencyFinalizer(Finalizer):
@@ -65,23 +79,23 @@ class LowLatencyFinalizer(Finalizer):
         """M."""
         return self._max_tokens
 
-    def _communicator(
+    def _place(
         self, x: torch.Tensor, columns: int, dtype: torch.dtype, num_experts: int, topk: int
-    ) -> MoECommunicator:
+    ) -> PooledCommunicator:
         """Output of rows like x with that many scales; experts return `dtype`."""
         scales = self._scales if self._quantized else None
-        key = ("ll", self._max_tokens, x.shape[1], x.dtype, columns, dtype, num_experts, topk, scales)
-        pool = self._link.pool
-        found = pool.get(key)
-        if found is not None:
-            return found
-        pool.experts_per_rank(num_experts)
-        scaled: dict[str, Any] = {} if scales is None else {"quantize": True, "scale_format": scales}
-        if columns:
-            scaled = {"scale_columns": columns, "scale_dtype": torch.float32}
-        return pool.make(
-            key, x, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, dtype=x.dtype, output_dtype=dtype, topk=topk,
-            num_experts=num_experts, hidden_size=x.shape[1], max_tokens_per_rank=self._max_tokens, **scaled,
+        shape = BatchShape(self._max_tokens, x.shape[1], x.dtype, columns, dtype, num_experts, topk, scales)
+        return self._link.pool.get(shape) or self._make(shape, x)
+
+    def _make(self, shape: BatchShape, x: torch.Tensor) -> PooledCommunicator:
+        self._link.pool.experts_per_rank(shape.num_experts)
+        scaled: dict[str, Any] = {} if shape.scales is None else {"quantize": True, "scale_format": shape.scales}
+        if shape.scale_columns:
+            scaled = {"scale_columns": shape.scale_columns, "scale_dtype": torch.float32}
+        return self._link.pool.make(
+            shape, shape, x, shape.max_tokens, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, dtype=shape.dtype,
+            output_dtype=shape.output_dtype, topk=shape.topk, num_experts=shape.num_experts, hidden_size=shape.hidden,
+            **scaled,
         )  # fmt: skip
 
     def prepare_async(
@@ -103,10 +117,10 @@ class LowLatencyFinalizer(Finalizer):
         early = not self._quantized and not defer_input_quant and scaled_alone(quant_config)
         if early:
             q, own, common = quantized_rows(_quantize, x, quant_config)
-        comm = self._communicator(q, 0 if own is None else 1, x.dtype, num_experts, topk_ids.shape[1])
+        place = self._place(q, 0 if own is None else 1, x.dtype, num_experts, topk_ids.shape[1])
         payload = q.contiguous() if own is None else (q.contiguous(), own.contiguous())
         ids = self._placed(topk_ids)
-        with self._watched():
+        with self._watched(), self._link.pool.step(place, place.key) as comm:
             request = comm.dispatch_async(payload, ids.contiguous(), weights.float().contiguous())
         tokens, scales, counts = request.buffers()
         if common is not None:

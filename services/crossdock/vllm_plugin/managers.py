@@ -88,8 +88,7 @@ class Manager(_Base):  # type: ignore[misc]
     def clean_buffers(self) -> None:
         """Make all communicators usable again after a fault that all ranks have survived. Collective; captured
         graphs stay valid. PeerTimeout where a rank does not take part."""
-        for comm in self._pool.communicators():
-            comm.set_active([True] * self._pool.size, comm.epoch + 1)
+        self._pool.recover()
 
     def destroy(self) -> None:
         """Free every communicator."""
