@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from ep_kernels.transports.nvlink import streams
+from ep_kernels.transports.nvlink.routing_state import Origin, QuickState, quick_handle
 from ep_kernels.transports.nvlink.streams import StreamOrder, tensors_in
+from ep_kernels.types import Mode
 
 
 @dataclass(eq=False)
@@ -124,18 +126,31 @@ def test_a_stream_that_was_eager_may_capture(device: Device) -> None:
     assert "first" in launch(device, order, 2, "second").work
 
 
+class OnDevice(torch.Tensor):
+    is_cuda = True  # type: ignore[assignment]
+
+
+def tensor(size: int = 1) -> torch.Tensor:
+    return torch.zeros(size).as_subclass(OnDevice)
+
+
 def test_every_tensor_is_found() -> None:
     @dataclass
     class Record:
         a: object
         b: object
 
-    class OnDevice(torch.Tensor):
-        is_cuda = True  # type: ignore[assignment]
-
-    def tensor() -> torch.Tensor:
-        return torch.zeros(1).as_subclass(OnDevice)
-
     want = [tensor() for _ in range(4)]
     thing = [want[0], None, {"x": want[1], "y": 3}, Record((want[2], torch.zeros(1)), [[want[3]]]), Record]
     assert [id(t) for t in tensors_in(thing)] == [id(t) for t in want]
+
+
+def test_the_memory_of_a_handle_is_found() -> None:
+    """Also of one that a plan has made, whose combine is on another stream: the caller may drop it at once."""
+    at = SimpleNamespace(routing_at=0, carried_at=512, state=SimpleNamespace(routing_bytes=8, carried_bytes=8))
+    origin = Origin(1, 0, cast(Any, at), 2, keeps=False, outputs=cast(Any, None))
+    blocks, rows, ids, weights = [tensor(256), tensor(256)], tensor(), tensor(), tensor(2)
+    first = QuickState(origin, 1, Mode.HT, b"", blocks[0], None, rows, None, ids, weights)
+    again = QuickState(origin, 2, Mode.HT, b"", blocks[1], first, rows, None, ids, weights)
+    found = {each.untyped_storage().data_ptr() for each in tensors_in([quick_handle(again)])}
+    assert found >= {each.untyped_storage().data_ptr() for each in (*blocks, ids, weights)}

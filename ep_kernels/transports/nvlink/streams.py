@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from ep_kernels.transports.nvlink.routing_state import StateParts
+
 _LOOK_CLOSER = -1
 """No stream's handle: the default stream's is 0."""
 
@@ -76,10 +78,12 @@ class StreamOrder:
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    """Every tensor on a device in nested lists, dicts and records."""
+    """Every tensor on a device in nested lists, dicts, records and states of handles."""
     if isinstance(thing, torch.Tensor):
         if thing.is_cuda:
             yield thing
+    elif isinstance(thing, StateParts):
+        yield from tensors_in(thing.flatten())
     elif isinstance(thing, list | tuple):
         for each in thing:
             yield from tensors_in(each)
