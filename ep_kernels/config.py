@@ -111,6 +111,10 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """GPUs: multiprocessors that one operation may fill, with one block on each. None: all for LL; for HT
     as many as keep the links busy (in dispatch of per-expert layouts 64). AG: 0 = rows go out by copy engines
     alone. Results do not depend on it."""
+    dispatch_sms: int | None = None
+    """`num_sms` of dispatches alone. None: as `num_sms`."""
+    combine_sms: int | None = None
+    """`num_sms` of combines alone. None: as `num_sms`."""
     kernel_cache_dir: str | None = None
     """Folder for what is found out once on a machine, shared by processes; may differ between ranks: kernels that GPUs
     compile at first use, and `tuning.json`. None: `.cache/crossdock/kernels` in the home of this process's user."""
@@ -139,6 +143,16 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def resolved_expert_map(self) -> ExpertMap:
         """The expert map with the default applied."""
         return self.expert_map or ExpertMap.contiguous(self.num_experts, self.group.size)
+
+    @property
+    def resolved_dispatch_sms(self) -> int | None:
+        """`num_sms` of dispatches."""
+        return self.num_sms if self.dispatch_sms is None else self.dispatch_sms
+
+    @property
+    def resolved_combine_sms(self) -> int | None:
+        """`num_sms` of combines."""
+        return self.num_sms if self.combine_sms is None else self.combine_sms
 
     @property
     def payload_dtype(self) -> torch.dtype:
@@ -200,7 +214,9 @@ def _check_kinds(c: MoEConfig) -> None:
     _require(c.layout is None or isinstance(c.layout, Layout), "layout", "None or a Layout", c.layout)
     for name in ("quantize", "exact_combine", "exact_shapes", "validate"):
         _require(type(getattr(c, name)) is bool, name, "a bool", getattr(c, name))
-    for name, low in (("max_recv_rows", 1), ("ll_max_tokens", 0), ("num_sms", int(c.mode is not Mode.AG))):
+    copies = int(c.mode is not Mode.AG)
+    limits = ("num_sms", copies), ("dispatch_sms", copies), ("combine_sms", 1)
+    for name, low in (("max_recv_rows", 1), ("ll_max_tokens", 0), *limits):
         value = getattr(c, name)
         fits = value is None or (type(value) is int and low <= value < 1 << 31)
         _require(fits, name, f"None or an int in {low}..2^31-1", value)

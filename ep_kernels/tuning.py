@@ -37,12 +37,13 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Microseconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Everything by which the times of LL and HT shift against each other.
 
     Attributes:
         device: name of the GPU, or of the CPU and its cores.
-        transport, num_ranks, layout, hidden_size, topk, num_experts, quantize, exact_combine, num_sms: of MoEConfig.
+        transport, num_ranks, layout, hidden_size, topk, num_experts, quantize, exact_combine: of MoEConfig.
+        num_sms: of it where dispatch and combine have the same; else dispatch_sms, combine_sms.
         dtype, combine_dtype: torch's names, defaults resolved.
     """
 
@@ -58,6 +59,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     combine_dtype: str
     exact_combine: bool
     num_sms: int | None
+    dispatch_sms: int | None = None
+    combine_sms: int | None = None
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -132,6 +135,8 @@ def ladder(most: int) -> tuple[int, ...]:
 
 def key_of(config: MoEConfig, device: str) -> Key:
     """What a configuration is remembered by, on this device."""
+    dispatch_sms, combine_sms = config.resolved_dispatch_sms, config.resolved_combine_sms
+    same = dispatch_sms == combine_sms
     return Key(
         device=device,
         transport=config.transport,
@@ -144,7 +149,9 @@ def key_of(config: MoEConfig, device: str) -> Key:
         quantize=config.quantize,
         combine_dtype=_name(config.resolved_combine_dtype),
         exact_combine=config.exact_combine,
-        num_sms=config.num_sms,
+        num_sms=dispatch_sms if same else None,
+        dispatch_sms=None if same else dispatch_sms,
+        combine_sms=None if same else combine_sms,
     )
 
 

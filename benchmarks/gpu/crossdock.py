@@ -20,7 +20,7 @@ from ep_kernels.network import NetworkConfig
 from ep_kernels.routing import delivered
 from ep_kernels.telemetry import Samples
 from ep_kernels.transports.nvlink import plan
-from ep_kernels.transports.nvlink.network_plan import network_blocks
+from ep_kernels.transports.nvlink.network_plan import most_blocks
 from ep_kernels.types import PeerTraffic
 
 
@@ -133,10 +133,11 @@ class Crossdock:
 def _filled(config: MoEConfig) -> dict[str, int]:
     """Multiprocessors that each kernel fills."""
     num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    most, sizes = network_blocks(config, min(num_sms, config.num_sms or num_sms)), plan.sizes_of(config)
+    sizes, asked = plan.sizes_of(config), (config.resolved_dispatch_sms, config.resolved_combine_sms)
+    dispatch, combine = (most_blocks(config, each, num_sms) for each in asked)
     return {
-        "dispatch": plan.dispatch_launch(config, sizes, config.mode, most).num_blocks,
-        "combine": plan.combine_launch(config, sizes, config.mode, most).num_blocks,
+        "dispatch": plan.dispatch_launch(config, sizes, config.mode, dispatch).num_blocks,
+        "combine": plan.combine_launch(config, sizes, config.mode, combine).num_blocks,
     }
 
 

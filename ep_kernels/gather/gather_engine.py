@@ -79,7 +79,9 @@ class GatherEngine:
 
     def _algorithm(self, op: CollectiveOp, num_bytes: int) -> Algorithm:
         place = BufferPlace.REGISTERED if op is CollectiveOp.ALL_GATHER else BufferPlace.PLAIN
-        shape = CollectiveShape(op, num_bytes, self.active, self.config.num_sms, BufferPlace.PLAIN, place)
+        gathers, c = op is CollectiveOp.ALL_GATHER, self.config
+        num_sms = c.resolved_dispatch_sms if gathers else c.resolved_combine_sms
+        shape = CollectiveShape(op, num_bytes, self.active, num_sms, BufferPlace.PLAIN, place)
         chosen = choose(shape, self._coll.capabilities).algorithm
         return _PULLED.get(chosen, chosen)
 
@@ -129,7 +131,7 @@ class GatherEngine:
                 parts.append(GatherPart(memory.flat_bytes(shard), memory.flat_bytes(out), shard.dtype))
         chosen, num_sms = Algorithm.KERNEL_PUSH, None
         if x is not None:
-            moved, num_sms = sum(part.x.numel() for part in parts), self.config.num_sms
+            moved, num_sms = sum(part.x.numel() for part in parts), self.config.resolved_dispatch_sms
             chosen = self._algorithm(CollectiveOp.ALL_GATHER, moved)
         with operation_errors():
             return self._coll.all_gather(GatherArgs(tuple(parts), chosen, num_sms, tag))
@@ -210,5 +212,5 @@ class GatherEngine:
         """Begin the sum of rows [R, S, ...] of every rank into out [S, ...]."""
         chosen = self._algorithm(CollectiveOp.REDUCE_SCATTER, rows.nbytes)
         with operation_errors():
-            args = ReduceArgs(rows.reshape(-1), out.reshape(-1), chosen, self.config.num_sms or None, tag)
+            args = ReduceArgs(rows.reshape(-1), out.reshape(-1), chosen, self.config.resolved_combine_sms or None, tag)
             return self._coll.reduce_scatter(args)

@@ -93,7 +93,7 @@ def step_tokens(config: MoEConfig, num_bytes: int, alone: bool = False) -> int:
 
 def sends_rows_apart(config: MoEConfig, can: CollectiveCapabilities) -> bool:
     """Whether copy engines alone move tokens, and kernels the rest."""
-    return config.num_sms == 0 and Algorithm.COPY_PUSH in can.algorithms.get(CollectiveOp.ALL_GATHER, ())
+    return config.resolved_dispatch_sms == 0 and Algorithm.COPY_PUSH in can.algorithms.get(CollectiveOp.ALL_GATHER, ())
 
 
 def scale_row(config: MoEConfig) -> tuple[int, torch.dtype]:

@@ -240,6 +240,8 @@ def ll_wrong(buffer: Buffer, peers: Peers) -> None:
         Buffer(dist.group.WORLD, enable_shrink=True)
     with raises(ArgumentError, "new_num_sms"):
         Buffer.set_num_sms(3)
+    with raises(ArgumentError, "combine_sms: expected None or a positive int, got 0"):
+        Buffer.set_operation_sms(None, 0)
     buffer.destroy()
     with raises(ClosedError, "destroyed"):
         buffer.low_latency_dispatch(x, ids, most, experts)
@@ -569,7 +571,7 @@ def disagree(buffer: Buffer, peers: Peers, name: str) -> tuple[str, float]:
     x, ids, weights = peers.mine()
     x, ids, weights, odd = x[:1], ids[:1], weights[:1], peers.rank == peers.case.num_ranks - 1
     experts, most = peers.case.num_experts, 8
-    worst = 0 if name in ("num_sms", "topk") else 8 * peers.case.num_ranks
+    worst = 0 if name in ("combine_sms", "topk") else 8 * peers.case.num_ranks
 
     def call() -> None:
         if name == "num_max_dispatch_tokens_per_rank":
@@ -585,7 +587,7 @@ def disagree(buffer: Buffer, peers: Peers, name: str) -> tuple[str, float]:
         experts, most = experts * (1 + (name == "num_experts")), most * (1 + (name.startswith("num_max")))
         worst *= 64 if name == "num_worst_tokens" else 1
     began = time.monotonic()
-    limited = mock.patch.object(Buffer, "_chosen_sms", 24 if odd and name == "num_sms" else None)
+    limited = mock.patch.object(Buffer, "_chosen_sms", (None, 24 if odd and name == "combine_sms" else None))
     with limited, pytest.raises(ConfigError if odd else AbortedError) as error:
         call()
     return str(error.value), time.monotonic() - began
@@ -603,6 +605,21 @@ def last_counts(buffer: Buffer, peers: Peers) -> tuple[float | None, int]:
         other.destroy()
     after = telemetry().metrics.registry.get_sample_value("crossdock_ep_tokens_total", labels) or 0
     return after - before, 3 * peers.case.tokens[peers.rank]
+
+
+def ht_sms(buffer: Buffer, peers: Peers) -> None:
+    """A limit for each operation, or one for both, of communicators from then on."""
+    x = peers.mine()[0]
+    with mock.patch.object(Buffer, "_chosen_sms", (None, None)), mock.patch.object(Buffer, "num_sms", 20):
+        for call, want in (
+            (lambda: None, (None, None)),
+            (lambda: Buffer.set_num_sms(24), (24, 24)),
+            (lambda: Buffer.set_operation_sms(16, None), (16, None)),
+        ):
+            call()
+            handle = ht_dispatch(buffer, peers, x)[4]
+            assert (handle.comm.config.resolved_dispatch_sms, handle.comm.config.resolved_combine_sms) == want
+    assert len(buffer._pool.communicators()) == 3
 
 
 def ht_wrong(buffer: Buffer, peers: Peers) -> None:

@@ -44,7 +44,8 @@ def test_low_latency(world: Worlds, transport: str, scales: ScaleFormat | None, 
 
 
 @pytest.mark.parametrize(
-    "story", [steps.ll_two_at_once, steps.ll_wrong, steps.ht_scaled, steps.ht_worst, steps.ht_wrong, steps.sizes]
+    "story",
+    [steps.ll_two_at_once, steps.ll_wrong, steps.ht_scaled, steps.ht_worst, steps.ht_wrong, steps.ht_sms, steps.sizes],
 )
 def test_stories(world: Worlds, transport: str, story: Callable[..., Any]) -> None:
     world(4).run(steps.run, story, case_of(), transport)
@@ -75,7 +76,7 @@ def test_the_least_used_communicator_is_given_up(world: Worlds, transport: str) 
 @pytest.mark.parametrize(
     ("name", "want", "got"),
     [
-        ("num_worst_tokens", 24, 1536), ("num_sms", None, 24), ("num_experts", 9, 18), ("topk", 3, 1),
+        ("num_worst_tokens", 24, 1536), ("combine_sms", None, 24), ("num_experts", 9, 18), ("topk", 3, 1),
         ("num_max_dispatch_tokens_per_rank", 8, 16), ("dtype", torch.bfloat16, torch.float16),
     ],
 )  # fmt: skip

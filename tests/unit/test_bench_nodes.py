@@ -14,7 +14,7 @@ from ep_kernels import MoEConfig, reference
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink import plan
-from ep_kernels.transports.nvlink.network_plan import network_blocks, slice_lag, slice_rows, slices_of
+from ep_kernels.transports.nvlink.network_plan import most_blocks, slice_lag, slice_rows, slices_of
 from ep_kernels.types import Layout, Mode
 from tests.groups import LonelyGroup
 
@@ -110,10 +110,10 @@ def test_few_tokens_have_few_blocks_over_a_network() -> None:
         return MoEConfig(group=LonelyGroup(0, 2), **shape, **fields)  # type: ignore[arg-type]
 
     network = network_of(0, 2, 2, "tcp", 20)
-    assert [network_blocks(of(t, network=network), 132) for t in (1, 32, 128, 8192)] == [4, 8, 32, 132]
-    assert network_blocks(of(1, network=network), 2) == 2
-    assert network_blocks(of(1), 132) == 132, "of one domain: as ever"
-    assert network_blocks(of(1, network=network, num_sms=16), 16) == 16, "as the caller says"
+    assert [most_blocks(of(t, network=network), None, 132) for t in (1, 32, 128, 8192)] == [4, 8, 32, 132]
+    assert most_blocks(of(1, network=network), None, 2) == 2
+    assert most_blocks(of(1), None, 132) == 132, "of one domain: as ever"
+    assert most_blocks(of(1, network=network), 16, 132) == 16, "as the caller says"
 
 
 def test_over_sockets_slices_are_read_two_mebibytes_later() -> None:

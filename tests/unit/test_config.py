@@ -74,6 +74,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("timeout_s", {"timeout_s": 1e9}),
     ("ll_max_tokens", {"ll_max_tokens": -1}),
     ("num_sms", {"num_sms": 0}),
+    ("dispatch_sms", {"dispatch_sms": 0}),
+    ("combine_sms", {"combine_sms": 1.0}),
     ("kernel_cache_dir", {"kernel_cache_dir": 7}),
     ("ll_max_tokens", {"ll_max_tokens": 2.5}),
     ("expert_map", {"expert_map": [[0, 1], [2, 3]]}),

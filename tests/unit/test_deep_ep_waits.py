@@ -55,7 +55,7 @@ def calls() -> Iterator[HighThroughput]:
 
 def test_a_step_reads_the_device_once(calls: HighThroughput) -> None:
     x, ids = torch.randn(5, 64).bfloat16(), torch.tensor([[0, 3, -1]] * 5)
-    kind = calls.kind((x, None), 4, 3, 0, None)
+    kind = calls.kind((x, None), 4, 3, 0)
     calls.dispatch((x, None), ids, torch.ones(5, 3), kind)
     reads = Reads()
 

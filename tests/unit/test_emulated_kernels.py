@@ -74,6 +74,14 @@ def test_routing(size: int, mode: Mode, layout: Layout) -> None:
     run(cases(size, 9, hidden_size=136, num_experts=2 * size + 1, topk=3), mode, layout)
 
 
+@pytest.mark.parametrize(("dispatch_sms", "combine_sms"), [(1, 4), (4, 1), (None, 2)])
+@pytest.mark.parametrize("mode", MODES)
+def test_dispatch_and_combine_have_grids_of_their_own(mode: Mode, dispatch_sms: int | None, combine_sms: int) -> None:
+    steps = cases(2, 3, hidden_size=136, num_experts=5, topk=3)
+    fields = {"dispatch_sms": dispatch_sms, "combine_sms": combine_sms}
+    run(steps, mode, Layout.EXPERT_MAJOR, 5, num_sms=3, **fields)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_past_the_capacity_are_dropped_and_counted(mode: Mode) -> None:
     steps = [RoutingCase(4, 3, 64, (6, 1, 6), kind, draw_seed(), max_tokens=6) for kind in ("one_expert", "uniform")]

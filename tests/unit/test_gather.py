@@ -186,6 +186,9 @@ def test_copy_engines_alone_are_for_this_mode() -> None:
     )
     GatherEngine.reduce(cast(Any, engine), torch.ones(3, 2), torch.ones(1, 2), 1)
     assert asked == [None]
+    engine.config = config(num_sms=0, combine_sms=7)
+    GatherEngine.reduce(cast(Any, engine), torch.ones(3, 2), torch.ones(1, 2), 1)
+    assert asked == [None, 7]
 
 
 class OneRank:
@@ -214,7 +217,7 @@ def test_rows_go_first_and_come_last_where_copy_engines_alone_move_them(at_once:
     args = DispatchArgs(x, None, ids, weights, Mode.AG, None, at_once, 4)
     found = []
     for num_sms in (0, None):
-        c, coll = config(case, num_sms=num_sms), OneRank()
+        c, coll = config(case, dispatch_sms=num_sms, combine_sms=3), OneRank()
         engine = GatherEngine(c, cast(Any, coll), torch.zeros(memory.arrays(c)[1], dtype=torch.uint8))
         pending = GatherDispatch(engine, args, 1, 0)
         pending.send()

@@ -20,6 +20,7 @@ from ep_kernels.transports.nvlink.engine import LaunchEngine
 from ep_kernels.transports.nvlink.tables import wire_bytes
 from ep_kernels.transports.nvlink.transport import NvlinkTransport
 from ep_kernels.types import Layout, Mode
+from tests.emulator.machine import without_driver
 from tests.gpu.loopback_group import LoopGroup
 
 OF_LL = (
@@ -382,6 +383,29 @@ def test_dispatch_takes_the_blocks_that_its_bytes_need(size: int) -> None:
     assert flat % plan.BLOCK_UNIT == 0
     assert blocks(layout=Layout.GROUPED) == plan.HT_BLOCKS
     assert blocks(layout=Layout.FLAT, num_sms=132) == 132
+
+
+@pytest.mark.parametrize(
+    ("limits", "dispatch", "combine"),
+    [
+        ({"dispatch_sms": 24}, 24, None),
+        ({"combine_sms": 24}, None, 24),
+        ({"num_sms": 40, "combine_sms": 24}, 40, 24),
+        ({"dispatch_sms": 8, "combine_sms": 500}, 8, 132),
+    ],
+)
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+def test_each_operation_has_its_own_limit(
+    monkeypatch: pytest.MonkeyPatch, mode: Mode, limits: dict[str, int], dispatch: int | None, combine: int | None
+) -> None:
+    without_driver(monkeypatch)
+
+    def blocks(**fields: int) -> list[int]:
+        engine = LaunchEngine(config(size=8, mode=mode, layout=Layout.GROUPED, **fields), torch.device("cpu"), 132)
+        return [made[mode].launch.num_blocks for made in (engine.dispatch_operations, engine.combine_operations)]
+
+    free = blocks()
+    assert blocks(**limits) == [dispatch or free[0], combine or free[1]]
 
 
 def test_a_lone_rank_has_no_links_to_wait_for() -> None:

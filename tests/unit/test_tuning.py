@@ -122,12 +122,21 @@ def test_the_ladder() -> None:
         {"combine_dtype": torch.float8_e4m3fn},
         {"exact_combine": True},
         {"num_sms": 24},
+        {"dispatch_sms": 24},
+        {"combine_sms": 24},
         {"transport": "nvlink"},
         {"group": LonelyGroup(0, 2)},
     ],
 )
 def test_what_shifts_the_curves_is_in_the_key(change: dict[str, Any]) -> None:
     assert tuning.key_of(config(**change), "d") != tuning.key_of(config(), "d")
+
+
+def test_one_number_for_both_operations_is_one_number() -> None:
+    """As files of versions that had only that one."""
+    one = tuning.key_of(config(num_sms=24), "d")
+    assert one == tuning.key_of(config(dispatch_sms=24, combine_sms=24), "d")
+    assert b"_sms" not in msgspec.json.encode(one).replace(b"num_sms", b"")
 
 
 @pytest.mark.parametrize("change", [{"max_tokens_per_rank": 64}, {"timeout_s": 3.0}, {"output_dtype": torch.bfloat16}])

@@ -168,6 +168,14 @@ def test_the_order_of_sums_reaches_the_group_and_must_be_equal() -> None:
         load(WorkerConfig, None, ["model=m", "combine_order=host"])
 
 
+def test_limits_of_multiprocessors_reach_the_communicator() -> None:
+    config = load(WorkerConfig, None, ["model=m", "dispatch_sms=24", "combine_sms=16"])
+    with Model(config, small_checkpoint()).connect(LonelyGroup(), 4) as comm:
+        assert (comm.config.resolved_dispatch_sms, comm.config.resolved_combine_sms) == (24, 16)
+    with pytest.raises(ConfigFileError, match="combine_sms"):
+        load(WorkerConfig, None, ["model=m", "combine_sms=0"])
+
+
 def test_experts_are_held_wider_only_where_that_can_be_computed() -> None:
     made_models = [made(WorkerConfig(model="m", expert_dtype=name)) for name in ("", "bfloat16", "float32")]
     assert [model._held_dtype for model in made_models] == [torch.bfloat16, torch.bfloat16, torch.float32]

@@ -17,7 +17,7 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink import plan, routing_state
 from ep_kernels.transports.nvlink.addresses import RecordAddresses
 from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
-from ep_kernels.transports.nvlink.network_plan import network_blocks
+from ep_kernels.transports.nvlink.network_plan import most_blocks
 from ep_kernels.transports.nvlink.outputs import Memory, Outputs
 from ep_kernels.transports.nvlink.record_template import RecordTemplate
 from ep_kernels.transports.nvlink.routing_state import DispatchState, Span
@@ -103,7 +103,7 @@ class LaunchEngine:
     Args:
         config: of the communicator.
         device: CUDA device.
-        num_sms: multiprocessors that this rank may fill.
+        num_sms: multiprocessors that this rank may fill at most.
         block_bytes: dynamic shared memory that a block may take there.
     """
 
@@ -111,23 +111,24 @@ class LaunchEngine:
         self, config: MoEConfig, device: torch.device, num_sms: int, block_bytes: int = plan.SHARED_BYTES
     ) -> None:
         self.config, self._device = config, device
-        num_sms = network_blocks(config, num_sms)
+        dispatch_sms = most_blocks(config, config.resolved_dispatch_sms, num_sms)
+        combine_sms = most_blocks(config, config.resolved_combine_sms, num_sms)
         self.sizes = plan.sizes_of(config)
-        self.tables = Tables(config, self.sizes, device, num_sms)
+        self.tables = Tables(config, self.sizes, device, dispatch_sms)
         self.outputs = Outputs(config, self.sizes, device)
         self._state_map = plan.state_map(config, self.sizes)
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
         self.dispatch_operations = {
             mode: Operation(
                 self._dispatch_variant(mode),
-                plan.dispatch_launch(config, self.sizes, plan.algorithm(config, mode), num_sms),
+                plan.dispatch_launch(config, self.sizes, plan.algorithm(config, mode), dispatch_sms),
             )
             for mode in modes
         }
         self.combine_operations = {
             mode: Operation(
                 self._combine_variant(mode),
-                plan.combine_launch(config, self.sizes, plan.algorithm(config, mode), num_sms, block_bytes),
+                plan.combine_launch(config, self.sizes, plan.algorithm(config, mode), combine_sms, block_bytes),
             )
             for mode in modes
         }

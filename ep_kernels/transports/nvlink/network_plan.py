@@ -13,15 +13,15 @@ LAG_BYTES = 2 << 20
 """A GPU that reads what a processor has just received slows what follows by a third: docs/network-speed.md."""
 
 
-def network_blocks(c: MoEConfig, num_sms: int) -> int:
-    """Of `num_sms`, if the caller asks for no number: a few for few tokens.
+def most_blocks(c: MoEConfig, asked: int | None, num_sms: int) -> int:
+    """Of `num_sms`: as many as the caller asks for (None: all), but over a network by itself a few for few tokens.
 
     What blocks read of one place in host memory, each of them waits for the others' reads of it. Two H100, T = 1: a
     pair takes 84 to 96 us with 4 blocks, 126 to 159 with 16, and 310 to 440 with 132 (680 to 890 when each block read
     words by itself). 16 blocks move 20 GB/s to and from host memory: docs/network-speed.md.
     """
-    if c.network is None or c.num_sms is not None:
-        return num_sms
+    if c.network is None or asked is not None:
+        return min(num_sms, asked or num_sms)
     return min(num_sms, max(LEAST, c.max_tokens_per_rank // TOKENS_PER_BLOCK))
 
 

@@ -299,7 +299,7 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
     groups = c.resolved_expert_map.stride if c.resolved_layout.per_expert else 0
     words = 4 * counters + 3 * c.group.size + 1 + groups + 1 + c.num_experts + 5
     control = _head_bytes(c) + TILE_BYTES + 2 * WARPS * counters + 4 * words
-    blocks = num_sms if c.num_sms else min(num_sms, dispatch_blocks(c, sizes))
+    blocks = num_sms if c.resolved_dispatch_sms else min(num_sms, dispatch_blocks(c, sizes))
     width = c.dtype.itemsize if c.quantize else 1
     return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, width)
 
@@ -326,7 +326,7 @@ def combine_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int, block_b
         staged = _staged_bytes(c, block_bytes - offset)
         launch = _ll_launch(num_sms, offset + 2 * LL_WARPS * staged, share)
         return replace(launch, stage_offset=offset, segment_bytes=staged)
-    blocks = num_sms if c.num_sms else min(num_sms, combine_blocks(c))
+    blocks = num_sms if c.resolved_combine_sms else min(num_sms, combine_blocks(c))
     found = combine_stages(c)
     return Launch(blocks, found.stage_offset + found.num_bytes, found.stage_offset, found.segment_bytes)
 

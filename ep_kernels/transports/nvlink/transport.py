@@ -73,7 +73,7 @@ class NvlinkTransport(NvlinkMember):
         if boxed:
             remote.check(self._config)
         config = self._config if boxed else msgspec.structs.replace(self._config, network=None)
-        self._engine = LaunchEngine(config, self._device, min(num_sms, self._config.num_sms or num_sms), block_bytes)
+        self._engine = LaunchEngine(config, self._device, num_sms, block_bytes)
         self._tables = self._engine.tables
         if boxed:
             group, shape = self._config.group, self._engine.sizes.shape

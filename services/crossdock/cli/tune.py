@@ -31,6 +31,8 @@ def tune(
     dtype: Dtype = "bfloat16",
     fp8_combine: Annotated[bool, typer.Option("--fp8-combine", help="Combine sends fp8.")] = False,
     num_sms: Annotated[int | None, typer.Option("--num-sms", min=1, help="SMs that one operation may use.")] = None,
+    dispatch_sms: Annotated[int | None, typer.Option("--dispatch-sms", min=1, help="Those of dispatch alone.")] = None,
+    combine_sms: Annotated[int | None, typer.Option("--combine-sms", min=1, help="Those of combine alone.")] = None,
     max_tokens: Largest = None,
     runs: Runs = 15,
     cache_dir: Folder = None,
@@ -46,8 +48,9 @@ def tune(
     transport, num_ranks = run.chosen(transport, ranks)
     request = TuneRequest(
         transport=transport, num_experts=num_experts, hidden_size=hidden_size, topk=topk, dtype=dtype,
-        fp8_combine=fp8_combine, num_sms=num_sms, max_tokens=max_tokens or run.largest_step(transport), runs=runs,
-        cache_dir=cache_dir, layouts=tuple(layout or run.LAYOUTS),
+        fp8_combine=fp8_combine, num_sms=num_sms, dispatch_sms=dispatch_sms, combine_sms=combine_sms,
+        max_tokens=max_tokens or run.largest_step(transport), runs=runs, cache_dir=cache_dir,
+        layouts=tuple(layout or run.LAYOUTS),
     )  # fmt: skip
     printer = console()
     records = run.watch(request, num_ranks, printer)

@@ -183,6 +183,11 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     ll_max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Steps of at most this many tokens per rank use LL, larger ones HT: `crossdock tune` prints it. Equal on all
     workers. Null: the transport's built-in crossover."""
+    dispatch_sms: Count | None = None
+    """GPUs: multiprocessors that a dispatch may fill; the others are the experts'. Results do not depend on it. Equal
+    on all workers. Null: all for LL, for HT as many as keep the links busy."""
+    combine_sms: Count | None = None
+    """GPUs: as `dispatch_sms`, of combines."""
     step_timeout_s: Seconds = 10.0
     """Deadline of every wait for a peer inside a step."""
     request_timeout_s: Seconds = 60.0

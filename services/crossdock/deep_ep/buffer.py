@@ -43,8 +43,8 @@ class Buffer(Unsupported):
     """
 
     num_sms: ClassVar[int] = 20
-    """Read by callers. Only a number given to `set_num_sms` is a limit."""
-    _chosen_sms: ClassVar[int | None] = None
+    """Read by callers. Only a number given to `set_num_sms` or `set_operation_sms` is a limit."""
+    _chosen_sms: ClassVar[tuple[int | None, int | None]] = None, None
 
     def __init__(
         self, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
@@ -84,7 +84,16 @@ class Buffer(Unsupported):
         all ranks. Raises ArgumentError unless positive and even."""
         if type(new_num_sms) is not int or new_num_sms < 2 or new_num_sms % 2:
             raise ArgumentError("new_num_sms", "a positive even int", repr(new_num_sms))
-        Buffer.num_sms = Buffer._chosen_sms = new_num_sms
+        Buffer.num_sms, Buffer._chosen_sms = new_num_sms, (new_num_sms, new_num_sms)
+
+    @staticmethod
+    def set_operation_sms(dispatch_sms: int | None, combine_sms: int | None) -> None:
+        """As `set_num_sms`, a number for each of the two operations; None: as many as keep the links busy. Not in
+        DeepEP. Raises ArgumentError unless positive."""
+        for name, value in (("dispatch_sms", dispatch_sms), ("combine_sms", combine_sms)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ArgumentError(name, "None or a positive int", repr(value))
+        Buffer._chosen_sms = dispatch_sms, combine_sms
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -161,7 +170,7 @@ class Buffer(Unsupported):
             if num_tokens_per_expert is None:
                 raise ArgumentError("num_tokens_per_expert", "what get_dispatch_layout gave", None)
             num_experts = num_tokens_per_expert.numel()
-            kind = self._high.kind(payload, num_experts, ids.shape[1], num_worst_tokens, Buffer._chosen_sms)
+            kind = self._high.kind(payload, num_experts, ids.shape[1], num_worst_tokens, *Buffer._chosen_sms)
             got = self._high.dispatch(payload, ids, weights, kind)
             counts = [-(-count // expert_alignment) * expert_alignment for count in got.counted]
             event = turn.done([*payload, ids, weights], [got.x, got.scales, got.topk_idx, got.topk_weights])

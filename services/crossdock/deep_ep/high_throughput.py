@@ -38,7 +38,7 @@ class PoolKey(NamedTuple):
         num_experts: E.
         topk: K.
         num_worst_tokens: rows that a rank gets, where shapes are fixed; 0 where they are exact, and in keys.
-        num_sms: multiprocessors of one operation, or None.
+        dispatch_sms, combine_sms: multiprocessors of one operation, or None.
         output_dtype: of expert outputs, or None: that of x, bfloat16 where x is quantised.
     """
 
@@ -49,7 +49,8 @@ class PoolKey(NamedTuple):
     num_experts: int
     topk: int
     num_worst_tokens: int
-    num_sms: int | None
+    dispatch_sms: int | None
+    combine_sms: int | None
     output_dtype: torch.dtype | None = None
 
 
@@ -102,8 +103,8 @@ class HighThroughput:
         """int32 [rows, 1], 0, 1, ..."""
 
     def kind(
-        self, payload: Payload, num_experts: int, topk: int, worst: int, num_sms: int | None,
-        output_dtype: torch.dtype | None = None,
+        self, payload: Payload, num_experts: int, topk: int, worst: int, dispatch_sms: int | None = None,
+        combine_sms: int | None = None, output_dtype: torch.dtype | None = None,
     ) -> PoolKey:  # fmt: skip
         """The parameters for this payload."""
         self._pool.experts_per_rank(num_experts)
@@ -112,7 +113,7 @@ class HighThroughput:
             raise ArgumentError("num_worst_tokens", wanted, repr(worst))
         if worst and worst < self._pool.size * len(payload[0]):
             raise ArgumentError("num_worst_tokens", f"R * T = {self._pool.size * len(payload[0])} or more", worst)
-        return PoolKey(*_format(payload), num_experts, topk, worst, num_sms, output_dtype)
+        return PoolKey(*_format(payload), num_experts, topk, worst, dispatch_sms, combine_sms, output_dtype)
 
     def dispatch(
         self,
@@ -209,7 +210,7 @@ class HighThroughput:
         place = self._pool.make(
             kind._replace(num_worst_tokens=0), kind, x, _room, num_tokens, mode=Mode.HT, layout=Layout.FLAT,
             exact_shapes=False, dtype=kind.dtype, num_experts=kind.num_experts, hidden_size=kind.hidden, topk=kind.topk,
-            num_sms=kind.num_sms, output_dtype=kind.output_dtype, **scaled,
+            dispatch_sms=kind.dispatch_sms, combine_sms=kind.combine_sms, output_dtype=kind.output_dtype, **scaled,
         )  # fmt: skip
         rows = self._pool.size * place.comm.config.max_tokens_per_rank
         # before the first dispatch, behind which operations on other streams are ordered

@@ -35,6 +35,7 @@ class TuneRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         dtype: a key of PAYLOADS.
         fp8_combine: partials travel as fp8.
         num_sms: multiprocessors that one operation may fill; None: AUTO's default.
+        dispatch_sms, combine_sms: of each operation alone; None: as `num_sms`.
         max_tokens: largest step of the ladder, tokens per rank.
         runs: timed runs of each step and algorithm, of which the median counts.
         cache_dir: folder of `tuning.json`; None: as MoEConfig.
@@ -49,6 +50,8 @@ class TuneRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: str = "bfloat16"
     fp8_combine: bool = False
     num_sms: int | None = None
+    dispatch_sms: int | None = None
+    combine_sms: int | None = None
     max_tokens: int = 4096
     runs: int = 15
     cache_dir: str | None = None
@@ -81,6 +84,8 @@ class TuneRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ll_max_tokens=self.max_tokens,
             transport=self.transport,
             num_sms=self.num_sms,
+            dispatch_sms=self.dispatch_sms,
+            combine_sms=self.combine_sms,
             kernel_cache_dir=self.cache_dir,
             **payload,
         )

@@ -106,7 +106,7 @@ class HighThroughputFinalizer(Finalizer):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Any]:
         """Rows, scales, global ids, weights, counts. An entry without a local expert names an expert of another
         rank, because experts look up every id in their map."""
-        kind = self._calls.kind(payload, num_experts, topk_ids.shape[1], 0, None, a1.dtype)
+        kind = self._calls.kind(payload, num_experts, topk_ids.shape[1], 0, output_dtype=a1.dtype)
         with self._watched():
             got = self._calls.dispatch(payload, topk_ids.contiguous(), weights.contiguous(), kind, keep=False)
         self._keep(got.handle)

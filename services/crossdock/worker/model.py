@@ -209,6 +209,8 @@ class Model:
             max_tokens_per_rank=self._config.max_tokens_per_step,
             mode=Mode.AUTO,
             ll_max_tokens=self._crossover,
+            dispatch_sms=self._config.dispatch_sms,
+            combine_sms=self._config.combine_sms,
             layout=Layout.GROUPED,
             dtype=self.dtype,
             combine_order=CombineOrder(self._config.combine_order),
