@@ -311,6 +311,8 @@ Status combine_receive(Comm& c, CombineOp& op) {
       sums.finish();
     }
     record(c, op, slot, receive_ns);
+  } else if (status = c.wait(want, published); status != kOk) {  // credit is for what has come: see dispatch.cpp
+    return status;
   }
   c.publish(c.own.control().combine_consumed[slot], op.seq);
   send_word(c, Imm::combine_consumed, slot, op.seq);

@@ -329,6 +329,14 @@ Status give_back(Comm& c, const DispatchOp& op, int slot, Status status) {
   return together == kOk ? status : together;
 }
 
+// Ends a dispatch that ranks brought differently. Credit is for a slot of which everything has come: a row that is
+// still on its way would land among those of the dispatch that takes the slot next.
+Status differs(Comm& c, const DispatchOp& op, int slot, Status status) {
+  const Want want{Op::dispatch, Phase::payload, op.seq, op.clock.receive_ns};
+  const Status come = c.wait(want, [&](int r) { return published(c, r, slot); });
+  return come == kOk ? give_back(c, op, slot, status) : come;
+}
+
 }  // namespace
 
 Status dispatch_free(Comm& c) {
@@ -375,10 +383,10 @@ Status dispatch_place(Comm& c, DispatchOp& op) {
   if (routed != kOk) return routed;
   const Status same = c.agree({Op::dispatch, Phase::routing, op.routing.origin},
                               [&](int r) { return c.peer[r].dispatch_meta(slot)->origin; });
-  if (same != kOk) return give_back(c, op, slot, same);
+  if (same != kOk) return differs(c, op, slot, same);
   const Status alike = c.agree({Op::dispatch, Phase::arguments, uint64_t(op.routing.mode)},
                                [&](int r) { return uint64_t(c.peer[r].dispatch_meta(slot)->mode); });
-  if (alike != kOk) return give_back(c, op, slot, alike);
+  if (alike != kOk) return differs(c, op, slot, alike);
   for (int s = 0; s < c.g.ranks; ++s) {
     op.routing.source_tokens[s] = c.is_active(s) ? c.peer[s].dispatch_meta(slot)->tokens : 0;
   }
