@@ -18,7 +18,7 @@ import torch
 
 from ep_kernels import bringup, checks, lazy_output, ops, quant, received
 from ep_kernels.config import MoEConfig, may_overflow
-from ep_kernels.errors import CapacityError, HandleError, TransportError
+from ep_kernels.errors import CapacityError, HandleError
 from ep_kernels.in_flight import InFlight
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
 from ep_kernels.stepping import SteppingMember
@@ -140,7 +140,7 @@ class MoECommunicator(SteppingMember):
             pending = self._transport.dispatch(args)
             number = self._dispatches.begin()
             out, handle = pending.wait()
-        except TransportError as error:
+        except BaseException as error:
             self._broken(error)
             raise
         return self._delivered(number, out, handle, args)
@@ -227,7 +227,7 @@ class MoECommunicator(SteppingMember):
             pending = self._transport.combine(args)
             self._combines.begin()
             return pending.wait(out)[0]
-        except TransportError as error:
+        except BaseException as error:
             self._broken(error)
             raise
 

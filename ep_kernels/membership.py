@@ -3,7 +3,8 @@
 Moves no tokens: `communicator.MoECommunicator` and `collectives.Collectives` add the operations.
 
 Three states: usable; broken (a TransportError ended an operation: every call raises that error at once, until
-`set_active` makes the survivors usable again; after `abort` only `close` is left); closed. An ArgumentError, a
+`set_active` makes the survivors usable again; after `abort` only `close` is left); closed. A KeyboardInterrupt, or
+another exception of a signal handler, that ends an operation breaks the communicator, too. An ArgumentError, a
 HandleError and a CapacityError break nothing. In a forked child every communicator is closed from the start, and the
 parent's goes on: nothing that the child does with its copy, dropping it included, reaches the group.
 """
@@ -136,7 +137,7 @@ class GroupMember(Generic[C, M]):
         self._ready("exchange")
         try:
             return self._transport.exchange(words)
-        except TransportError as error:
+        except BaseException as error:
             self._broken(error)
             raise
 
@@ -144,13 +145,13 @@ class GroupMember(Generic[C, M]):
         """Sleep until a peer is in an `exchange` that this rank has not entered, or has called it, or `wake()`: True.
         Timeout: False."""
         self._ready("wait_for_peer")
-        return self._run(self._transport.wait_for_peer, timeout_s)
+        return self._idle(self._transport.wait_for_peer, timeout_s)
 
     def look_for_peer(self, timeout_s: float, fd: int) -> bool:
         """As `wait_for_peer`, but polls instead of sleeping; between two polls other threads of its processor run.
         False at the timeout, once file descriptor `fd` can be read, or earlier: the caller calls it again."""
         self._ready("look_for_peer")
-        return self._run(self._transport.look_for_peer, timeout_s, fd)
+        return self._idle(self._transport.look_for_peer, timeout_s, fd)
 
     def call_exchange(self) -> None:
         """Hint that this rank will soon enter an `exchange`: peers that wait for one may enter it at once, and are not
@@ -283,7 +284,7 @@ class GroupMember(Generic[C, M]):
             raise fault.with_traceback(None)
         try:
             self._transport.check(op)
-        except TransportError as error:
+        except BaseException as error:
             self._broken(error)
             raise
 
@@ -296,15 +297,28 @@ class GroupMember(Generic[C, M]):
         )
 
     def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """A call into the transport; remembers the TransportError that it raises."""
+        """A call into the transport; remembers what it raises, if that breaks the communicator."""
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            self._broken(error)
+            raise
+
+    def _idle(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `_run`, of a wait that peers do not depend on: a KeyboardInterrupt breaks nothing."""
         try:
             return call(*args, **kwargs)
         except TransportError as error:
             self._broken(error)
             raise
 
-    def _broken(self, error: TransportError) -> None:
-        """An operation has ended in this error: calls raise it from now on."""
+    def _broken(self, error: BaseException) -> None:
+        """An operation has ended in this error. A TransportError, or one that may come between any two instructions,
+        such as KeyboardInterrupt: calls raise it from now on. What else a call raises breaks nothing."""
+        if not isinstance(error, TransportError):
+            if isinstance(error, Exception):
+                return
+            error = TransportError(f"{type(error).__name__} ended an operation that peers may still wait for")
         with self._lock:
             if not self._closed and not isinstance(self._fault, AbortedError):
                 self._fault = error

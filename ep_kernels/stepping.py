@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from ep_kernels.config import MoEConfig
-from ep_kernels.errors import HandleError, TransportError
+from ep_kernels.errors import HandleError
 from ep_kernels.in_flight import InFlight
 from ep_kernels.lazy_output import written
 from ep_kernels.membership import GroupMember
@@ -47,7 +47,7 @@ class SteppingMember(GroupMember[MoEConfig, base.Transport]):
             return None
         try:
             step = quick.begin_step(x, topk_ids, topk_weights, step_tokens)
-        except TransportError as error:
+        except BaseException as error:
             self._broken(error)
             raise
         if step is not None:
@@ -69,7 +69,7 @@ class SteppingMember(GroupMember[MoEConfig, base.Transport]):
         written(out)
         try:
             self._quick.end_step(step, out)
-        except TransportError as error:
+        except BaseException as error:
             self._broken(error)
             raise
         self._combines.num_begun += 1

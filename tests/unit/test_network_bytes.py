@@ -524,3 +524,19 @@ def drained(connection: socket.socket) -> int:
         while got := connection.recv(1 << 20):
             total += len(got)
     return total
+
+
+def test_shuffle_delays_bytes_that_a_nic_has_read() -> None:
+    """What is written to their place after the proxy has taken a write does not arrive with it."""
+    count, size = 64, 1024
+    with End(0, provider="shuffle(tcp)", lanes=2) as one, End(1, provider="shuffle(tcp)", lanes=2) as two:
+        join(one, two)
+        for turn in range(1, 21):
+            one.own[: count * size] = bytes([turn]) * (count * size)
+            for i in range(count):
+                one.push(1, i * size, size, i)
+            while one.channel.traffic()[1].sent_messages < count * turn:
+                pass
+            one.own[: count * size] = bytes([0xFF]) * (count * size)
+            two.until(lambda events, turn=turn: len(two.arrived(0)) == count * turn)  # type: ignore[misc]
+            assert two.mirror(0)[: count * size] == bytes([turn]) * (count * size)

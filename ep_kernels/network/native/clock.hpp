@@ -22,6 +22,11 @@ inline void relax() {
 #endif
 }
 
+inline void nap(int64_t ns) {
+  const timespec limit{0, long(ns)};
+  nanosleep(&limit, nullptr);
+}
+
 // Where another thread may want this processor.
 inline void yield() { sched_yield(); }
 

@@ -67,7 +67,8 @@ void Backlog::free_memory() {
 }
 
 int Proxy::add(NetChannel* c) {
-  Hold hold(*this);
+  Hold hold(*this, kChangedNs);
+  if (!hold) return ETIMEDOUT;
   for (int i = 0; i < kChannels; ++i) {
     if (channels_[i]) continue;
     c->proxy = this;
@@ -86,7 +87,7 @@ int Proxy::add(NetChannel* c) {
 }
 
 void Proxy::remove(NetChannel* c) {
-  Hold hold(*this);
+  Hold hold(*this, kForEver);  // else the proxy would go on in memory that is freed
   for (int rank = 0; rank < c->memory.ranks; ++rank) {
     NetPeer& p = c->peers[rank];
     if (p.control_fd >= 0) {
@@ -124,7 +125,8 @@ void Proxy::close_after_peer(int fd, int64_t patience_ns) {
 }
 
 int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, int num_lanes) {
-  Hold hold(*this);
+  Hold hold(*this, kChangedNs);
+  if (!hold) return ETIMEDOUT;
   NetPeer& p = c->peers[rank];
   if (!c->provider) return ECANCELED;
   if (num_lanes > kMaxLanes) return EINVAL;
@@ -161,8 +163,8 @@ void Proxy::establish(NetChannel& c, int rank) {
 }
 
 void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
-  Hold hold(*this);
-  if (!c->provider) return;
+  Hold hold(*this, kChangedNs);
+  if (!hold || !c->provider) return;
   NetPeer& p = c->peers[rank];
   if (p.control_fd >= 0) {
     send_control(p.control_fd, {kLeftOut, 0, tag});
@@ -174,7 +176,8 @@ void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
 }
 
 uint64_t Proxy::up(NetChannel* c, bool established) {
-  Hold hold(*this);
+  Hold hold(*this, kAskedNs);
+  if (!hold) return 0;
   uint64_t mask = 0;
   for (int rank = 0; rank < c->memory.ranks; ++rank) {
     const NetPeer& p = c->peers[rank];
@@ -184,8 +187,8 @@ uint64_t Proxy::up(NetChannel* c, bool established) {
 }
 
 void Proxy::why(NetChannel* c, int rank, Text* out) {
-  Hold hold(*this);
-  *out = c->peers[rank].why;
+  Hold hold(*this, kAskedNs);
+  if (hold) *out = c->peers[rank].why;
 }
 
 // Ends the connection that a bad descriptor names, with the error: its receiver would wait for the bytes until the
@@ -204,12 +207,12 @@ void Proxy::refuse(NetChannel& c, const Order& order, int error) {
 }
 
 void Proxy::traffic(NetChannel* c, Traffic* out) {
-  Hold hold(*this);
-  for (int rank = 0; rank < c->memory.ranks; ++rank) out[rank] = c->peers[rank].traffic;
+  Hold hold(*this, kAskedNs);
+  for (int rank = 0; hold && rank < c->memory.ranks; ++rank) out[rank] = c->peers[rank].traffic;
 }
 
 void Proxy::restart_ring(NetChannel* c) {
-  Hold hold(*this);
+  Hold hold(*this, kForEver);  // what follows counts from an empty ring
   while (!c->outbox->empty()) flush(*c);
   c->outbox->restart();
 }

@@ -172,6 +172,7 @@ bool Proxy::turn() {
   };
   for_each([&](NetChannel& c) {
     busy |= flush(c);
+    end_refused(c);
     const int64_t again = c.provider->advance(now);
     if (busy_) flush(c);  // what was pushed in answer
     if (again == now) {
@@ -216,6 +217,19 @@ bool Proxy::turn() {
   busy |= busy_;
   busy_ = false;
   return busy;
+}
+
+// Ends the connections with ranks that have sent what the channel's owner refuses.
+void Proxy::end_refused(NetChannel& c) {
+  if (c.outbox->refused.load(std::memory_order_relaxed) == 0) return;
+  for (uint64_t left = c.outbox->refused.exchange(0); left; left &= left - 1) {
+    const int rank = __builtin_ctzll(left);
+    NetPeer& p = c.peers[rank];
+    if (!p.up) continue;
+    p.error = EPROTO;
+    p.why.say("rank %d sent what no rank of this version sends", rank);
+    disconnect(c, rank, true);
+  }
 }
 
 bool Proxy::flush(NetChannel& c) {
@@ -296,7 +310,9 @@ bool Proxy::expects() const {
 
 bool Proxy::idle() const {
   bool empty = true;
-  for_each([&](const NetChannel& c) { empty &= c.outbox->empty(); });
+  for_each([&](const NetChannel& c) {
+    empty &= c.outbox->empty() && c.outbox->refused.load(std::memory_order_seq_cst) == 0;
+  });
   return empty;
 }
 

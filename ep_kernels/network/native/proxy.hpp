@@ -110,6 +110,7 @@ struct Proxy {
   void run();
   bool turn();
   bool flush(NetChannel& c);
+  void end_refused(NetChannel& c);
   bool handle(uint64_t tag, uint32_t events);
   void control(NetChannel& c, int rank);
   int read_control(NetChannel& c, int rank);
@@ -148,20 +149,35 @@ struct Proxy {
   HalfClosed half_closed_[kHalfClosed];
 };
 
-// The mutex of the proxy, held by another thread.
+// What another thread waits for the mutex of the proxy, which stands still where a driver or a library does: a question
+// is asked again or not at all, and what changes connections takes as long as memory takes to be registered.
+constexpr int64_t kAskedNs = 100'000'000, kChangedNs = 10'000'000'000, kForEver = -1;
+
+// The mutex of the proxy, held by another thread; false: it was not to be had within `limit_ns`.
 class Proxy::Hold {
  public:
-  explicit Hold(Proxy& proxy) : proxy_(proxy) {
+  Hold(Proxy& proxy, int64_t limit_ns) : proxy_(proxy) {
     proxy.waiting_.fetch_add(1);
-    pthread_mutex_lock(&proxy.mutex_);
+    if (limit_ns == kForEver) {
+      held_ = pthread_mutex_lock(&proxy.mutex_) == 0;
+    } else {
+      const int64_t until_ns = now_ns() + limit_ns;
+      while (!(held_ = pthread_mutex_trylock(&proxy.mutex_) == 0) && now_ns() < until_ns) nap(kRetryNs);
+    }
     proxy.waiting_.fetch_sub(1);
   }
   Hold(const Hold&) = delete;
   Hold& operator=(const Hold&) = delete;
-  ~Hold() { pthread_mutex_unlock(&proxy_.mutex_); }
+  ~Hold() {
+    if (held_) pthread_mutex_unlock(&proxy_.mutex_);
+  }
+  explicit operator bool() const { return held_; }
 
  private:
+  static constexpr int64_t kRetryNs = 20'000;
+
   Proxy& proxy_;
+  bool held_ = false;
 };
 
 }  // namespace cd

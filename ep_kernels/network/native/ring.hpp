@@ -53,6 +53,7 @@ struct Outbox {
   // Several lanes: bytes of one place of the region always take the same lane, the one of their stripe, so that a later
   // write of them cannot be overtaken by an earlier one. No descriptor crosses a stripe.
   uint64_t stripe;
+  std::atomic<uint64_t> refused;  // bit per rank that has sent what cannot be: the proxy ends the connections with it
   // A GPU pushes: `tail` is its own, and `pushed` is counted where descriptors are popped.
   std::atomic<bool> device;
   alignas(64) uint64_t tail, room_until;  // the writer's own; below `room_until` the ring has room for certain

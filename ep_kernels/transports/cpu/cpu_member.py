@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from ep_kernels import tuning
-from ep_kernels.errors import AbortedError, ClosedError
+from ep_kernels.errors import AbortedError, ClosedError, TransportError
 from ep_kernels.telemetry import RING_SIZE, Samples, record_bytes
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.cpu import native
@@ -55,6 +55,7 @@ class CpuMember(Generic[N]):
         self.active = (True,) * size
         self.epoch = epoch
         self.reason: str | None = None
+        self._interrupted = False
         self.domains = (0,) * size
         self._own_words = ctypes.create_string_buffer(_WORDS.size)
         self._all_words = ctypes.create_string_buffer(_WORDS.size * size)
@@ -96,7 +97,10 @@ class CpuMember(Generic[N]):
     # The group.
 
     def check(self, op: str = "check") -> None:
-        """See `MemberTransport.check`. Every wait is on the host here and raises by itself."""
+        """See `MemberTransport.check`. Every wait is on the host here and raises by itself; a signal handler's
+        exception, which ended one, is none that breaks a communicator."""
+        if self._interrupted:
+            raise TransportError(f"{op}: a signal handler's exception ended an operation that peers may still wait for")
 
     def failed(self) -> torch.Tensor:
         """See `MemberTransport.failed`."""
@@ -117,7 +121,7 @@ class CpuMember(Generic[N]):
             limit_ns = int(self.renew(mask) * _NS)
             status = self.lib.cd_resync(comm.pointer, mask_of(mask), epoch, limit_ns)
         self.judge(status)
-        self.active, self.epoch = tuple(mask), epoch
+        self.active, self.epoch, self._interrupted = tuple(mask), epoch, False
 
     def renew(self, mask: Sequence[bool]) -> float:
         """Make connections with active ranks that have ended anew; seconds after which to ask again, 0: never."""
@@ -138,20 +142,19 @@ class CpuMember(Generic[N]):
     def wait_for_peer(self, timeout_s: float) -> bool:
         """See `MemberTransport.wait_for_peer`."""
         comm = self.native()
-        status = self.lib.cd_wait_for_peer(comm.pointer, int(timeout_s * _NS))
-        if status == native.NOTHING:
-            return False
-        self.judge(status)
-        return True
+        return self._came(self.lib.cd_wait_for_peer(comm.pointer, int(timeout_s * _NS)))
 
     def look_for_peer(self, timeout_s: float, fd: int) -> bool:
         """See `MemberTransport.look_for_peer`."""
         comm = self.native()
-        status = self.lib.cd_look_for_peer(comm.pointer, int(timeout_s * _NS), fd)
-        if status == native.NOTHING:
-            return False
-        self.judge(status)
-        return True
+        return self._came(self.lib.cd_look_for_peer(comm.pointer, int(timeout_s * _NS), fd))
+
+    def _came(self, status: int) -> bool:
+        """What a wait for a peer has ended with. A signal handler's exception breaks nothing there."""
+        if status == native.INTERRUPTED:
+            native.raise_kept(self.lib)
+        self.judge(native.OK if status == native.NOTHING else status)
+        return status != native.NOTHING
 
     def call_exchange(self) -> None:
         """See `MemberTransport.call_exchange`."""
@@ -199,6 +202,9 @@ class CpuMember(Generic[N]):
         """Turn a native status into the exception it stands for."""
         if status == native.OK:
             return
+        if status == native.INTERRUPTED:
+            self._interrupted = True
+            native.raise_kept(self.lib)
         comm = self.comm
         if comm is None:
             raise ClosedError("cpu transport: closed while waiting")

@@ -18,17 +18,19 @@ from ep_kernels.transports.library import Signature
 from ep_kernels.transports.library import load as load_library
 from ep_kernels.types import Layout, ScaleFormat
 
-OK, TIMEOUT, ABORTED, DIFFERS, NOTHING = range(5)
+OK, TIMEOUT, ABORTED, DIFFERS, NOTHING, INTERRUPTED = range(6)
 OPS = ("dispatch", "combine", "barrier", "exchange", "set_active", "all_gather", "reduce_scatter", "all_reduce")
-_GONE, _GIVEN_UP, _DISCONNECTED = 1, 2, 3
+_GONE, _GIVEN_UP, _DISCONNECTED, _UNSENT = 1, 2, 3, 4
 """`cd::Why` of a NativeFault; 0: silent."""
 PHASES = (
-    "credit", "payload", "arrival", "outputs", "routing", "membership", "arguments", "sums", "release",
+    "credit", "payload", "arrival", "outputs", "routing", "membership", "arguments", "sums", "release", "contents",
 )  # fmt: skip
 _ROUND_BITS = 24
 """`cd::kRoundBits`: collectives count rounds within an operation."""
 _ARGUMENTS = ("operation", "bytes", "dtype", "sizes of parts", "algorithm")
 """Fields of `cd::Fingerprint`."""
+_CONTENTS = (("{} tokens", 0), ("place {} of a partial", -1))
+"""By `cd::Wrong`: what it is, and the least that it may be."""
 MODES = ("LL", "HT")
 """Modes of a dispatch, by number."""
 MAX_RANKS = 64
@@ -150,6 +152,11 @@ class Sent(ctypes.Structure):
 SENT_KINDS = ("rows", "records", "words")
 
 
+def raise_kept(library: ctypes.CDLL) -> None:
+    """Raise the exception of a signal handler, for which a wait ended in INTERRUPTED."""
+    ctypes.PYFUNCTYPE(None)(("cd_raise_kept", library))()
+
+
 class NativeFault(ctypes.Structure):
     """`cd::Fault`."""
 
@@ -162,9 +169,14 @@ class NativeFault(ctypes.Structure):
             return TransportError(f"{op}: rank {self.peer} has gone on in epoch {self.seen - 1} without this rank")
         if PHASES[self.phase] == "release":
             return TransportError(f"{op}: rank {self.peer} failed in it, and its registered tensor may have changed")
+        if PHASES[self.phase] == "contents":
+            what, least = _CONTENTS[self.error]
+            sent = what.format(self.seen)
+            return TransportError(f"{op}: rank {self.peer} sent {sent}, expected {least}..{self.expected}")
         if PHASES[self.phase] == "arguments" and op == "dispatch":
             text = f"one that is equal on all ranks: here it chooses {MODES[self.expected]}"
-            return ArgumentError("step_tokens", text, f"{MODES[self.seen]} on rank {self.peer}")
+            other = MODES[self.seen] if 0 <= self.seen < len(MODES) else f"mode {self.seen}"
+            return ArgumentError("step_tokens", text, f"{other} on rank {self.peer}")
         if PHASES[self.phase] == "arguments":
             return self._other_arguments()
         mine, other = f"dispatch {self.expected}", f"dispatch {self.seen}"
@@ -180,6 +192,10 @@ class NativeFault(ctypes.Structure):
         return TransportError(f"{OPS[self.op]}: rank {self.peer} brought {text}")
 
     def _end(self, why: str) -> str:
+        if self.why == _UNSENT:
+            return "what this rank has for it does not leave: its own network thread stands still, or that peer does"
+        if self.why != _DISCONNECTED:
+            return ""
         error = why or (os.strerror(self.error) if self.error else "closed by the other end")
         return f"its connection has ended ({error})"
 
@@ -194,7 +210,7 @@ class NativeFault(ctypes.Structure):
             seen=self.seen >> rounds,
             waited_s=self.waited_ns / 1e9,
             gone=self.why in {_GONE, _DISCONNECTED},
-            end=self._end(why) if self.why == _DISCONNECTED else "",
+            end=self._end(why),
             given_up=self.why == _GIVEN_UP,
         )
 
@@ -213,6 +229,7 @@ MEMBER_SIGNATURES: dict[str, Signature] = {
     "cd_wake": (None, (c_void_p,)),
     "cd_stop": (None, (c_void_p,)),
     "cd_give_up": (None, (c_void_p, c_uint64)),
+    "cd_raise_kept": (None, ()),
     "cd_fault": (None, (c_void_p, POINTER(NativeFault))),
     "cd_samples": (c_int64, (c_void_p, c_void_p, c_int64)),
 }

@@ -12,7 +12,7 @@
 
 namespace cd {
 
-constexpr uint32_t kCollectiveAbi = 2;  // raise when the meaning of a byte changes without its offset
+constexpr uint32_t kCollectiveAbi = 3;  // raise when the meaning of a byte changes without its offset
 constexpr int kMaxCollectives = 16;
 constexpr int64_t kPitch = 64;  // staged slices begin at multiples of it
 

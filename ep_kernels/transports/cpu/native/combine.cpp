@@ -31,15 +31,34 @@ struct Contribution {
   const uint8_t* rows;
   const float* scales;
   bool direct;
+  uint32_t num_rows;  // that a place of the table may name
+};
+
+constexpr int32_t kNone = -1;  // in a table: nothing is held there
+
+// The first place found that cannot be, by whichever thread; none: rank -1.
+class WrongPlace {
+ public:
+  void note(int rank, int32_t place) {
+    uint64_t none = 0;
+    found_.compare_exchange_strong(none, uint64_t(rank + 1) << 32 | uint32_t(place));
+  }
+  int rank() const { return int(found_.load() >> 32) - 1; }
+  int32_t place() const { return int32_t(uint32_t(found_.load())); }
+
+ private:
+  std::atomic<uint64_t> found_{0};
 };
 
 Contribution contribution_of(const Comm& c, int r, int slot) {
   const SlotMeta& meta = *c.peer[r].combine_meta(slot);
   const int64_t mine = int64_t(c.g.rank) * c.g.max_tokens * c.g.topk;
   const bool direct = meta.source == Source::outputs && c.is_here(r);
+  const int32_t buffer = meta.outputs_slot;
+  const int64_t num_rows = !direct ? c.map.partials : uint32_t(buffer) < uint32_t(c.g.in_flight) ? c.g.y_rows : 0;
   return {c.peer[r].table(slot) + mine, c.peer[r].row_weights(slot) + mine,
-          direct ? c.peer[r].outputs(meta.outputs_slot) : c.peer[r].partials(slot), c.peer[r].partial_scales(slot),
-          direct};
+          direct ? c.peer[r].outputs(buffer) : c.peer[r].partials(slot), c.peer[r].partial_scales(slot),
+          direct, uint32_t(num_rows)};
 }
 
 // One addend of a token's sum: a partial or row that was moved, or rows of which the source rank makes the partial;
@@ -72,8 +91,8 @@ uint64_t arrived(const Comm& c, int r, int slot) {
 // Sums tokens of this rank, on one thread. from [R].
 class Adder {
  public:
-  Adder(const Comm& c, const CombineOp& op, const Contribution* from)
-      : c_(c), op_(op), from_(from), by_domain_(c.g.by_domain && !c.g.exact) {}
+  Adder(const Comm& c, const CombineOp& op, const Contribution* from, WrongPlace& wrong)
+      : c_(c), op_(op), from_(from), wrong_(wrong), by_domain_(c.g.by_domain && !c.g.exact) {}
 
   void sum_up(Span tokens) {
     for (int64_t t = tokens.begin; t < tokens.end; ++t) {
@@ -127,13 +146,21 @@ class Adder {
     return a;
   }
 
-  void point(Addend& a, const Contribution& from, int32_t at) {
+  void point(Addend& a, const Contribution& from, int64_t at) {
     a.moved = from.rows + at * c_.map.c_row_bytes;
     a.scales = from.scales + at * blocks_of(c_.g.hidden);
   }
 
+  // A place that rank r's table names, read once: a peer may write the table at any time.
+  int64_t place_in(int r, const int32_t& entry) {
+    const int32_t at = __atomic_load_n(&entry, __ATOMIC_RELAXED);
+    if (uint32_t(at) < from_[r].num_rows) return at;
+    if (at != kNone) wrong_.note(r, at);
+    return kNone;
+  }
+
   void add_row(int64_t t, int k, int r) {
-    const int32_t at = from_[r].table[t * c_.g.topk + k];
+    const int64_t at = place_in(r, from_[r].table[t * c_.g.topk + k]);
     Addend& a = next();
     if (op_.apply_weights) a.weight = op_.routing.weights[t * c_.g.topk + k];
     if (at < 0) return;
@@ -148,15 +175,15 @@ class Adder {
     const int32_t* table = from_[r].table + t * c_.g.topk;
     Addend& a = next();
     if (!from_[r].direct) {
-      if (table[0] >= 0) point(a, from_[r], table[0]);
+      if (const int64_t at = place_in(r, table[0]); at >= 0) point(a, from_[r], at);
       return;
     }
     const bool expert_rows = per_expert(c_.g.layout);
     a.weighted = expert_rows && op_.apply_weights;
     for (int k = 0; k < width_of(c_); ++k) {
       if (expert_rows && (dest(t)[k] < 0 || rank_of(dest(t)[k]) != r)) continue;
-      if (table[k] < 0) continue;
-      a.terms.push(from_[r].rows + table[k] * c_.map.y_row_bytes, op_.routing.weights[t * c_.g.topk + k]);
+      const int64_t at = place_in(r, table[k]);
+      if (at >= 0) a.terms.push(from_[r].rows + at * c_.map.y_row_bytes, op_.routing.weights[t * c_.g.topk + k]);
     }
   }
 
@@ -217,6 +244,7 @@ class Adder {
   const Comm& c_;
   const CombineOp& op_;
   const Contribution* from_;
+  WrongPlace& wrong_;
   const bool by_domain_;
   Addend addends_[kMaxRanks];
   int n_ = 0;
@@ -247,12 +275,15 @@ class SourceSums {
   void finish() {
     while (sum_one(adder_, ~0u)) {
     }
+    if (c_.helper.is_there()) c_.helper.finish();
   }
+
+  const WrongPlace& wrong() const { return wrong_; }
 
  private:
   static void help(void* self) {
     auto& sums = *static_cast<SourceSums*>(self);
-    Adder adder(sums.c_, sums.op_, sums.from_);
+    Adder adder(sums.c_, sums.op_, sums.from_, sums.wrong_);
     HelperThread::help([&] { return sums.missing_.left() != 0; }, [&] { return sums.sum_one(adder, sums.here()); });
   }
 
@@ -277,7 +308,8 @@ class SourceSums {
   const int slot_;
   Contribution from_[kMaxRanks];
   Chunks missing_;
-  Adder adder_{c_, op_, from_};
+  WrongPlace wrong_;
+  Adder adder_{c_, op_, from_, wrong_};
 };
 
 void record(Comm& c, const CombineOp& op, int slot, int64_t receive_ns) {
@@ -309,15 +341,19 @@ Status combine_receive(Comm& c, CombineOp& op) {
       status = c.wait(want, published, [&] { return sums.step(); });
       if (status != kOk) return status;
       sums.finish();
+      const WrongPlace& wrong = sums.wrong();
+      if (const int r = wrong.rank(); r >= 0) {
+        return c.refuse(Op::combine, Wrong::place, r, wrong.place(), contribution_of(c, r, slot).num_rows - int64_t(1));
+      }
     }
     record(c, op, slot, receive_ns);
   } else if (status = c.wait(want, published); status != kOk) {  // credit is for what has come: see dispatch.cpp
     return status;
   }
   c.publish(c.own.control().combine_consumed[slot], op.seq);
-  send_word(c, Imm::combine_consumed, slot, op.seq);
+  const Status sent = send_word(c, Imm::combine_consumed, slot, {Op::combine, Phase::credit, op.seq});
   expect(c, false);
-  const Status together = c.confirm(Op::combine);
+  const Status together = sent == kOk ? c.confirm(Op::combine) : sent;
   return together == kOk ? same : together;
 }
 

@@ -131,14 +131,15 @@ Status combine_send(Comm& c, CombineOp& op) {
   meta.tokens = op.routing.tokens;
   meta.origin = op.routing.origin;
   meta.seq = op.seq;
-  send_tables(c, op, slot);
+  Status sent = send_tables(c, op, slot);
   const int32_t* tokens = op.routing.source_tokens;
-  for (int chunk = 0; c.num_rails && chunk < kChunks; ++chunk) {
+  for (int chunk = 0; sent == kOk && c.num_rails && chunk < kChunks; ++chunk) {
     for (int s = 0; s < c.g.ranks; ++s) {
       if (!c.is_here(s)) stage_partials(c, op, slot, s, chunk_of(tokens[s], c.map.c_row_bytes, chunk));
     }
-    send_partials(c, op, slot, chunk);
+    sent = send_partials(c, op, slot, chunk);
   }
+  if (sent != kOk) return sent;
   for (int s = 0; s < c.g.ranks && !lend; ++s) {
     if (c.is_here(s)) stage_partials(c, op, slot, s, {0, tokens[s]});
   }

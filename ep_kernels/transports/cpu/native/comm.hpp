@@ -67,9 +67,10 @@ struct Comm : Member {
 
   void activate(uint64_t mask) override;  // filters the expert copies, chooses the rails
   void forget() override;
-  void send_remote(RemoteWord what, int slot, uint64_t seq) override;
+  Status send_remote(RemoteWord what, int slot, Want want) override;
   Status flush(uint64_t mask, Want want) override;
   bool has_joined() override;
+  void refuse_connection(int r) override;
   uint64_t gone_remotes(uint64_t among, Want want) const override;
 
   int slot_of(uint64_t seq) const { return int(seq % uint64_t(g.in_flight)); }

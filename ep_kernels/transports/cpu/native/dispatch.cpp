@@ -89,16 +89,16 @@ void stage_rows(Comm& c, const DispatchOp& op, int slot, Span tokens) {
   }
 }
 
-// Local expert of a place on this rank, or -1.
+// Local expert of a place on this rank, or -1; also of a place that no rank has.
 struct Here {
-  int32_t first, stride;
+  int32_t first, experts;
   int32_t operator()(int32_t place) const {
-    const int32_t local = place - first;
-    return uint32_t(local) < uint32_t(stride) ? local : -1;
+    const uint32_t local = uint32_t(place) - uint32_t(first);
+    return local < uint32_t(experts) ? int32_t(local) : -1;
   }
 };
 
-Here here(const Comm& c) { return {c.g.rank * c.g.stride, c.g.stride}; }
+Here here(const Comm& c) { return {c.g.rank * c.g.stride, c.g.local_experts}; }
 
 // Calls fn(source, token, its K places) for all tokens of all active ranks in canonical order.
 template <typename Fn>
@@ -323,9 +323,9 @@ void record(Comm& c, const DispatchOp& op, int slot) {
 // Ends the receive half: this rank reads the slot no more. `status`, unless it has been left out meanwhile.
 Status give_back(Comm& c, const DispatchOp& op, int slot, Status status) {
   c.publish(c.own.control().dispatch_consumed[slot], op.seq);
-  send_word(c, Imm::dispatch_consumed, slot, op.seq);
+  const Status sent = send_word(c, Imm::dispatch_consumed, slot, {Op::dispatch, Phase::credit, op.seq});
   expect(c, false);
-  const Status together = c.confirm(Op::dispatch);
+  const Status together = sent == kOk ? c.confirm(Op::dispatch) : sent;
   return together == kOk ? status : together;
 }
 
@@ -361,12 +361,13 @@ Status dispatch_send(Comm& c, DispatchOp& op) {
   }
   memcpy(op.routing.weights, op.weights, int64_t(op.routing.tokens) * c.g.topk * 4);
   stage_routes(c, op, slot);
-  send_routes(c, op, slot);
-  for (int chunk = 0; chunk < num_chunks(op.routing.tokens, c.g.row_bytes); ++chunk) {
+  Status sent = send_routes(c, op, slot);
+  for (int chunk = 0; sent == kOk && chunk < num_chunks(op.routing.tokens, c.g.row_bytes); ++chunk) {
     const Span tokens = chunk_of(op.routing.tokens, c.g.row_bytes, chunk);
     stage_rows(c, op, slot, tokens);
-    send_rows(c, op, slot, chunk, tokens);
+    sent = send_rows(c, op, slot, chunk, tokens);
   }
+  if (sent != kOk) return sent;
   c.own.dispatch_meta(slot)->published_ns = now_ns();
   c.publish(c.own.control().dispatch_published[slot], op.seq);
   op.clock.send_ns = now_ns() - op.clock.start_ns;
@@ -388,7 +389,10 @@ Status dispatch_place(Comm& c, DispatchOp& op) {
                                [&](int r) { return uint64_t(c.peer[r].dispatch_meta(slot)->mode); });
   if (alike != kOk) return differs(c, op, slot, alike);
   for (int s = 0; s < c.g.ranks; ++s) {
-    op.routing.source_tokens[s] = c.is_active(s) ? c.peer[s].dispatch_meta(slot)->tokens : 0;
+    const int32_t tokens = c.is_active(s) ? c.peer[s].dispatch_meta(slot)->tokens : 0;
+    const int32_t most = c.g.max_tokens;
+    if (uint32_t(tokens) > uint32_t(most)) return c.refuse(Op::dispatch, Wrong::tokens, s, tokens, most);
+    op.routing.source_tokens[s] = tokens;
   }
   if (op.fresh) {
     op.num_dropped = 0;

@@ -8,15 +8,17 @@
 //
 // Agreement: first, what this rank has sent to those of other hosts is out of its region: no late write can meet a new
 // one. Survivors of a lost rank have stopped anywhere. Each publishes its four counters under the new epoch and
-// takes the maximum over all survivors; numbers below it are dead, so no stale word can look like a new one. When a
-// rank passes, every survivor has entered, so nobody reads slots of the old membership any more and all of them are
-// free. Two entries by parity suffice for the same reason as in exchange. A connection that one side has lost and the
-// other has not is made anew while they wait (resync's caller does); then each sends its numbers again.
+// takes the maximum over all survivors; numbers below it are dead, so no stale word can look like a new one. By then
+// every survivor has entered, so nobody reads slots of the old membership any more and all of them are free. Two entries
+// by parity suffice for the same reason as in exchange. Then each says so in `membership`, and waits for that of all
+// others: nobody sends a new number before everybody can complete its low bits (remote.hpp). A connection that one side
+// has lost and the other has not is made anew while they wait (resync's caller does); then each says again what it said.
 //
-// A rank that was left out may live and go on reading; `membership`, changed before any slot is written again, shows it
-// (Member::confirm). A barrier reads nothing and does not ask: a rank that leaves in good order meets the others in
-// one, and they may go on before it has returned. Ranks of other hosts cannot read later: what their connection brings
-// is theirs (remote.hpp).
+// A rank that was left out may live and go on reading; `membership` of every survivor, changed before any of them writes
+// a slot again, shows it (Member::confirm): also where the slot is one of another host, which a survivor's proxy writes
+// while the left-out rank reads it beside that survivor. A barrier reads nothing and does not ask: a rank that leaves in
+// good order meets the others in one, and they may go on before it has returned. What comes over the own connections of
+// a rank that was left out is for it.
 #include "group.hpp"
 
 #include <poll.h>
@@ -28,12 +30,14 @@ namespace cd {
 Status barrier(Member& m) {
   const uint64_t seq = m.take(Op::barrier);
   m.publish(m.own_meeting->barrier, seq);
-  m.send_remote(RemoteWord::barrier, 0, seq);
-  const Status status = m.wait({Op::barrier, Phase::arrival, seq}, [&](int r) {
+  const int64_t started = now_ns();
+  Status status = m.send_remote(RemoteWord::barrier, 0, {Op::barrier, Phase::credit, seq, started});
+  if (status != kOk) return status;
+  status = m.wait({Op::barrier, Phase::arrival, seq, started}, [&](int r) {
     return m.meeting[r]->barrier.v.load(std::memory_order_acquire);
   });
   // Who has met the others may end its process: then its word has left it.
-  return status == kOk ? m.flush(m.active, {Op::barrier, Phase::credit, seq}) : status;
+  return status == kOk ? m.flush(m.active, {Op::barrier, Phase::credit, seq, started}) : status;
 }
 
 Status exchange(Member& m, const int64_t* words, int64_t* all) {
@@ -43,9 +47,10 @@ Status exchange(Member& m, const int64_t* words, int64_t* all) {
   std::copy_n(words, kExchangeWords, mine.words);
   mine.seq.store(seq, std::memory_order_release);
   m.publish(m.own_meeting->exchange_latest, seq);
-  m.send_remote(RemoteWord::exchange, int(seq % 2), seq);
+  Status status = m.send_remote(RemoteWord::exchange, int(seq % 2), {Op::exchange, Phase::credit, seq, started});
+  if (status != kOk) return status;
   Sample sample{int32_t(Op::exchange), 0, 0, m.ranks, seq, started, now_ns() - started, 0, {}};
-  const Status status = m.wait({Op::exchange, Phase::arrival, seq}, [&](int r) {
+  status = m.wait({Op::exchange, Phase::arrival, seq}, [&](int r) {
     const uint64_t theirs = m.meeting[r]->exchange[seq % 2].seq.load(std::memory_order_acquire);
     if (theirs >= seq) sample.peer_wait_ns[r] = now_ns() - started - sample.send_ns;  // once: it is waited for no more
     return theirs;
@@ -87,7 +92,8 @@ Status wait_for_peer(Member& m, int64_t timeout_ns) {
     if (const Status status = called(m); status != kNothing) return status;
     const int64_t remaining = started + timeout_ns - now_ns();
     if (remaining <= 0) return kNothing;
-    m.wait_for_event(events_before, remaining);
+    if (const Status status = m.look_for_signals(now_ns()); status != kOk) return status;
+    m.wait_for_event(events_before, std::min(remaining, kSignalNs));
   }
 }
 
@@ -96,7 +102,9 @@ Status look_for_peer(Member& m, int64_t timeout_ns, int fd) {
   pollfd polled{fd, POLLIN, 0};
   for (;;) {
     if (const Status status = called(m); status != kNothing) return status;
-    if (poll(&polled, 1, 0) > 0 || now_ns() >= until) return kNothing;
+    const int64_t now = now_ns();
+    if (poll(&polled, 1, 0) > 0 || now >= until) return kNothing;
+    if (const Status status = m.look_for_signals(now); status != kOk) return status;
     yield();
   }
 }
@@ -111,43 +119,63 @@ static Status enter(Member& m, uint64_t mask, uint64_t tag) {
   mine.epoch_tag.store(tag, std::memory_order_release);
   m.entered = tag;
   m.entered_ns = now_ns();
+  m.agreed = false;
   m.has_joined();  // what follows goes over connections that stand
   m.notify_peers();
-  m.send_remote(RemoteWord::resync, int(m.resyncs % 2), tag);
-  return kOk;
+  return m.send_remote(RemoteWord::resync, int(m.resyncs % 2), {Op::set_active, Phase::credit, tag, m.entered_ns});
 }
 
-Status resync(Member& m, uint64_t mask, uint64_t epoch, int64_t limit_ns) {
-  const uint64_t tag = epoch + 1;
-  if (m.entered != tag || m.active != mask) {
-    if (const Status status = enter(m, mask, tag); status != kOk) return status;
-  }
-  const auto entry = [&](int r) -> const Resync* {
-    for (const Resync& e : m.meeting[r]->resync) {
-      if (e.epoch_tag.load(std::memory_order_acquire) == tag) return &e;
-    }
-    return nullptr;
-  };
-  const auto send_again = [&] {  // what went over the connection before a new one may be lost
-    if (m.has_joined()) m.send_remote(RemoteWord::resync, int(m.resyncs % 2), tag);
-    return false;
-  };
-  const Want want{Op::set_active, Phase::arrival, tag, m.entered_ns, limit_ns ? now_ns() + limit_ns : 0};
-  const Status status = m.wait(want, [&](int r) { return entry(r) ? tag : uint64_t(0); }, send_again);
-  if (status == kNothing) return status;
-  m.entered = 0;
-  if (status != kOk) return status;
-  send_again();
+// All have entered: counters go on from the largest of each, and slots of the old membership are free.
+template <typename Entry>
+static Status agree(Member& m, Want want, Entry entry) {
   for (uint64_t left = m.peers(); left; left &= left - 1) {
     const Resync* theirs = entry(__builtin_ctzll(left));
     for (int i = 0; i < 4; ++i) m.set_upcoming(Op(i), std::max(m.next[i], theirs->counters[i]));
   }
   for (int i = 0; i < 4; ++i) m.base[i] = m.next[i] - 1;
   m.forget();
-  m.membership = tag;
-  m.own_meeting->membership.v.store(tag, std::memory_order_release);
+  m.agreed = true;
+  m.membership = want.seq;
+  m.publish(m.own_meeting->membership, want.seq);
   std::atomic_thread_fence(std::memory_order_seq_cst);  // before any later write to what peers may read
-  return kOk;
+  return m.send_remote(RemoteWord::membership, int(m.resyncs % 2), want);
+}
+
+// One of the two meetings of a resync: until seen(peer) == want.seq for all.
+template <typename Seen>
+static Status meet(Member& m, Want want, Seen seen) {
+  Status sent = kOk;
+  const auto send_again = [&] {  // what went over the connection before a new one may be lost
+    if (!m.has_joined()) return false;
+    sent = m.send_remote(RemoteWord::resync, int(m.resyncs % 2), want);
+    if (sent == kOk && m.agreed) sent = m.send_remote(RemoteWord::membership, int(m.resyncs % 2), want);
+    return false;
+  };
+  const Status status = m.wait(want, seen, send_again);
+  if (status == kOk) send_again();
+  return sent == kOk ? status : sent;
+}
+
+Status resync(Member& m, uint64_t mask, uint64_t epoch, int64_t limit_ns) {
+  const uint64_t tag = epoch + 1;
+  Status status = kOk;
+  if (m.entered != tag || m.active != mask) status = enter(m, mask, tag);
+  const auto entry = [&](int r) -> const Resync* {
+    for (const Resync& e : m.meeting[r]->resync) {
+      if (e.epoch_tag.load(std::memory_order_acquire) == tag) return &e;
+    }
+    return nullptr;
+  };
+  const Want want{Op::set_active, Phase::arrival, tag, m.entered_ns, limit_ns ? now_ns() + limit_ns : 0};
+  if (status == kOk && !m.agreed) {
+    status = meet(m, want, [&](int r) { return entry(r) ? tag : uint64_t(0); });
+    if (status == kOk) status = agree(m, want, entry);
+  }
+  if (status == kOk) {
+    status = meet(m, want, [&](int r) { return m.meeting[r]->membership.v.load(std::memory_order_acquire); });
+  }
+  if (status != kNothing) m.entered = 0;
+  return status;
 }
 
 }  // namespace cd

@@ -41,7 +41,7 @@ struct Meeting {
   uint64_t magic, nonce, total_bytes;
   int64_t rank;
   Word barrier;
-  Word membership;  // tag of the last set_active that the owner has passed; 0 = as born
+  Word membership;  // tag of the last set_active in which the owner has agreed on counters; 0 = as born
   Word gone;        // in a mirror: 1 + errno when the connection with the mirror's rank has ended
   Word exchange_latest;
   Word exchange_called;  // the owner will enter that exchange soon: peers may, too

@@ -18,6 +18,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "signals.hpp"
+
 namespace cd {
 
 Member::Member(int own_rank, int num_ranks, int64_t deadline_ns, int64_t num_bytes)
@@ -146,6 +148,12 @@ Status Member::confirm(Op op) {
   return kOk;
 }
 
+Status Member::look_for_signals(int64_t now) {
+  if (now - signals_ns.load(std::memory_order_relaxed) < kSignalNs) return kOk;
+  signals_ns.store(now, std::memory_order_relaxed);
+  return signal_raised() ? kInterrupted : kOk;
+}
+
 // Errno with which the connection with a rank of another host ended; 0: it was closed.
 static int64_t end_of(const Meeting& mirror) {
   const uint64_t ended = mirror.gone.v.load(std::memory_order_acquire);
@@ -156,6 +164,12 @@ Status Member::fail(Want want, int peer_rank, uint64_t seen, Why why, int64_t st
   const int64_t error = why == Why::disconnected ? end_of(*meeting[peer_rank]) : 0;
   fault = {peer_rank, why, want.op, want.phase, int64_t(want.seq), int64_t(seen), now_ns() - started, error};
   return kTimeout;
+}
+
+Status Member::refuse(Op op, Wrong what, int peer, int64_t value, int64_t most) {
+  fault = {peer, Why::silent, op, Phase::contents, most, value, 0, int64_t(what)};
+  refuse_connection(peer);
+  return kDiffers;
 }
 
 void SampleRing::push(const Sample& sample) {

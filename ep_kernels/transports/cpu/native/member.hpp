@@ -13,7 +13,7 @@
 
 namespace cd {
 
-enum Status : int32_t { kOk = 0, kTimeout = 1, kAborted = 2, kDiffers = 3, kNothing = 4 };
+enum Status : int32_t { kOk = 0, kTimeout = 1, kAborted = 2, kDiffers = 3, kNothing = 4, kInterrupted = 5 };
 enum class Op : int32_t {
   dispatch = 0,
   combine = 1,
@@ -34,9 +34,13 @@ enum class Phase : int32_t {
   arguments = 6,
   sums = 7,
   release = 8,
+  contents = 9,
 };
 
-enum class Why : int32_t { silent = 0, gone = 1, given_up = 2, disconnected = 3 };
+// unsent: not the peer's fault, or not seen to be: what this rank has for it does not leave.
+enum class Why : int32_t { silent = 0, gone = 1, given_up = 2, disconnected = 3, unsent = 4 };
+// What of a peer's contents cannot be.
+enum class Wrong : int64_t { tokens = 0, place = 1 };
 
 // Why a wait ended badly. Mirrored by native.py.
 struct Fault {
@@ -45,7 +49,7 @@ struct Fault {
   Op op;
   Phase phase;
   int64_t expected, seen, waited_ns;
-  int64_t error;  // disconnected: errno of the connection, 0 = closed; arguments: which of them
+  int64_t error;  // disconnected: errno of the connection, 0 = closed; arguments: which of them; contents: Wrong
 };
 
 // One operation as this rank saw it. Mirrored by telemetry.py.
@@ -121,9 +125,13 @@ constexpr int64_t kSpinNs = 3000;
 constexpr int64_t kStallNs = 500'000, kNoYieldNs = 20'000'000;
 // Sleeps at most this long between looks at the peers' processes.
 constexpr int64_t kSliceNs = 4'000'000;
+// Between two questions of a waiting main thread whether a signal handler of Python's is to run.
+constexpr int64_t kSignalNs = 100'000'000;
+// A nap while the own proxy is waited for, which rings no bell.
+constexpr int64_t kNapNs = 20'000;
 
 // Words of a meeting that also travel to other hosts.
-enum class RemoteWord { barrier, exchange, resync };
+enum class RemoteWord { barrier, exchange, resync, membership };
 
 struct Member {
   const int rank, ranks;
@@ -143,12 +151,14 @@ struct Member {
   uint64_t base[4] = {0, 0, 0, 0};  // numbers up to here belong to an older membership: no credit is owed for them
   uint64_t resyncs = 0;
   uint64_t entered = 0;    // tag of the set_active that has begun and not ended
+  bool agreed = false;     // in it: on the counters
   int64_t entered_ns = 0;
   uint64_t membership = 0;  // as in Meeting
 
   std::atomic<uint32_t> stop{0};   // abort(): every wait ends
   std::atomic<uint32_t> wakes{0};  // wake() calls not yet seen by wait_for_peer
   std::atomic<uint64_t> lost{0};   // give_up(): bit per rank with which nothing is waited for any more
+  std::atomic<int64_t> signals_ns{0};  // when a wait asked last for signals
   Fault fault{};
   SampleRing samples;
   int64_t step_spin_ns = kSpinNs, meet_spin_ns = kSpinNs;  // of dispatch and combine; where a peer may be asleep
@@ -168,7 +178,7 @@ struct Member {
   // What a kind of member adds. Other hosts are reached by Comm alone; these are what others do: nothing.
   virtual void activate(uint64_t mask) { active = mask; }
   virtual void forget() {}  // a new membership: credit of the old one is void
-  virtual void send_remote(RemoteWord, int, uint64_t) {}
+  virtual Status send_remote(RemoteWord, int, Want) { return kOk; }
   virtual Status flush(uint64_t, Want) { return kOk; }
   virtual bool has_joined() { return false; }  // a connection was made since this was asked last
   virtual uint64_t gone_remotes(uint64_t, Want) const { return 0; }
@@ -199,6 +209,10 @@ struct Member {
   // Where `block` is false, kNothing instead of waiting. Meanwhile work(): false if there is none now.
   template <typename Seen, typename Work>
   Status wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work work);
+  // The same for what this rank's own proxy does: room in its ring, or that what is for `peer` has left it. Until
+  // ready(). `among`: the ranks that the operation needs.
+  template <typename Ready>
+  Status wait_for_proxy(Want want, uint64_t among, int peer, Ready ready);
   template <typename Seen>
   Status wait_any(Want want, Waiting& waiting, bool block, Seen seen) {
     return wait_any(want, waiting, block, seen, [] { return false; });
@@ -217,8 +231,27 @@ struct Member {
   // then belong to others: survivors use their slots again without this rank's consent.
   Status confirm(Op op);
 
+  // What ends every wait at once: abort(), or give_up() of a rank among these. Such an operation will never succeed,
+  // whichever rank is waited for just now. kOk: neither.
+  template <typename Seen>
+  Status look(Want want, uint64_t among, int64_t started, Seen seen);
+  Status look_for_signals(int64_t now);  // kInterrupted: a handler has raised an exception (signals.cpp)
+
   Status fail(Want want, int peer, uint64_t seen, Why why, int64_t started);
+  // A value that a peer cannot mean: it is broken, or of another version.
+  Status refuse(Op op, Wrong what, int peer, int64_t value, int64_t most);
+  virtual void refuse_connection(int) {}
 };
+
+template <typename Seen>
+Status Member::look(Want want, uint64_t among, int64_t started, Seen seen) {
+  if (stop.load(std::memory_order_acquire)) return kAborted;
+  if (const uint64_t out = lost.load(std::memory_order_acquire) & among) {
+    const int r = __builtin_ctzll(out);
+    return fail(want, r, seen(r), Why::given_up, started);
+  }
+  return kOk;
+}
 
 template <typename Seen, typename Work>
 Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work work) {
@@ -235,17 +268,12 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
       }
     }
     if (silent < 0 || waiting.missing != missing) return kOk;
-    if (stop.load(std::memory_order_acquire)) return kAborted;
     const int64_t now = now_ns();
     if (waiting.started == 0) {
       waiting.started = want.since_ns != 0 ? want.since_ns : now;
       waiting.began = waiting.looked = now;
     }
-    // An operation that a lost rank takes part in will never succeed, whichever rank is waited for just now.
-    if (const uint64_t out = lost.load(std::memory_order_acquire) & peers()) {
-      const int r = __builtin_ctzll(out);
-      return fail(want, r, seen(r), Why::given_up, waiting.started);
-    }
+    if (const Status status = look(want, peers(), waiting.started, seen); status != kOk) return status;
     if (!block) return kNothing;
     if (now - waiting.started < timeout_ns && work()) {
       waiting.began = now_ns();
@@ -255,6 +283,7 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
     if (now - waiting.started >= timeout_ns) return fail(want, silent, seen(silent), Why::silent, waiting.started);
     if (now - waiting.looked >= kSliceNs) {
       waiting.looked = now;
+      if (const Status status = look_for_signals(now); status != kOk) return status;
       if (const int r = departed(missing, want.op == Op::set_active ? want.seq : membership); r >= 0) {
         const uint64_t theirs = left_out[r].load(std::memory_order_relaxed);
         fail({want.op, Phase::membership, membership}, r, theirs, Why::silent, waiting.started);
@@ -279,6 +308,20 @@ Status Member::wait(Want want, Seen seen, Work work) {
   Waiting waiting{peers(), 0, 0};
   while (waiting.missing) {
     if (const Status status = wait_any(want, waiting, true, seen, work); status != kOk) return status;
+  }
+  return kOk;
+}
+
+template <typename Ready>
+Status Member::wait_for_proxy(Want want, uint64_t among, int peer, Ready ready) {
+  const int64_t began = now_ns(), started = want.since_ns ? want.since_ns : began;
+  while (!ready()) {
+    const int64_t now = now_ns();
+    const auto nothing = [](int) { return uint64_t(0); };
+    if (const Status status = look(want, among, started, nothing); status != kOk) return status;
+    if (const Status status = look_for_signals(now); status != kOk) return status;
+    if (now - started >= timeout_ns) return fail(want, peer, 0, Why::unsent, started);
+    now - began < kSpinNs ? relax() : nap(kNapNs);
   }
   return kOk;
 }

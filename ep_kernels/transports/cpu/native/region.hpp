@@ -18,7 +18,7 @@
 
 namespace cd {
 
-constexpr uint32_t kAbi = 6;  // raise when the meaning of a byte changes without its offset
+constexpr uint32_t kAbi = 7;  // raise when the meaning of a byte changes without its offset
 constexpr int kMaxSlots = 64;
 constexpr int kChunks = 16;
 

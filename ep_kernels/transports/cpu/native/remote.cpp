@@ -1,8 +1,5 @@
 #include "remote.hpp"
 
-#include <sched.h>
-#include <time.h>
-
 #include <algorithm>
 #include <cstddef>
 
@@ -38,26 +35,40 @@ uint32_t imm_of(Imm kind, int slot, uint64_t seq) {
   return uint32_t(kind) << 28 | uint32_t(slot) << kSeqBits | uint32_t(seq & kSeqMask);
 }
 
-// Bytes of the region, or an immediate alone, in as many messages as it takes: their number. Waits while the ring is
-// full, which the proxy empties without waiting for anybody.
-int post(Comm& c, int to, Kind kind, uint64_t offset, int64_t bytes, uint32_t imm) {
-  Sent& sent = c.traffic[int(kind)];
-  int messages = 0;
-  do {
-    const uint64_t n = c.outbox->most(offset, uint64_t(bytes));
-    while (!c.outbox->push(to, offset, uint32_t(n), imm)) {
-      if (c.stop.load(std::memory_order_acquire)) return messages;
-      wake(*c.outbox);
-      sched_yield();
-    }
-    ++messages;
-    ++sent.messages;
-    sent.bytes += n;
-    offset += n;
-    bytes -= int64_t(n);
-  } while (bytes > 0);
-  return messages;
-}
+// What one half of an operation sends. The first wait that fails ends it.
+class Sender {
+ public:
+  Sender(Comm& c, Want want) : c_(c), want_(want) {}
+
+  // Bytes of the region, or an immediate alone, in as many messages as it takes.
+  void post(int to, Kind kind, uint64_t offset, int64_t bytes, uint32_t imm) {
+    Sent& sent = c_.traffic[int(kind)];
+    do {
+      const uint64_t n = c_.outbox->most(offset, uint64_t(bytes));
+      if (status_ == kOk && !c_.outbox->push(to, offset, uint32_t(n), imm)) {
+        status_ = c_.wait_for_proxy(want_, c_.peers(), to, [&] {
+          wake(*c_.outbox);
+          return c_.outbox->push(to, offset, uint32_t(n), imm);
+        });
+      }
+      if (status_ != kOk) return;
+      ++sent.messages;
+      sent.bytes += n;
+      offset += n;
+      bytes -= int64_t(n);
+    } while (bytes > 0);
+  }
+
+  Status end() {
+    if (c_.num_rails) wake(*c_.outbox);
+    return status_;
+  }
+
+ private:
+  Comm& c_;
+  const Want want_;
+  Status status_ = kOk;
+};
 
 // Calls fn(offset in the region, bytes) for each run of these tokens that go to the host: rows, then scales.
 template <typename Fn>
@@ -144,11 +155,22 @@ Landing* landing_of(Comm& c, Op op, int rank, int slot, uint64_t seq) {
   return &l;
 }
 
-// A message of a dispatch or combine. True: readers can go on.
-bool slot_came(Comm& c, Op op, int rank, Imm kind, int slot, int chunk, uint32_t low) {
+// Whether more messages have come than there are.
+bool is_beyond(const Parts& come, const Parts& all) {
+  bool beyond = come.others > all.others;
+  for (int i = 0; i < kChunks; ++i) beyond |= come.rows[i] > all.rows[i];
+  return beyond;
+}
+
+enum class News { none, some, wrong };
+
+// A message of a dispatch or combine; some: readers can go on.
+News slot_came(Comm& c, Op op, int rank, Imm kind, int slot, int chunk, uint32_t low) {
   // Numbers as this rank counts: it may have been no rail of that rank for as many as the low bits tell apart.
-  Landing* l = landing_of(c, op, rank, slot, whole(low, c.upcoming(op)));
-  if (!l) return false;
+  const uint64_t seq = whole(low, c.upcoming(op));
+  if (c.slot_of(seq) != slot) return News::wrong;
+  Landing* l = landing_of(c, op, rank, slot, seq);
+  if (!l) return News::none;
   if (kind == Imm::dispatch_head || kind == Imm::combine_head) l->head = true;
   if (kind == Imm::dispatch_part || kind == Imm::combine_part) ++l->parts.others;
   if (kind == Imm::dispatch_rows || kind == Imm::combine_rows) ++l->parts.rows[chunk];
@@ -157,60 +179,68 @@ bool slot_came(Comm& c, Op op, int rank, Imm kind, int slot, int chunk, uint32_t
   const bool out = op == Op::dispatch;
   SlotMeta& meta = out ? *mirror.dispatch_meta(slot) : *mirror.combine_meta(slot);
   const Parts& all = meta.parts[c.host[c.g.rank]];
-  if (!l->head || meta.seq != l->seq || l->parts.others != all.others) return false;
+  if (!l->head || meta.seq != l->seq) return News::none;
+  if (is_beyond(l->parts, all)) return News::wrong;
+  if (l->parts.others != all.others) return News::none;
   uint64_t here = 0;
   for (int i = 0; i < kChunks; ++i) here |= uint64_t(l->parts.rows[i] == all.rows[i]) << i;
   Word& word = out ? words.dispatch_arrived[slot] : words.combine_arrived[slot];
   const uint64_t now = meta.seq << kChunks | here;
-  if (now <= word.v.load(std::memory_order_relaxed)) return false;
+  if (now <= word.v.load(std::memory_order_relaxed)) return News::none;
   grow(word, now);
   if (here == kAllChunks) {
     meta.published_ns = now_ns();
     grow(out ? words.dispatch_published[slot] : words.combine_published[slot], meta.seq);
   }
-  return true;
+  return News::some;
 }
 
-void arrived(Comm& c, int rank, uint32_t imm) {
+// An operation's number by itself: credit, or a rank that has come.
+News word_came(Word& word, uint64_t seq, bool is_right) {
+  if (is_right) grow(word, seq);
+  return is_right ? News::some : News::wrong;
+}
+
+News arrived(Comm& c, int rank, uint32_t imm) {
   const Imm kind = Imm(imm >> 28);
   const int place = int(imm >> kSeqBits & 0x3ff), slot = place & ((1 << kSlotBits) - 1), chunk = place >> kSlotBits;
   const uint32_t low = imm & kSeqMask;
   Control& words = mirror_of(c, rank).control();
-  if (slot >= c.g.in_flight && (kind < Imm::barrier || kind >= Imm::dispatch_rows)) return;
+  Meeting& meeting = words.meeting;
+  const auto number = [&](Op op) { return whole(low, c.upcoming(op)); };
   switch (kind) {
     case Imm::dispatch_part:
     case Imm::dispatch_head:
     case Imm::dispatch_rows:
-      if (!slot_came(c, Op::dispatch, rank, kind, slot, chunk, low)) return;
-      break;
+      return slot_came(c, Op::dispatch, rank, kind, slot, chunk, low);
     case Imm::combine_part:
     case Imm::combine_head:
     case Imm::combine_rows:
-      if (!slot_came(c, Op::combine, rank, kind, slot, chunk, low)) return;
-      break;
-    case Imm::dispatch_consumed:
-      grow(words.dispatch_consumed[slot], whole(low, c.upcoming(Op::dispatch)));
-      break;
-    case Imm::combine_consumed:
-      grow(words.combine_consumed[slot], whole(low, c.upcoming(Op::combine)));
-      break;
+      return slot_came(c, Op::combine, rank, kind, slot, chunk, low);
+    case Imm::dispatch_consumed: {
+      const uint64_t seq = number(Op::dispatch);
+      return word_came(words.dispatch_consumed[slot], seq, place == c.slot_of(seq));
+    }
+    case Imm::combine_consumed: {
+      const uint64_t seq = number(Op::combine);
+      return word_came(words.combine_consumed[slot], seq, place == c.slot_of(seq));
+    }
     case Imm::barrier:
-      grow(words.meeting.barrier, whole(low, c.upcoming(Op::barrier)));
-      break;
+      return word_came(meeting.barrier, number(Op::barrier), place == 0);
     case Imm::exchange: {
-      const uint64_t seq = whole(low, c.upcoming(Op::exchange));
-      words.meeting.exchange[seq % 2].seq.store(seq, std::memory_order_release);
-      grow(words.meeting.exchange_latest, seq);
-      break;
+      const uint64_t seq = number(Op::exchange);
+      const bool is_right = place == int(seq % 2);
+      if (is_right) meeting.exchange[place].seq.store(seq, std::memory_order_release);
+      return word_came(meeting.exchange_latest, seq, is_right);
     }
     case Imm::resync:
-      if (slot > 1) return;
-      words.meeting.resync[slot].epoch_tag.store(words.meeting.resync[slot].tag, std::memory_order_release);
-      break;
-    default:
-      return;
+      if (place > 1) return News::wrong;
+      meeting.resync[place].epoch_tag.store(meeting.resync[place].tag, std::memory_order_release);
+      return News::some;
+    case Imm::membership:
+      return place > 1 ? News::wrong : word_came(meeting.membership, meeting.resync[place].tag, true);
   }
-  notify_host(c);
+  return News::wrong;
 }
 
 // Whether `gone` in the mirror of `r` is news. Before the rank whose mirror it is has entered this set_active, the
@@ -248,32 +278,20 @@ void expect(Comm& c, bool begins) {
   if (begins) wake(*c.outbox);
 }
 
-void send_word(Comm& c, Imm kind, int slot, uint64_t seq) {
-  for (int i = 0; i < c.num_rails; ++i) post(c, c.rails[i], Kind::words, 0, 0, imm_of(kind, slot, seq));
-  if (c.num_rails) wake(*c.outbox);
-}
-
-static void send_exchange(Comm& c, int parity, uint64_t seq) {
-  const uint64_t slot = kPage + offsetof(Meeting, exchange) + parity * sizeof(ExchangeSlot);
-  const uint64_t at = slot + offsetof(ExchangeSlot, words);
+// Bytes from `at` on of the words of meetings, or none, and `kind` of `want.seq`, to each other host.
+static Status send_bytes(Comm& c, Imm kind, int slot, Want want, uint64_t at, int64_t bytes) {
+  Sender sender(c, want);
   for (int i = 0; i < c.num_rails; ++i) {
-    post(c, c.rails[i], Kind::words, at, sizeof(ExchangeSlot::words), imm_of(Imm::exchange, parity, seq));
+    sender.post(c.rails[i], Kind::words, bytes ? kPage + at : 0, bytes, imm_of(kind, slot, want.seq));
   }
-  if (c.num_rails) wake(*c.outbox);
+  return sender.end();
 }
 
-static void send_resync(Comm& c, int index, uint64_t tag) {
-  const uint64_t at = kPage + offsetof(Meeting, resync) + index * sizeof(Resync) + offsetof(Resync, counters);
-  constexpr int64_t kBytes = offsetof(Resync, tag) + sizeof(uint64_t) - offsetof(Resync, counters);
-  for (int i = 0; i < c.num_rails; ++i) {
-    post(c, c.rails[i], Kind::words, at, kBytes, imm_of(Imm::resync, index, tag));
-  }
-  if (c.num_rails) wake(*c.outbox);
-}
+Status send_word(Comm& c, Imm kind, int slot, Want want) { return send_bytes(c, kind, slot, want, 0, 0); }
 
-void send_routes(Comm& c, const DispatchOp& op, int slot) {
+Status send_routes(Comm& c, const DispatchOp& op, int slot) {
   const int64_t tokens = op.routing.tokens, records = tokens * c.g.topk * 4;
-  if (c.num_rails == 0) return;
+  if (c.num_rails == 0) return kOk;
   for (int64_t t = 0; t < tokens; ++t) {
     uint64_t hosts = 0;
     for (const int32_t *p = op.routing.dest + t * c.g.topk, *end = p + c.g.topk; p < end; ++p) {
@@ -285,6 +303,7 @@ void send_routes(Comm& c, const DispatchOp& op, int slot) {
   const uint64_t at = uint64_t(c.own.d(slot)), places = at + uint64_t(c.map.d_dest);
   const uint64_t weights = at + uint64_t(c.map.d_weights);
   const uint32_t part = imm_of(Imm::dispatch_part, slot, op.seq);
+  Sender sender(c, {Op::dispatch, Phase::credit, op.seq});
   for (int i = 0; i < c.num_rails; ++i) {
     const int to = c.rails[i], lowest = c.host[to];
     Parts& parts = meta.parts[lowest] = {};
@@ -294,27 +313,29 @@ void send_routes(Comm& c, const DispatchOp& op, int slot) {
       });
     }
     if (records) parts.others = messages_of(*c.outbox, places, records) + messages_of(*c.outbox, weights, records);
-    post(c, to, Kind::records, at, head_bytes(c.g.ranks), imm_of(Imm::dispatch_head, slot, op.seq));
-    if (records) post(c, to, Kind::records, places, records, part);
-    if (records) post(c, to, Kind::records, weights, records, part);
+    sender.post(to, Kind::records, at, head_bytes(c.g.ranks), imm_of(Imm::dispatch_head, slot, op.seq));
+    if (records) sender.post(to, Kind::records, places, records, part);
+    if (records) sender.post(to, Kind::records, weights, records, part);
   }
-  wake(*c.outbox);
+  return sender.end();
 }
 
-void send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, Span tokens) {
+Status send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, Span tokens) {
   const uint32_t imm = imm_of(Imm::dispatch_rows, chunk << kSlotBits | slot, op.seq);
+  Sender sender(c, {Op::dispatch, Phase::credit, op.seq});
   for (int i = 0; i < c.num_rails; ++i) {
     for_each_run(c, slot, c.host[c.rails[i]], tokens, [&](uint64_t offset, int64_t bytes) {
-      post(c, c.rails[i], Kind::rows, offset, bytes, imm);
+      sender.post(c.rails[i], Kind::rows, offset, bytes, imm);
     });
   }
-  if (c.num_rails) wake(*c.outbox);
+  return sender.end();
 }
 
-void send_tables(Comm& c, const CombineOp& op, int slot) {
+Status send_tables(Comm& c, const CombineOp& op, int slot) {
   const Geometry& g = c.g;
   const uint64_t at = uint64_t(c.own.c(slot));
   const uint32_t part = imm_of(Imm::combine_part, slot, op.seq);
+  Sender sender(c, {Op::combine, Phase::credit, op.seq});
   for (int i = 0; i < c.num_rails; ++i) {
     const int to = c.rails[i];
     Parts& parts = c.own.combine_meta(slot)->parts[c.host[to]] = {};
@@ -332,52 +353,59 @@ void send_tables(Comm& c, const CombineOp& op, int slot) {
       });
     };
     for_each_record([&](uint64_t offset, int64_t bytes) { parts.others += messages_of(*c.outbox, offset, bytes); });
-    post(c, to, Kind::records, at, head_bytes(g.ranks), imm_of(Imm::combine_head, slot, op.seq));
-    for_each_record([&](uint64_t offset, int64_t bytes) { post(c, to, Kind::records, offset, bytes, part); });
+    sender.post(to, Kind::records, at, head_bytes(g.ranks), imm_of(Imm::combine_head, slot, op.seq));
+    for_each_record([&](uint64_t offset, int64_t bytes) { sender.post(to, Kind::records, offset, bytes, part); });
   }
-  if (c.num_rails) wake(*c.outbox);
+  return sender.end();
 }
 
-void send_partials(Comm& c, const CombineOp& op, int slot, int chunk) {
+Status send_partials(Comm& c, const CombineOp& op, int slot, int chunk) {
   const uint32_t imm = imm_of(Imm::combine_rows, chunk << kSlotBits | slot, op.seq);
+  Sender sender(c, {Op::combine, Phase::credit, op.seq});
   for (int i = 0; i < c.num_rails; ++i) {
     for_each_partials(c, op, slot, c.rails[i], chunk, [&](uint64_t offset, int64_t bytes) {
-      post(c, c.rails[i], Kind::rows, offset, bytes, imm);
+      sender.post(c.rails[i], Kind::rows, offset, bytes, imm);
     });
   }
-  if (c.num_rails) wake(*c.outbox);
+  return sender.end();
 }
 
-void Comm::send_remote(RemoteWord what, int slot, uint64_t seq) {
+Status Comm::send_remote(RemoteWord what, int slot, Want want) {
+  const uint64_t entry = offsetof(Meeting, resync) + uint64_t(slot) * sizeof(Resync);
+  constexpr uint64_t kTag = offsetof(Resync, tag), kCounters = offsetof(Resync, counters);
   switch (what) {
     case RemoteWord::barrier:
-      return send_word(*this, Imm::barrier, slot, seq);
-    case RemoteWord::exchange:
-      return send_exchange(*this, slot, seq);
+      return send_word(*this, Imm::barrier, slot, want);
+    case RemoteWord::exchange: {
+      const uint64_t words = offsetof(Meeting, exchange) + uint64_t(slot) * sizeof(ExchangeSlot);
+      constexpr int64_t kBytes = sizeof(ExchangeSlot::words);
+      return send_bytes(*this, Imm::exchange, slot, want, words + offsetof(ExchangeSlot, words), kBytes);
+    }
     case RemoteWord::resync:
-      return send_resync(*this, slot, seq);
+      return send_bytes(*this, Imm::resync, slot, want, entry + kCounters, kTag + sizeof(uint64_t) - kCounters);
+    case RemoteWord::membership:  // the same tag again: the entry may not be there yet
+      return send_bytes(*this, Imm::membership, slot, want, entry + kTag, sizeof(uint64_t));
   }
+  return kOk;
 }
 
 Status Comm::flush(uint64_t mask, Want want) {
   if (!outbox) return kOk;
-  const int64_t started = now_ns();
   for (uint64_t left = mask & ~here; left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
-    while (!outbox->is_quiet(r)) {
-      const int64_t waited = now_ns() - started;
-      if (stop.load(std::memory_order_acquire)) return kAborted;
-      if (waited >= timeout_ns) return fail(want, r, 0, Why::silent, started);
+    const Status status = wait_for_proxy(want, mask, r, [&] {
       cd::wake(*outbox);
-      if (waited < kSpinNs) {
-        relax();
-      } else {
-        const timespec nap{0, 20'000};
-        nanosleep(&nap, nullptr);
-      }
-    }
+      return outbox->is_quiet(r);
+    });
+    if (status != kOk) return status;
   }
   return kOk;
+}
+
+void Comm::refuse_connection(int r) {
+  if (is_here(r) || rail(*this, r, host[rank]) != rank) return;  // the rail's, which reads the same
+  outbox->refused.fetch_or(1ull << r);
+  cd::wake(*outbox);
 }
 
 bool Comm::has_joined() {
@@ -402,8 +430,12 @@ uint64_t Comm::gone_remotes(uint64_t among, Want want) const {
 void on_network(void* context, int32_t rank, NetEvent event, uint64_t value) {
   Comm& c = *static_cast<Comm*>(static_cast<Member*>(context));
   switch (event) {
-    case NetEvent::arrived:
-      return arrived(c, rank, uint32_t(value));
+    case NetEvent::arrived: {
+      const News news = arrived(c, rank, uint32_t(value));
+      if (news == News::some) notify_host(c);
+      if (news == News::wrong) c.outbox->refused.fetch_or(1ull << rank);
+      return;
+    }
     case NetEvent::down:
       c.down_ns[rank].store(now_ns(), std::memory_order_relaxed);
       c.down.fetch_or(1ull << rank, std::memory_order_release);

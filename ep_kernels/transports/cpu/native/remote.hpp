@@ -6,8 +6,10 @@
 // rail's proxy stores them when everything that they promise has come, in whatever order, and notifies the ranks of the
 // host.
 //
-// An immediate: kind << 28 | slot << 18 | low bits of the sequence number. A slot is complete when its head has come
-// and as many parts as the head says. Numbers below the one that a slot waits for are stale and dropped. Rows carry
+// An immediate: kind << 28 | slot << 18 | low bits of the sequence number, of which the receiver's own next number says
+// the rest: no rank is further from it, since all agree on numbers before any of them sends one (group.cpp). What no
+// rank can mean ends the connection with EPROTO; numbers that index memory are checked where they are read, too.
+// A slot is complete when its head has come and as many parts as the head says. Numbers below the one that a slot waits for are stale and dropped. Rows carry
 // their chunk, too, above the slot: a receiver places the rows of a chunk of a dispatch while others are under way, as
 // soon as it knows the places of all, and sums the tokens of a chunk of a combine as soon as all ranks' rows of it are
 // here.
@@ -34,6 +36,7 @@ enum class Imm : uint32_t {
   resync = 8,    // slot: index
   dispatch_rows = 9,  // chunk << kSlotBits | slot
   combine_rows = 10,  // the same
+  membership = 11,    // slot: index of the entry that says of which set_active
 };
 
 constexpr int kSeqBits = 18;
@@ -48,14 +51,15 @@ void set_rails(Comm& c);
 // An operation begins, or ends: meanwhile the proxy is awake, where processors are plenty.
 void expect(Comm& c, bool begins);
 
-void send_word(Comm& c, Imm kind, int slot, uint64_t seq);
+// These wait while the ring is full, up to the deadline of `want`: the proxy empties it without waiting for anybody.
+Status send_word(Comm& c, Imm kind, int slot, Want want);
 // Head, places and weights, when the slot has them; then each chunk, when the rows of its tokens are staged.
-void send_routes(Comm& c, const DispatchOp& op, int slot);
-void send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, Span tokens);
+Status send_routes(Comm& c, const DispatchOp& op, int slot);
+Status send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, Span tokens);
 // The same: head and tables (and row weights), which say where partials will lie; then those of each chunk of all
 // sources.
-void send_tables(Comm& c, const CombineOp& op, int slot);
-void send_partials(Comm& c, const CombineOp& op, int slot, int chunk);
+Status send_tables(Comm& c, const CombineOp& op, int slot);
+Status send_partials(Comm& c, const CombineOp& op, int slot, int chunk);
 
 // Called by the proxy. context: the Comm.
 void on_network(void* context, int32_t rank, NetEvent event, uint64_t value);
