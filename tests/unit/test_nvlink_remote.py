@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import multiprocessing as mp
@@ -16,6 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.kernels import abi
@@ -25,6 +27,9 @@ from ep_kernels.network.network import Network
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink.domain import Domain
 from ep_kernels.transports.nvlink.mailbox import Mailbox
+from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember
+from ep_kernels.transports.nvlink.remote import RemoteRanks
+from ep_kernels.transports.nvlink.remote_pages import PAGE_BYTES, RemotePages
 from ep_kernels.transports.nvlink.ticket import RegionTicket
 from tests.gpu.loopback_group import LoopGroup
 
@@ -169,3 +174,42 @@ def test_a_killed_process_of_another_host_is_named_at_once() -> None:
     assert at - killed < SOON_S
     for process in ranks:
         process.join(WAIT_S)
+
+
+def stuck_box(is_quiet: bool) -> Mailbox:
+    """Rank 0's, whose proxy takes nothing for rank 1; `is_quiet`: it has sent what it had."""
+    box, remote = Mailbox(0, lambda peer: False), RemotePages.__new__(RemotePages)
+    remote._tickets, remote._told, remote._joined = {1: None}, [0, 0], [0, 0]  # type: ignore[dict-item, assignment]
+    remote._channel = SimpleNamespace(  # type: ignore[assignment]
+        push=lambda *_: False, is_quiet=lambda mask: is_quiet, give_up=lambda ranks: None
+    )
+    box.remote, box._active = remote, [True, True]
+    box._pages = [memoryview(box._maps[0]).cast("q"), memoryview(bytearray(PAGE_BYTES)).cast("q")]
+    return box
+
+
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_words_that_do_not_leave_end_a_call_at_its_deadline(is_quiet: bool) -> None:
+    box = stuck_box(is_quiet)
+    with pytest.raises(PeerTimeout, match=r"exchange: rank 1 did not deliver credit .*does not leave"):
+        box.exchange([0] * EXCHANGE_WORDS, 0.05)
+    with pytest.raises(PeerTimeout, match=r"set_active: rank 1 did not deliver credit .*does not leave"):
+        box.agree([True, True], 1, (0, 0, 0), 0, 0.05)
+    box.give_up([1])
+    with pytest.raises(PeerTimeout) as raised:
+        box.exchange([0] * EXCHANGE_WORDS, WAIT_S)
+    assert raised.value.given_up
+
+
+def test_set_active_names_a_rank_for_which_rows_do_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    member = NvlinkMember(SimpleNamespace(group=SimpleNamespace(size=2, epoch=0), timeout_s=0.05), "abi")
+    remote: Any = RemoteRanks.__new__(RemoteRanks)
+    remote._tickets = {1: None}
+    remote.channel = SimpleNamespace(aborted=None, up=lambda: 2, is_quiet=lambda mask: not mask & 2)
+    member._remote, member._device = remote, torch.device("cuda", 0)
+    member._tables = SimpleNamespace(host=SimpleNamespace(interrupted=contextlib.nullcontext))  # type: ignore[assignment]
+    member._domain = SimpleNamespace(mailbox=None)  # type: ignore[assignment]
+    with pytest.raises(PeerTimeout, match=r"set_active: rank 1 did not deliver credit .*does not leave"):
+        member.set_active([True, True], 1)
+    remote._native = None

@@ -31,7 +31,7 @@ from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.telemetry import RING_SIZE
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import launch
-from ep_kernels.transports.nvlink.remote_pages import BLOCK_WORDS, PAGE_BYTES, RemotePages
+from ep_kernels.transports.nvlink.remote_pages import BLOCK_WORDS, PAGE_BYTES, STAYS, RemotePages
 from ep_kernels.types import LatencySample
 
 _AGREE, _AGREED = 2, 3
@@ -95,7 +95,7 @@ class Mailbox:
         """All-gather of EXCHANGE_WORDS int64. Raises PeerTimeout, AbortedError, TransportError if left out."""
         number = self._number = self._number + 1
         start_ns = time.monotonic_ns()
-        self._write(number % 2, number, words)
+        self._write("exchange", number % 2, number, words, timeout_s)
         send_ns = time.monotonic_ns() - start_ns
         waits_ns = self._await_all("exchange", number % 2, number, timeout_s)
         answers = self._read(number % 2)
@@ -119,9 +119,11 @@ class Mailbox:
         different masks."""
         self._active = list(mask)
         bits = _mask_words(self._active_bits())
-        self.settle(timeout_s)
+        late = self.settle(timeout_s)
         self.check()
-        self._write(_AGREE, epoch, (*words, self._number, *_mask_words(up), *bits))
+        if late is not None:
+            raise self._stays("set_active", late, _AGREE, timeout_s)
+        self._write("set_active", _AGREE, epoch, (*words, self._number, *_mask_words(up), *bits), timeout_s)
         self._await_all("set_active", _AGREE, epoch, timeout_s)
         self.check()
         answers = self._read(_AGREE)
@@ -130,7 +132,7 @@ class Mailbox:
                 raise _left_out("set_active", peer, self._vouched(peer, _AGREE))
         self._number = max(answer[3] for answer in answers if answer is not None)
         self._epoch = epoch
-        self._write(_AGREED, epoch, ())
+        self._write("set_active", _AGREED, epoch, (), timeout_s)
         return [((), 0) if answer is None else (answer[:3], _mask_of(answer[4:])) for answer in answers]
 
     def is_ahead(self) -> bool:
@@ -158,14 +160,17 @@ class Mailbox:
             if not mask[rank] and self.remote is not None:
                 self.remote.leave(rank, epoch)
 
-    def settle(self, timeout_s: float) -> None:
+    def settle(self, timeout_s: float) -> int | None:
         """Wait until all words for active ranks of other hosts have left this rank's page, at most so long, and not
-        after `abort`. `close` drops what has not left."""
+        after `abort`. `close` drops what has not left. A rank for which some have not by then, or None."""
         deadline, bits = time.monotonic() + timeout_s, self._active_bits()
         while self.remote is not None and not self.remote.is_quiet(bits):
-            if self._aborted is not None or time.monotonic() > deadline:
-                return
+            if self._aborted is not None:
+                return None
+            if time.monotonic() > deadline:
+                return next((r for r in self.remote.ranks if bits >> r & 1 and not self.remote.is_quiet(1 << r)), None)
             time.sleep(_FIRST_NAP_S)
+        return None
 
     def _renew(self, deadline: float) -> None:
         """Connections with active ranks of other hosts that were lost, or that one side had parted from, are made
@@ -174,20 +179,38 @@ class Mailbox:
             bits = self._active_bits()
             left_s = max(0.0, deadline - time.monotonic())
             self._unreached = self.remote.connect_again(bits, min(_REDIAL_S, left_s))
-            self.remote.send_again(_AGREE, bits)
+            self.remote.send_again(_AGREE, bits, lambda rank: self._nap("set_active", rank, _AGREE, deadline, left_s))
 
     def _active_bits(self) -> int:
         return sum(1 << rank for rank, active in enumerate(self._active) if active)
 
-    def _write(self, block: int, number: int, words: Sequence[int]) -> None:
-        """A block of this rank's page: the words, then what vouches for them; then to ranks of other hosts."""
+    def _write(self, op: str, block: int, number: int, words: Sequence[int], timeout_s: float) -> None:
+        """A block of this rank's page: the words, then what vouches for them; then to ranks of other hosts. Raises
+        as `exchange`."""
         mine, start = self._pages[self._rank], block * BLOCK_WORDS
         for i, word in enumerate(words, start + 1):
             mine[i] = word
         self._fence()
         mine[start] = number
         if self.remote is not None:  # epochs are sent to ranks that take no part, too
-            self.remote.send(block, self._active_bits() if block < _AGREE else (1 << len(self._pages)) - 1)
+            bits, deadline = self._active_bits(), time.monotonic() + timeout_s
+            bits = bits if block < _AGREE else (1 << len(self._pages)) - 1
+            self.remote.send(block, bits, lambda rank: self._nap(op, rank, block, deadline, timeout_s))
+
+    def _nap(self, op: str, peer: int, block: int, deadline: float, timeout_s: float) -> None:
+        """A moment of a wait for the own proxy, by which words for `peer` leave. Raises as `exchange`."""
+        self.check()
+        lost, now = next((rank for rank in self._given_up if self._active[rank]), None), time.monotonic()
+        if lost is not None or now > deadline:
+            raise self._stays(op, peer if lost is None else lost, block, timeout_s - (deadline - now), lost is not None)
+        time.sleep(_FIRST_NAP_S)
+
+    def _stays(self, op: str, rank: int, block: int, waited_s: float, given_up: bool = False) -> PeerTimeout:
+        expected, seen = self._vouched(self._rank, block), self._seen(rank, block)
+        return PeerTimeout(
+            peer=rank, op=op, phase="credit", expected=expected, seen=seen, waited_s=waited_s, given_up=given_up,
+            end="" if given_up else STAYS,
+        )  # fmt: skip
 
     def _vouched(self, peer: int, block: int) -> int:
         return int(self._pages[peer][block * BLOCK_WORDS])

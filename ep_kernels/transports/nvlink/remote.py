@@ -134,15 +134,18 @@ class RemoteRanks:
             slice_rows=(ctypes.c_uint64 * 2)(*self._slice_rows), exact=self._exact, slice_lag=self._slice_lag,
         )  # fmt: skip
 
-    def settle(self, timeout_s: float, mask: Sequence[bool] | None = None) -> None:
+    def settle(self, timeout_s: float, mask: Sequence[bool] | None = None) -> int | None:
         """Once kernels have ended: wait until nothing is still to be sent to the ranks of `mask` (None: to any whose
-        connections stand); at most so long, and not after `abort`."""
+        connections stand); at most so long, and not after `abort`. A rank for which something is by then, or None."""
         until = time.monotonic() + timeout_s
         wanted = sum(1 << rank for rank in self.ranks if mask is None or mask[rank])
-        while not self.channel.is_quiet(wanted & self.channel.up()):
-            if self.channel.aborted is not None or time.monotonic() > until:
-                return
+        while not self.channel.is_quiet(late := wanted & self.channel.up()):
+            if self.channel.aborted is not None:
+                return None
+            if time.monotonic() > until:
+                return next((r for r in self.ranks if late >> r & 1 and not self.channel.is_quiet(1 << r)), None)
             time.sleep(_NAP_S)
+        return None
 
     def go_on(self, mask: Sequence[bool], epoch: int, up: Sequence[int], timeout_s: float) -> None:
         """Close the connections with ranks that take no part any longer, after the epoch was sent to them. Connect with

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_void_p
 
 from ep_kernels.errors import PeerTimeout, TransportError
@@ -27,6 +27,8 @@ from ep_kernels.transports.library import load as load_library
 
 PAGE_BYTES, BLOCK_WORDS = 4096, 9
 """As native/host_words.cpp has them."""
+STAYS = "what this rank has for it does not leave"
+"""Why a wait for the own proxy has failed: its thread, or that rank, takes nothing."""
 _SIGNATURES: dict[str, Signature] = {
     "cd_words_open": (c_void_p, (c_void_p,) * 4),
     "cd_words_close": (None, (c_void_p,)),
@@ -107,18 +109,20 @@ class RemotePages:
         """Connecting with one of these ends in PeerTimeout, now and later. Any thread."""
         self._channel.give_up(ranks)
 
-    def send(self, block: int, mask: int) -> None:
-        """Send that block of the own page to the ranks of `mask` on other hosts. Waits while the ring is full, which
-        the proxy empties whatever peers do. Nothing after `close`."""
+    def send(self, block: int, mask: int, full: Callable[[int], None]) -> None:
+        """Send that block of the own page to the ranks of `mask` on other hosts. While the ring is full, which the
+        proxy empties whatever peers do, it calls `full` with the rank, which naps or raises. Nothing after `close`."""
         for rank in self._tickets:
             if mask >> rank & 1:
                 self._told[rank] = self._joined[rank]
                 while not self._channel.push(rank, 8 * BLOCK_WORDS * block, 8 * BLOCK_WORDS, block):
-                    pass
+                    full(rank)
 
-    def send_again(self, block: int, mask: int) -> None:
+    def send_again(self, block: int, mask: int, full: Callable[[int], None]) -> None:
         """Send the block again to ranks whose connections are newer than the last send, which may be lost."""
-        self.send(block, mask & sum(1 << rank for rank in self._tickets if self._joined[rank] != self._told[rank]))
+        self.send(
+            block, mask & sum(1 << rank for rank in self._tickets if self._joined[rank] != self._told[rank]), full
+        )
 
     def is_quiet(self, mask: int) -> bool:
         """Whether what was sent to the ranks of `mask` has left the own page."""

@@ -7,18 +7,19 @@
 // words there. One that enters calls all others in any case, so nobody waits for good if the caller does not come.
 //
 // Agreement: first, what this rank has sent to those of other hosts is out of its region: no late write can meet a new
-// one. Survivors of a lost rank have stopped anywhere. Each publishes its four counters under the new epoch and
-// takes the maximum over all survivors; numbers below it are dead, so no stale word can look like a new one. By then
-// every survivor has entered, so nobody reads slots of the old membership any more and all of them are free. Two entries
-// by parity suffice for the same reason as in exchange. Then each says so in `membership`, and waits for that of all
+// one. Survivors of a lost rank have stopped anywhere. Each publishes its four counters under the new epoch and takes
+// the maximum over all survivors; numbers below it are dead, so no stale word can look like a new one. By then every
+// survivor has entered, so nobody reads slots of the old membership any more and all of them are free. Two entries by
+// parity suffice for the same reason as in exchange. Then each says so in `membership`, and waits for that of all
 // others: nobody sends a new number before everybody can complete its low bits (remote.hpp). A connection that one side
-// has lost and the other has not is made anew while they wait (resync's caller does); then each says again what it said.
+// has lost and the other has not is made anew while they wait (resync's caller does); then each says again what it
+// said.
 //
-// A rank that was left out may live and go on reading; `membership` of every survivor, changed before any of them writes
-// a slot again, shows it (Member::confirm): also where the slot is one of another host, which a survivor's proxy writes
-// while the left-out rank reads it beside that survivor. A barrier reads nothing and does not ask: a rank that leaves in
-// good order meets the others in one, and they may go on before it has returned. What comes over the own connections of
-// a rank that was left out is for it.
+// A rank that was left out may live and go on reading; `membership` of every survivor, changed before any of them
+// writes a slot again, shows it (Member::confirm): also where the slot is one of another host, which a survivor's proxy
+// writes while the left-out rank reads it beside that survivor. A barrier reads nothing and does not ask: a rank that
+// leaves in good order meets the others in one, and they may go on before it has returned. What comes over the own
+// connections of a rank that was left out is for it.
 #include "group.hpp"
 
 #include <poll.h>

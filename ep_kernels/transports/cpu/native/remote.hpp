@@ -8,11 +8,11 @@
 //
 // An immediate: kind << 28 | slot << 18 | low bits of the sequence number, of which the receiver's own next number says
 // the rest: no rank is further from it, since all agree on numbers before any of them sends one (group.cpp). What no
-// rank can mean ends the connection with EPROTO; numbers that index memory are checked where they are read, too.
-// A slot is complete when its head has come and as many parts as the head says. Numbers below the one that a slot waits for are stale and dropped. Rows carry
-// their chunk, too, above the slot: a receiver places the rows of a chunk of a dispatch while others are under way, as
-// soon as it knows the places of all, and sums the tokens of a chunk of a combine as soon as all ranks' rows of it are
-// here.
+// rank can mean ends the connection with EPROTO; numbers that index memory are checked where they are read. A slot is
+// complete when its head has come and as many parts as the head says. Numbers below the one that a slot waits for are
+// stale and dropped. Rows carry their chunk, too, above the slot: a receiver places the rows of a chunk of a dispatch
+// while others are under way, as soon as it knows the places of all, and sums the tokens of a chunk of a combine as
+// soon as all ranks' rows of it are here.
 //
 // Example: 2 hosts of 2 ranks. Rank 0 dispatches 4 tokens; 0, 1 and 3 have experts on ranks 2 or 3. It pushes for rank
 // 2, its rail there: the meta (the head, which says 2 other parts and 2 of chunk 0), places, weights, then rows 0-1 and

@@ -1,4 +1,5 @@
-// Python runs handlers of signals between two of its instructions, on its main thread, so not while that one waits here.
+// Python runs handlers of signals between two of its instructions, on its main thread, so not while that one waits
+// here.
 #pragma once
 
 namespace cd {
