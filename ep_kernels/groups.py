@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ep_kernels.errors import ConfigError, TransportError
+
+_COMPLETE = b"complete"
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.0005, 0.02
+_ANSWER_S = 1.0
+"""What a store may take, past a deadline, to answer the questions that name who is missing."""
 
 
 class StoreGroup:
@@ -27,7 +33,8 @@ class StoreGroup:
 
     def __init__(self, store: Any, rank: int, size: int, *, epoch: int = 0, name: str = "crossdock") -> None:
         self._store: Any = dist.PrefixStore(f"{name}/{epoch}", store)  # type: ignore[attr-defined]
-        self._rank, self._size, self._epoch, self._round, self._name = rank, size, epoch, 0, name
+        self._rank, self._size, self._epoch, self._name = rank, size, epoch, name
+        self._owns_name = False
 
     @property
     def rank(self) -> int:
@@ -42,24 +49,22 @@ class StoreGroup:
         return self._epoch
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
-        """See `config.Group`. Raises ConfigError where this rank's key is taken: by a former group of this name."""
-        number, self._round = self._round, self._round + 1
-        keys = [f"{number}/{rank}" for rank in range(self._size)]
-        if self._store.check([keys[self._rank]]):  # then those of the others may be the former ones, too
-            free = f"a StoreGroup whose name is new in its store in epoch {self._epoch}, or one object for all"
-            raise ConfigError("group", free, self._name)
-        self._store.set(keys[self._rank], payload)
-        try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise TransportError(f"bring-up: ranks {missing} did not arrive within {timeout_s} s") from error
-        return [bytes(self._store.get(key)) for key in keys]
+        """See `config.Group`. Raises ConfigError where the name is taken: by a former group."""
+
+        def gather() -> list[bytes]:
+            if not self._owns_name and self._store.add(f"{self._rank}/owners", 1) > 1:  # it may be that of other ranks
+                free = f"a StoreGroup whose name is new in its store in epoch {self._epoch}, or one object for all"
+                raise ConfigError("group", free, self._name)
+            self._owns_name = True
+            return _exchange(self._store, self._rank, self._size, payload, timeout_s)
+
+        return _within(timeout_s, gather)
 
 
 class TorchGroup:
-    """A group over an initialised torch.distributed process group (any backend that has CPU or CUDA all_gather). Looked
-    up once: it is the same group when torch's default one is another, and has its ranks when that is destroyed.
+    """A group over an initialised torch.distributed process group, of any backend: ranks exchange their bytes through
+    its store, since a wait in one of its collectives would end by its timeout, not by ours, and leave it unusable.
+    Looked up once: it is the same group when torch's default one is another, and has its ranks when that is destroyed.
 
     Args:
         group: a ProcessGroup, or None for the default one.
@@ -85,19 +90,73 @@ class TorchGroup:
     def epoch(self) -> int:
         return 0
 
+    @cached_property
+    def _store(self) -> Any:
+        """Of this group's ranks alone: torch gives every process group keys of its own."""
+        store = self.process_group.get_group_store()
+        if store is None:
+            raise ConfigError("group", "a process group with a store", dist.get_backend(self.process_group))
+        return dist.PrefixStore(f"crossdock/{self.size}", store)  # type: ignore[attr-defined]
+
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
-        """See `config.Group`. The deadline is the process group's own."""
-        group = self.process_group
-        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-        length = torch.tensor([len(payload)], device=device)
-        lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length, group=group)
-        longest = max(int(n) for n in lengths)
-        mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
-        rows = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(self.size)]
-        dist.all_gather(rows, mine.to(device), group=group)
-        return [row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
+        """See `config.Group`."""
+        store, rank, size = self._store, self.rank, self.size
+        return _within(timeout_s, lambda: _exchange(store, rank, size, payload, timeout_s))
+
+
+def _exchange(store: Any, rank: int, size: int, payload: bytes, timeout_s: float) -> list[bytes]:
+    """Everybody's payload, in rank order.
+
+    An exchange has a number, and one outcome, which who knows it first writes: complete, or who did not come. So all
+    ranks end alike. A rank that comes after the outcome joins the next exchange: after a failure ranks are in step
+    again. It asks instead of waiting: a wait keeps every other thread from the store.
+    """
+    number, past = _next(store, rank)
+    keys, outcome = [f"{number}/{one}" for one in range(size)], f"{number}/outcome"
+    store.set(keys[rank], payload)
+    deadline, pause = time.monotonic() + timeout_s, _FIRST_POLL_S
+    while not store.check([outcome]):
+        if store.check(keys) or time.monotonic() >= deadline:
+            missing = [one for one, key in enumerate(keys) if not store.check([key])]
+            text = f"ranks {missing} did not arrive within {timeout_s} s" if missing else _COMPLETE
+            store.compare_set(outcome, "", text)
+        else:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
+    ended = bytes(store.get(outcome))
+    if ended != _COMPLETE:
+        raise TransportError(f"bring-up: {ended.decode()}{past}")
+    return [bytes(one) for one in store.multi_get(keys)]
+
+
+def _next(store: Any, rank: int) -> tuple[int, str]:
+    """(number of this rank's next exchange, what is to be said of those that failed before this rank came)."""
+    past = ""
+    while True:
+        number = store.add(f"{rank}/begun", 1)
+        if not store.check([f"{number}/outcome"]):
+            return number, past
+        ended = bytes(store.get(f"{number}/outcome"))
+        past = past if ended == _COMPLETE else f"; before this rank came, {ended.decode()}"
+
+
+def _within(timeout_s: float, gather: Callable[[], list[bytes]]) -> list[bytes]:
+    """What `gather` gives. In a thread of its own: the call into a store whose server stands still never returns."""
+    done: Future[list[bytes]] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(gather())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="crossdock-bring-up", daemon=True).start()
+    try:
+        return done.result(timeout_s + _ANSWER_S)
+    except TimeoutError:
+        raise TransportError(f"bring-up: the store of the group did not answer within {timeout_s} s") from None
+    except RuntimeError as error:
+        raise TransportError(f"bring-up: the store of the group failed: {error}") from error
 
 
 @dataclass(frozen=True)
