@@ -157,7 +157,7 @@ def handle(value: object, owner: int, epoch: int) -> None:
     if not isinstance(value, DispatchHandle):
         raise ArgumentError("handle", "a DispatchHandle", type(value).__name__)
     if value.owner != owner:
-        raise HandleError("handle: made by another communicator")
+        raise HandleError("handle: made by another communicator, or in another process")
     if value.epoch != epoch:
         raise HandleError(f"handle: made in epoch {value.epoch}, the group is in epoch {epoch}")
 

@@ -7,7 +7,9 @@ M most tokens per rank, N rows received, S scale columns.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import os
+import secrets
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -118,7 +120,7 @@ class DispatchHandle:
     """Carries the routing of one dispatch; opaque. Reusable: for combine, for `previous_handle`, for backward.
 
     Attributes:
-        owner: id of the communicator that made it.
+        owner: id of the communicator that made it, in this process; 0: none.
         seq: sequence number of the dispatch.
         num_tokens: T of the dispatch.
         mode: the algorithm that ran: LL, HT or AG.
@@ -139,6 +141,24 @@ class DispatchHandle:
     rows_shape: tuple[int, ...] = ()
     topk_ids: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As copies and pickle ask. What comes out in another process is of no communicator there, whose numbers are
+        the same on all ranks."""
+        return _reduced, (_process(), [getattr(self, field.name) for field in fields(self)])
+
+
+_TOKEN = secrets.token_bytes(8)
+
+
+def _process() -> tuple[int, bytes]:
+    """This process, apart from those it forks, which have its token, and from those of other hosts."""
+    return os.getpid(), _TOKEN
+
+
+def _reduced(process: tuple[int, bytes], values: list[Any]) -> DispatchHandle:
+    """The handle whose `__reduce__` this is."""
+    return DispatchHandle(values[0] if process == _process() else 0, *values[1:])
 
 
 class KeptStep(Protocol):

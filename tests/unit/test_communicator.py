@@ -1,5 +1,8 @@
 """MoECommunicator over a scripted transport: its states, its bring-up, and what never reaches the transport."""
 
+import copy
+import os
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ep_kernels import bringup, communicator, tuning
+from ep_kernels import bringup, communicator, tuning, types
 from ep_kernels.communicator import MoECommunicator
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import (
@@ -561,6 +564,25 @@ def test_previous_handle_is_checked(made: list[Script]) -> None:
         comm.dispatch(*arguments(2), previous_handle=handle)
     with pytest.raises(ArgumentError, match="handle"):
         comm.dispatch(x, ids, weights, previous_handle="it")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("other", ["of its own start", "a forked child"])
+def test_a_handle_that_comes_from_another_process_is_refused(
+    made: list[Script], monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """The communicators of all ranks have the same numbers."""
+    comm = MoECommunicator(config())
+    out, handle = comm.dispatch(*arguments())
+    for same in (copy.copy(handle), copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))):
+        assert same.owner == handle.owner
+        comm.combine(out.tokens, same)
+    sent = pickle.dumps(handle)
+    if other == "a forked child":
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+    else:
+        monkeypatch.setattr(types, "_TOKEN", bytes(8))
+    with pytest.raises(HandleError, match="handle: made by another communicator, or in another process"):
+        comm.combine(out.tokens, pickle.loads(sent))
 
 
 def test_ids_reach_the_transport_as_int32(made: list[Script]) -> None:

@@ -180,10 +180,6 @@ class QuickHandle(DispatchHandle):
         """With fields, as `dataclasses.replace` calls it: one that has them."""
         return DispatchHandle(*args, **fields)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has its fields."""
-        return DispatchHandle, tuple(getattr(self, name) for name in DispatchHandle.__dataclass_fields__)
-
 
 def _of_state(read: Callable[[QuickState], Any]) -> property:
     return property(lambda self: read(self.quick))
