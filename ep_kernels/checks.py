@@ -125,6 +125,14 @@ def combine_arguments(
         tensor("row_weights", row_weights, (*handle.rows_shape, *each), (torch.float32,), device_type)
 
 
+def traced_out(out: object, shape: tuple[int, ...], dtype: torch.dtype, device_type: str) -> None:
+    """A tensor to copy a result to while torch.compile traces: `copy_` would convert, and repeat rows. It may share
+    memory with what the operation reads, since the result has memory of its own."""
+    fits = isinstance(out, torch.Tensor) and out.shape == shape and out.dtype == dtype
+    if not fits or out.device.type != device_type or not out.is_contiguous():  # type: ignore[attr-defined]
+        raise _unlike("out", out, shape, (dtype,), device_type)
+
+
 def share_memory(one: object, other: object) -> bool:
     """Whether two contiguous tensors have a byte in common."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):

@@ -205,7 +205,8 @@ class MoECommunicator(SteppingMember):
             y: expert outputs, contiguous, in the shape of `DispatchOutput.tokens` and the output dtype; anywhere in
                 memory, or what `combine_input(handle)` gave.
             handle: of the dispatch; may be used more than once.
-            out: [T, H] output dtype to write into, apart from y, or None; cpu without AG: or float `config.dtype`.
+            out: [T, H] output dtype to write into, apart from y, or None; cpu without AG, not compiled: or float
+                `config.dtype`.
             topk_weights: [T, K] float32 to weigh with instead of those of the dispatch, for callers that get them only
                 now. `exact_combine` only, and not inside torch.compile.
 
@@ -214,8 +215,7 @@ class MoECommunicator(SteppingMember):
         """
         if torch.compiler.is_compiling():
             checks.uncompiled(topk_weights)
-            z = ops.combine(self, y, handle)[0]
-            return z if out is None else out.copy_(z)
+            return ops.combine(self, y, handle, out)[0]
         lazy_output.written(out)
         try:
             if self._quick is not None and self._is_free(self._combines):
@@ -249,9 +249,8 @@ class MoECommunicator(SteppingMember):
         """
         if torch.compiler.is_compiling():
             checks.uncompiled(topk_weights)
-            z, weights = ops.combine(self, y, handle, row_weights, apply_weights)
-            z = z if out is None else out.copy_(z)
-            return CombineRequest(lambda: (z, weights))
+            done = ops.combine(self, y, handle, out, row_weights, apply_weights)
+            return CombineRequest(lambda: done)
         lazy_output.written(out)
         pending: base.PendingCombine | None = None
         if self._quick is not None and row_weights is None and apply_weights and self._is_free(self._combines):

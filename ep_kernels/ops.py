@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from ep_kernels import quant
+from ep_kernels import checks, quant
 from ep_kernels.config import MoEConfig, receive_rows
 from ep_kernels.errors import ClosedError
 from ep_kernels.traced import Communicator, TraceSite, has_scales, num_groups
@@ -100,16 +100,20 @@ def combine(
     comm: Communicator,
     y: torch.Tensor,
     handle: DispatchHandle,
+    out: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
     apply_weights: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(z, the row weights that were returned), as `MoECommunicator.combine_async`."""
+    """(z, the row weights that were returned), as `MoECommunicator.combine_async`; z is copied to `out`."""
     site = comm._site
+    if out is not None:
+        shape = handle.num_tokens, site.hidden_size
+        checks.traced_out(out, shape, site.output_dtype, site.order.device.type)
     stamp, z, *weights = torch.ops.crossdock.combine(
         site.order, site.comm, y.detach(), *carried(handle), _detached(row_weights), apply_weights
     )
     site.order.copy_(stamp)
-    return z, weights[0] if weights else None
+    return z if out is None else out.copy_(z), weights[0] if weights else None
 
 
 def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:

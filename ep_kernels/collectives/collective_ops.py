@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ep_kernels import checks
 from ep_kernels.collectives.work import Work
 from ep_kernels.errors import ArgumentError, ClosedError
 
@@ -173,10 +174,7 @@ def _placed(results: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.
 
 
 def _copied(result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`copy_` would convert and repeat rows, where the call that is not compiled refuses."""
-    if out.shape != result.shape or out.dtype != result.dtype:
-        expected = f"{result.dtype} of shape {list(result.shape)}"
-        raise ArgumentError("out", expected, f"{out.dtype} of shape {list(out.shape)}")
+    checks.traced_out(out, tuple(result.shape), result.dtype, result.device.type)
     return out.copy_(result)
 
 

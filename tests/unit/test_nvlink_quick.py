@@ -293,8 +293,9 @@ def test_bad_arguments_of_combine_are_refused_before_anything_is_launched(driver
         y, z = torch.zeros_like(out.tokens), torch.empty(5, WIDTH, dtype=torch.bfloat16)
         assert comm.combine(y, handle, out=z) is z
         before = driver.launches.value
-        with pytest.raises(ArgumentError, match=message):
-            comm.combine(handle=handle, **change(y, z))
+        for call in (comm.combine, comm.combine_async):
+            with pytest.raises(ArgumentError, match=message):
+                call(handle=handle, **change(y, z))
         with pytest.raises(ArgumentError, match="handle: expected a DispatchHandle, got str"):
             comm.combine(y, "handle")  # type: ignore[arg-type]
         with pytest.raises(HandleError, match="handle: made by another communicator"):

@@ -311,6 +311,51 @@ def test_requests_and_buffers(make: Callable[..., MoECommunicator], case: Routin
         same_bits(a, b, "result")
 
 
+BAD_OUT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "of whole numbers": torch.Tensor.int,
+    "wider": torch.Tensor.double,
+    "of other tokens": lambda z: z[1:],
+    "that rows would be repeated in": lambda z: z.expand(3, *z.shape).contiguous(),
+    "with gaps": lambda z: z.repeat(1, 2)[:, ::2],
+    "of no memory": lambda z: z.to("meta"),
+    "a list": lambda z: [z],
+}
+
+
+@pytest.mark.parametrize("bad", BAD_OUT)
+def test_an_out_that_eager_code_refuses_is_refused(
+    make: Callable[..., MoECommunicator], case: RoutingCase, bad: str
+) -> None:
+    comm = make(layout=Layout.EXPERT_MAJOR)
+    x, ids, weights = arguments(comm, case)
+    out, handle = comm.dispatch(x, ids, weights)
+    y, z = expert(out, torch.bfloat16), BAD_OUT[bad](torch.zeros_like(x))
+    calls: list[Callable[[Any], Any]] = [
+        lambda z: comm.combine(y, handle, out=z),
+        lambda z: comm.combine_async(y, handle, out=z).wait(),
+    ]
+    for call in calls:
+        for run in (call, torch.compile(call, backend="eager")):
+            with pytest.raises(ArgumentError, match=r"^out: expected"):
+                run(z)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ArgumentError\('out: expected"):
+        compiled(calls[0])(z)
+    assert not [sample for sample in comm.samples() if sample.op == "combine"], "nothing was sent"
+
+
+def test_an_out_in_y_has_the_result_in_compiled_code(make: Callable[..., MoECommunicator], case: RoutingCase) -> None:
+    """Eager code refuses it, since z is written while y is read; here it is copied."""
+    comm = make(layout=Layout.RANK_MAJOR, dtype=torch.float32)
+    x, ids, weights = arguments(comm, case)
+    out, handle = comm.dispatch(x, ids, weights)
+    y = torch.rand_like(out.tokens)
+    expected, inside = comm.combine(y, handle), y.view(-1, y.shape[-1])[1 : len(x) + 1]
+    run = torch.compile(lambda y, z: comm.combine(y, handle, out=z), backend="aot_eager")
+    same_bits(run(y, inside), expected, "z")
+    same_bits(inside, expected, "out")
+
+
 def test_no_communicator_is_kept(case: RoutingCase) -> None:
     """Neither by compiled code nor by the operators; one that is gone or closed says so."""
     comm = MoECommunicator(case.config(LonelyGroup(), mode=Mode.HT, timeout_s=10.0))
