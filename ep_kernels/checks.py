@@ -33,14 +33,18 @@ def tensor(
         and not value.is_neg()
     ):
         if value.data_ptr() == 0 and value.numel():  # a kernel would write to address 0
-            raise without_memory(name)
+            raise without_memory(name, value)
         return value
     raise _unlike(name, value, shape, dtypes, device_type)
 
 
-def without_memory(name: str) -> ArgumentError:
+def without_memory(name: str, value: torch.Tensor) -> ArgumentError:
     """The error of a tensor at address 0."""
-    return ArgumentError(name, "a tensor with memory", "one without: freed, fake or only traced")
+    kind = type(value).__name__
+    if hasattr(value, "__tensor_flatten__"):
+        held = f"a {kind}, which wraps others: pass the one it holds (a DTensor's to_local())"
+        return ArgumentError(name, "a plain tensor", held)
+    return ArgumentError(name, "a tensor with memory", f"a {kind} without: freed, fake or only traced")
 
 
 def made(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ def contiguous(name: str, value: object, device_type: str) -> torch.Tensor:
         strides = list(value.stride()) if value.layout is torch.strided else value.layout
         raise ArgumentError(name, "a contiguous tensor", f"strides {strides}")
     if value.data_ptr() == 0 and value.numel():
-        raise without_memory(name)
+        raise without_memory(name, value)
     if value.is_neg() or value.is_conj():
         raise ArgumentError(name, "a resolved tensor", "a lazy negation or conjugate: resolve_neg(), resolve_conj()")
     return value.detach()
@@ -52,7 +52,7 @@ def contiguous(name: str, value: object, device_type: str) -> torch.Tensor:
 def made(out: torch.Tensor) -> torch.Tensor:
     """An out that torch has just made, if it has memory: under a mode like FakeTensorMode none has."""
     if out.data_ptr() == 0 and out.numel():
-        raise without_memory("out")
+        raise without_memory("out", out)
     return out
 
 

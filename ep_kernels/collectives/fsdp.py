@@ -12,15 +12,18 @@ buffer it lets its streams wait for the copy-out, so a buffer that is used again
 A buffer that FSDP has dropped is kept for the next unit of its size, since a new one costs a meeting of all hosts. The
 pool holds what FSDP uses at once: of each size two, where no more than one unit is prefetched. Where it is full, a
 buffer of that size is ordinary memory, one RuntimeWarning says so, and no host is met for one any more. Ranks run the
-same program, so all of this happens on all ranks alike.
+same program, so all of this happens on all ranks alike; where one holds a buffer longer than the others, their
+PeerTimeouts have a note that says so.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -30,7 +33,7 @@ import torch.distributed as dist
 
 from ep_kernels.collectives.establish import process_group_of
 from ep_kernels.collectives.work import Work
-from ep_kernels.errors import ArgumentError
+from ep_kernels.errors import ArgumentError, PeerTimeout
 
 _CustomAllGather: Any = object
 try:
@@ -93,19 +96,28 @@ class AllGather(_CustomAllGather):  # type: ignore[misc]
         """An uninitialised tensor of that size: registered, or ordinary where the pool is full. Collective."""
         shape = tuple(int(n) for n in size)
         num_bytes = math.prod(shape) * dtype.itemsize
-        idle = (one for one in self._buffers if one.memory.numel() == num_bytes and one.is_idle)
-        buffer = next(idle, None) or self._new(num_bytes)
+        buffer = self._idle(num_bytes) or self._new(num_bytes)
         if buffer is None:
             return torch.empty(shape, dtype=dtype, device=device)
         return buffer.lend(shape, dtype)
+
+    def _idle(self, num_bytes: int) -> _Buffer | None:
+        """One that FSDP has dropped."""
+        return next((one for one in self._buffers if one.memory.numel() == num_bytes and one.is_idle), None)
 
     def _new(self, num_bytes: int) -> _Buffer | None:
         """From the pool, which has room for it once idle ones of other sizes have been returned, or has none."""
         if not num_bytes or num_bytes in self._full:
             return None
+        lent = sum(one.memory.numel() == num_bytes for one in self._buffers)
+        if lent:
+            gc.collect()  # what holds one may be garbage, which other ranks have collected
+            if (dropped := self._idle(num_bytes)) is not None:
+                return dropped
         for _ in range(2):
             try:
-                self._buffers.append(_Buffer(self._coll.empty((num_bytes,), torch.uint8)))
+                with _explained(f"asks all for one more buffer of {num_bytes} bytes, beside {lent} in use here"):
+                    self._buffers.append(_Buffer(self._coll.empty((num_bytes,), torch.uint8)))
                 return self._buffers[-1]
             except ArgumentError:  # on all ranks, since all have the same pool
                 self._buffers = [one for one in self._buffers if not one.is_idle]
@@ -128,11 +140,11 @@ class AllGather(_CustomAllGather):  # type: ignore[misc]
         and ArgumentError where `group` is not made of the ranks of the collectives."""
         if group is not self._checked:
             self._check(group)
-        work = self._coll.all_gather(input_tensor, out=output_tensor)
-        if async_op:
-            return _Waitable(work)
-        work.wait()
-        return None
+        with _explained(_GATHERS):
+            work = self._coll.all_gather(input_tensor, out=output_tensor)
+            if not async_op:
+                work.wait()
+        return _Waitable(work) if async_op else None
 
     def _check(self, group: dist.ProcessGroup) -> None:
         """Check that the group has the ranks of the collectives; where unknown, as many, and this rank's place."""
@@ -146,6 +158,23 @@ class AllGather(_CustomAllGather):  # type: ignore[misc]
         self._checked = group
 
 
+_GATHERS = "gathers into a buffer that it has"
+
+
+@contextlib.contextmanager
+def _explained(does: str) -> Iterator[None]:
+    """A wait for a peer that ends in an error says what may have brought ranks out of step."""
+    try:
+        yield
+    except PeerTimeout as error:
+        if not error.gone and not hasattr(error, "__notes__"):  # later calls raise it, too
+            error.add_note(
+                f"FSDP2's all-gather: this rank {does}. Where one rank asks and another gathers, the one that asks "
+                "keeps a gathered tensor that the other has dropped: an exception, a hook or a debugger may hold it"
+            )
+        raise
+
+
 class _Waitable(dist.Work):
     """FSDP waits only for what is a `torch.distributed.Work`."""
 
@@ -155,7 +184,8 @@ class _Waitable(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """The current stream waits; the deadline is that of the collectives."""
-        self._work.wait()
+        with _explained(_GATHERS):
+            self._work.wait()
         return True
 
     def is_completed(self) -> bool:

@@ -176,7 +176,7 @@ def scattered(
         for rank in range(size):
             torch.mm(by_rank[rank, first:last], w, out=product[rank])
         with overlap.behind(product):
-            works.append(scatter(product.view(-1, w.shape[1]), out[first:last]))
+            works.append(scatter(product.flatten(0, 1), out[first:last]))
     overlap.join(works, out)
     return out
 

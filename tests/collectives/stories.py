@@ -173,6 +173,15 @@ def matmuls(rank: int, size: int, store: Store, transport: str) -> None:
             torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-4, atol=1e-3)
             got = coll.matmul_all_reduce(on_device(coll, xs[rank]), w, chunks=chunks)
             torch.testing.assert_close(got.cpu().double(), whole.expand(size * rows, 24), rtol=1e-4, atol=1e-3)
+        for rows, inner, columns in ((0, 32, 24), (4, 0, 24), (4, 32, 0), (0, 0, 0)):
+            x, v = (on_device(coll, torch.ones(shape)) for shape in ((size * rows, inner), (inner, columns)))
+            gathered = coll.all_gather_matmul(x, [v])
+            for chunks in (1, 2):
+                summed = coll.matmul_reduce_scatter(x, v, chunks=chunks), coll.matmul_all_reduce(x, v, chunks=chunks)
+                assert [made.shape for made in summed] == [(rows, columns), (size * rows, columns)]
+                assert not any(made.any() for made in (summed if not inner else ()))
+            assert gathered[0][0].shape == (size * size * rows, columns)
+            assert gathered[1].shape == (size * size * rows, inner)
         learned = torch.nn.Parameter(w.clone())
         x = on_device(coll, values((size, 32), torch.float32, rank, 9)).requires_grad_()
         ys, whole = coll.all_gather_matmul(x, [learned])

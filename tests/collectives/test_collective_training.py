@@ -51,6 +51,10 @@ def test_ranks_of_another_group(world: Worlds, transport: str) -> None:
     world(2).run(training.wrong_group, transport)
 
 
+def test_a_buffer_that_one_rank_holds(world: Worlds) -> None:
+    world(2).run(training.held_buffers)
+
+
 def test_other_ranks_at_the_same_places(world: Worlds) -> None:
     world(4).run(training.other_ranks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -19,7 +20,7 @@ from ep_kernels import TorchGroup
 from ep_kernels.collectives import CollectiveConfig, Collectives
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives.fsdp import AllGather
-from ep_kernels.errors import ArgumentError
+from ep_kernels.errors import ArgumentError, PeerTimeout
 from tests.collectives.fallback_stories import gloo
 from tests.collectives.steps import Seat, Store, check_all, everyone, on_device, same_bits, values
 
@@ -119,6 +120,38 @@ def wrong_group(rank: int, size: int, store: Store, transport: str) -> None:
             x = torch.zeros(4)
             with pytest.raises(ArgumentError, match=f"group: expected rank {rank} of {size}, as the collectives"):
                 AllGather(coll)(torch.zeros(4), x, alone)
+
+
+def held_buffers(rank: int, size: int, store: Store) -> None:
+    """Rank 0 holds a gathered tensor. As garbage it costs nothing; held for good, both ranks say what may be why."""
+    with gloo(rank, size, store), Seat(rank, size, store, "cpu").collectives(timeout_s=0.5) as coll:
+        gather = AllGather(coll)
+
+        def step(*, later: bool = False) -> torch.Tensor:
+            out = gather.allocate((size,), dtype=torch.float32, device=torch.device("cpu"))
+            done = gather(out, out[rank : rank + 1].fill_(rank), dist.group.WORLD, async_op=later)
+            assert done is None or done.wait()
+            return out
+
+        gc.disable()
+        try:
+            circle: list[Any] = [step()] if rank == 0 else [step() * 1]
+            circle.append(circle)
+            del circle
+            step()
+        finally:
+            gc.enable()
+        gathers = coll.samples()
+        assert [sample.op for sample in gathers].count("exchange") == 1, "for the buffer"
+        held = step() if rank == 0 else step() * 1
+        with pytest.raises(PeerTimeout) as error:
+            step(later=rank == 1)
+        does = ("asks all for one more buffer of 8 bytes, beside 1 in use here", "gathers into a buffer that it has")[
+            rank
+        ]
+        assert f"this rank {does}" in "".join(error.value.__notes__), held
+        store.set(f"told/{rank}", b"")
+        store.wait(["told/0", "told/1"])
 
 
 def other_ranks(rank: int, size: int, store: Store) -> None:

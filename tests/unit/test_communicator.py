@@ -12,8 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ep_kernels import bringup, communicator, tuning, types
+from ep_kernels.collectives import collective_checks
 from ep_kernels.communicator import MoECommunicator
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import (
@@ -564,6 +566,18 @@ def test_previous_handle_is_checked(made: list[Script]) -> None:
         comm.dispatch(*arguments(2), previous_handle=handle)
     with pytest.raises(ArgumentError, match="handle"):
         comm.dispatch(x, ids, weights, previous_handle="it")  # type: ignore[arg-type]
+
+
+def test_a_tensor_that_wraps_others_is_named(made: list[Script]) -> None:
+    """As a DTensor does: it has no memory of its own."""
+    comm = MoECommunicator(config())
+    x, ids, weights = arguments()
+    expected = r": expected a plain tensor, got a TwoTensor, which wraps others: .* DTensor's to_local"
+    for bad in ((TwoTensor(x, x), ids, weights), (x, TwoTensor(ids, ids), weights)):
+        with pytest.raises(ArgumentError, match=expected):
+            comm.dispatch(*bad)
+    with pytest.raises(ArgumentError, match="x" + expected):
+        collective_checks.contiguous("x", TwoTensor(x, x), "cpu")
 
 
 @pytest.mark.parametrize("other", ["of its own start", "a forked child"])

@@ -210,10 +210,13 @@ BAD: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "x elsewhere": (lambda x, i, w: (x.to("meta"), i, w), "x: expected a tensor on cpu, got meta"),
     "x negated lazily": (lambda x, i, w: (torch._neg_view(x), i, w), "x: expected a resolved tensor, got one negated"),
-    "x whose memory was freed": (lambda x, i, w: (freed(x), i, w), "x: expected a tensor with memory, got one without"),
+    "x whose memory was freed": (
+        lambda x, i, w: (freed(x), i, w),
+        "x: expected a tensor with memory, got a Tensor without",
+    ),
     "weights that are traced": (
         lambda x, i, w: (x, i, traced(w)),
-        "topk_weights: expected a tensor with memory, got one without",
+        "topk_weights: expected a tensor with memory, got a Tensor without",
     ),
 }
 BAD_SCALES: dict[str, tuple[Callable[..., Any], str]] = {
