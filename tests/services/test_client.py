@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 from crossdock import client as public
 from crossdock.client import AsyncClient, Client, client, directory, shares, stream
@@ -115,6 +116,11 @@ def test_no_tokens_need_no_worker() -> None:
         assert service.forward(0, x, ids, weights).shape == (0, 8)
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -127,6 +133,11 @@ def test_no_tokens_need_no_worker() -> None:
         (lambda x, ids, weights: (None, ids, weights), "x: expected a torch.Tensor with memory, got NoneType"),
         (lambda x, ids, weights: (x.to("meta"), ids, weights), "x: expected a torch.Tensor with memory, got"),
         (lambda x, ids, weights: (x, ids.to_sparse(), weights), "topk_ids: expected a torch.Tensor with memory, got"),
+        (
+            lambda x, ids, weights: (TwoTensor(x, x), ids, weights),
+            "x: expected .* with memory, got a TwoTensor, .* cpu",
+        ),
+        (lambda x, ids, weights: (freed(x), ids, weights), "x: expected a torch.Tensor with memory, got a Tensor"),
     ],
 )
 def test_wrong_arguments_are_refused_here(change: Callable[..., Any], words: str) -> None:

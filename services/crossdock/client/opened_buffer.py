@@ -38,7 +38,8 @@ from crossdock.protocol.v1 import expert_pb2
 
 _SMALL_BYTES = 64 << 10
 """Bytes of a request and its answer up to which both are copied through memory of our own."""
-_FEW, _FEW_BYTES = 64, 64 << 10
+_FEW = 64
+"""Ids for which Python is faster than numpy."""
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
 
@@ -233,44 +234,29 @@ def _shape_of(parts: Parts) -> tuple[torch.dtype, int, int, int]:
 
 def _copy(parts: Parts, rows: RequestRows) -> None:
     x, ids, weights = parts
-    start, places, (x_bytes, ids_bytes, weights_bytes) = rows.start, rows.places, rows.sent
-    if not _moved(x, start + places.x, len(x_bytes)):
-        rows.x.copy_(x)
+    wire.move(x, rows.start + rows.places.x)
     if ids.dtype is not torch.int32:
         _narrow(ids, rows.ids)
-    elif not _moved(ids, start + places.ids, len(ids_bytes)):
-        rows.ids.copy_(ids)
-    if not _moved(weights, start + places.weights, len(weights_bytes)):
-        rows.weights.copy_(weights)
-
-
-def _moved(rows: torch.Tensor, address: int, num_bytes: int) -> bool:
-    """Copy that many bytes of `rows`, a tensor of the client or of a caller that has been checked. torch's function for
-    that takes longer than to copy a few; False: it has to."""
-    few = num_bytes <= _FEW_BYTES and rows.is_contiguous() and not rows.is_neg() and type(rows) is torch.Tensor
-    if few:
-        ctypes.memmove(address, rows.data_ptr(), num_bytes)
-    return few
+    else:
+        wire.move(ids, rows.start + rows.places.ids)
+    wire.move(weights, rows.start + rows.places.weights)
 
 
 def _take(out: torch.Tensor, rows: RequestRows) -> None:
     """out, rows of an answer that the client has made, becomes y."""
-    num_bytes = len(rows.answered)
-    if num_bytes <= _FEW_BYTES:
-        ctypes.memmove(out.data_ptr(), rows.start + rows.places.y, num_bytes)
-    else:
-        out.copy_(rows.y)
+    ctypes.memmove(out.data_ptr(), rows.start + rows.places.y, len(rows.answered))
 
 
 def _narrow(ids: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """into, int32, becomes int64 ids: what no int32 holds becomes another number that the worker refuses."""
-    if ids.numel() <= _FEW:  # torch's functions would take longer
+    if ids.numel() <= _FEW:
         few = list(itertools.chain.from_iterable(ids.tolist()))
         if few and min(few) >= _LEAST and max(few) <= _MOST:
             narrow = array("i", few)
             ctypes.memmove(into.data_ptr(), narrow.buffer_info()[0], 4 * len(narrow))
             return into
-    return into.copy_(ids.clamp(_LEAST, _MOST))
+    into.numpy()[...] = ids.numpy().clip(_LEAST, _MOST)  # as `wire.move`: in this thread
+    return into
 
 
 def _request(

@@ -95,8 +95,10 @@ def check(layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: tor
         ("topk_ids", topk_ids, _INTS),
         ("topk_weights", topk_weights, _FLOATS),
     ):
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
-            got = (tensor.layout, tensor.device) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not _has_memory(tensor):
+            got = type(tensor).__name__
+            if isinstance(tensor, torch.Tensor):
+                got = f"a {got}, {tensor.layout}, on {tensor.device}"
             raise InvalidRequest(f"{name}: expected a torch.Tensor with memory, got {got}")
         if tensor.ndim != 2:
             raise InvalidRequest(f"{name}: expected 2 dimensions, got {tensor.ndim}")
@@ -116,7 +118,13 @@ def _is_usual(tensor: object, dtypes: Sequence[torch.dtype]) -> bool:
         and tensor.dtype in dtypes
         and tensor.dim() == 2
         and tensor.layout is torch.strided
+        and _has_memory(tensor)
     )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Not one that is freed, fake, only traced, or around others, as a DTensor."""
+    return tensor.data_ptr() != 0 or not tensor.numel()
 
 
 def check_timeout(timeout_s: float) -> None:

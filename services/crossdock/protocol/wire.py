@@ -6,6 +6,7 @@ may be, and how many dimensions there are, is the caller's to say; that the byte
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Collection
 
@@ -23,6 +24,9 @@ DTYPES: dict[str, torch.dtype] = {
 """Every dtype the protocol knows, by its name on the wire."""
 
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""For numpy, which does not have every dtype, by bytes."""
 
 MAX_DIM = (1 << 31) - 1
 """No dimension is larger: keeps hostile shapes away from torch's own arithmetic."""
@@ -60,8 +64,24 @@ def name_of(dtype: torch.dtype) -> str:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, without a copy where it is contiguous and on the host."""
     if tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
-        tensor = tensor.detach().cpu().contiguous().resolve_neg()
+        tensor = _plain(tensor)
     return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def move(tensor: torch.Tensor, address: int) -> None:
+    """Copy the elements of a host tensor that has memory to there, one after the other. In this thread: torch's own
+    copies of many wait for the threads of its pool, on a busy host for turns of the scheduler."""
+    if not tensor.is_contiguous() or tensor.is_neg():
+        tensor = _plain(tensor)
+    ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements on the host, contiguous, without gradient; copied in this thread, by numpy."""
+    host = tensor.detach().cpu().resolve_neg()
+    if host.is_contiguous():
+        return host
+    return torch.from_numpy(host.view(_WORDS[host.itemsize]).numpy().copy()).view(host.dtype)
 
 
 def decode(
