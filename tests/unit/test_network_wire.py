@@ -54,7 +54,7 @@ WRITTEN_DOWN = (
         "cards of verbs": "612a87bfdb44124d",
         "credits of verbs": "e439ac498ce398c6",
         "cards of libfabric": "fc87da5e95dc5dc6",
-        "immediates of cpu": "c01ab5b6f05399b0",
+        "immediates of cpu": "e7bbb008ae6cfa17",
         "immediates of GPUs": "c3e245dd9b65d055",
         "pages of GPUs' hosts": "4af5d1f8bf66d8fb",
     },
