@@ -28,7 +28,7 @@ exec '{zig}' {kind} -idirafter '{openmp}' "$@"
 def provide(folder: Path = MADE) -> None:
     """Put what is missing where this process, and those that it starts, find it: a compiler, the headers of Python."""
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        _prepend("CPLUS_INCLUDE_PATH", FOLDER / "python")
+        _append("CPLUS_INCLUDE_PATH", FOLDER / "python")
     package = importlib.util.find_spec("ziglang")
     if shutil.which("g++") or package is None or package.origin is None:
         return
@@ -39,9 +39,9 @@ def provide(folder: Path = MADE) -> None:
         staged.write_text(_SCRIPT.format(zig=zig, kind=kind, openmp=FOLDER / "openmp"))
         staged.chmod(0o755)
         staged.replace(folder / name)
-    _prepend("PATH", folder)
+    _append("PATH", folder)
 
 
-def _prepend(variable: str, folder: Path) -> None:
+def _append(variable: str, folder: Path) -> None:
     others = [one for one in os.environ.get(variable, "").split(os.pathsep) if one and one != str(folder)]
-    os.environ[variable] = os.pathsep.join([str(folder), *others])
+    os.environ[variable] = os.pathsep.join([*others, str(folder)])

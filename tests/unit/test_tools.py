@@ -58,7 +58,7 @@ def test_a_machine_without_a_compiler_gets_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names, path, headers = json.loads(done.stdout)
     assert set(names.values()) == {str(tmp_path / name) for name in names}
-    assert (path, headers) == (f"{tmp_path}:{tmp_path / 'empty'}", str(compiler.FOLDER / "python"))
+    assert (path, headers) == (f"{tmp_path / 'empty'}:{tmp_path}", str(compiler.FOLDER / "python"))
     (tmp_path / "binding.cpp").write_text(BINDING)
     flags = ["-std=c++20", "-march=native", "-mavx512f", "-fPIC", "-shared", "-fopenmp", "-lgomp", "-nostdlib++"]
     made = tmp_path / "binding.so"
@@ -111,8 +111,7 @@ def test_a_tool_that_is_missing_skips_with_its_cure(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_lines_stand_at_the_end_of_a_run() -> None:
-    """With several processes, too."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "tests/rxe/test_rxe.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/rxe/test_rxe.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     *_, line, last = done.stdout.strip().splitlines()
     assert re.fullmatch(r"\d+ tests did not run for lack of a guest \(make test-rxe\)", line), done.stdout
