@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import functools
 import os
 import socket
 import threading
@@ -437,4 +439,27 @@ def test_abort_ends_the_wait_for_a_rank_that_takes_nothing(settle: Callable[[Any
         with pytest.raises(TimeoutError):
             done.result(0.1)
         channel.aborted = waiter._aborted = "why"
-        done.result(5.0)
+        assert done.result(5.0) == 0
+        channel.aborted = waiter._aborted = None
+        assert settle(waiter, 0.01) == 2
+
+
+def test_set_active_names_a_rank_that_takes_nothing(boxes: list[Mailbox], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else rows of the old epoch would arrive in the new one."""
+    unsent = r"^set_active: rank 2 did not deliver room .*: what was sent to it before has not left this rank$"
+    with monkeypatch.context() as patched:
+        patched.setattr(boxes[0], "remote", SimpleNamespace(is_quiet=lambda mask: not mask & 4))
+        with pytest.raises(PeerTimeout, match=unsent) as error:
+            boxes[0].agree([True] * SIZE, 1, (0, 0, 0), 0, 0.01)
+    assert error.value.peer == 2
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    host = SimpleNamespace(interrupted=contextlib.nullcontext)
+    config = SimpleNamespace(group=SimpleNamespace(size=3, epoch=0), timeout_s=0.01)
+    member: Any = NvlinkMember(config, "abi")
+    member._tables, member._domain = SimpleNamespace(host=host), SimpleNamespace(mailbox=None)
+    member._device, member._settle_copies = torch.device("cuda", 0), lambda: None
+    channel = SimpleNamespace(aborted=None, up=lambda: 6, is_quiet=lambda mask: not mask & 4)
+    waiter: Any = SimpleNamespace(ranks=(1, 2), channel=channel)
+    member._remote = SimpleNamespace(settle=functools.partial(RemoteRanks.settle, waiter))
+    with pytest.raises(PeerTimeout, match=unsent):
+        member.set_active([True] * SIZE, 1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from ep_kernels.network import NetworkConfig
 from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.network.network import Channel, Network
+from ep_kernels.network.sending import settled
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
@@ -42,8 +42,6 @@ SPIN_NS, LONG_NS = 100_000, 500_000
 """Where there is a processor for each rank of a host, a wait spins this long before it sleeps, and lets other threads
 run meanwhile: a sleeper is woken after 50 us or more, a rank that spins sees its peer at once. With a helper, the rows
 of other hosts come in parts, which are further apart."""
-_QUIET_S = 0.0002
-"""Between two looks whether the network has sent everything."""
 _RENEW_S, _REDIAL_S = 0.05, 1.0
 """Between two looks, while ranks agree, whether all connections stand; and how long one is tried."""
 
@@ -325,9 +323,7 @@ class CpuTransport(CpuMember[NativeComm]):
 
     def _flush(self, channel: Channel, ranks: Sequence[int], timeout_s: float) -> None:
         """Wait until everything for those ranks has been sent, or is given up; at most so long."""
-        mask, until = sum(1 << rank for rank in ranks), time.monotonic() + timeout_s
-        while not channel.is_quiet(mask) and self.reason is None and time.monotonic() < until:
-            time.sleep(_QUIET_S)
+        settled(channel.is_quiet, sum(1 << rank for rank in ranks), timeout_s, lambda: self.reason is not None)
 
     def traffic(self) -> list[PeerTraffic]:
         """See `Transport.traffic`."""

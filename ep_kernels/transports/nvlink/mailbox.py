@@ -28,6 +28,7 @@ from ctypes import addressof, c_uint64
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
+from ep_kernels.network.sending import require, settled
 from ep_kernels.telemetry import RING_SIZE
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import launch
@@ -115,14 +116,12 @@ class Mailbox:
         self, mask: Sequence[bool], epoch: int, words: tuple[int, int, int], up: int, timeout_s: float
     ) -> list[tuple[tuple[int, ...], int]]:
         """Each rank's words and mask of ranks `up` for this epoch, () and 0 of ranks outside `mask`; collective of the
-        ranks in `mask`, whose exchanges then go on in step. Raises as `exchange`, and TransportError where ranks bring
-        different masks."""
+        ranks in `mask`, whose exchanges then go on in step. Raises as `exchange`, PeerTimeout also where words of
+        before have not left for one of them, and TransportError where ranks bring different masks."""
         self._active = list(mask)
         bits = _mask_words(self._active_bits())
-        late = self.settle(timeout_s)
+        require(self.settle(timeout_s), "set_active", timeout_s)
         self.check()
-        if late is not None:
-            raise self._stays("set_active", late, _AGREE, timeout_s)
         self._write("set_active", _AGREE, epoch, (*words, self._number, *_mask_words(up), *bits), timeout_s)
         self._await_all("set_active", _AGREE, epoch, timeout_s)
         self.check()
@@ -160,17 +159,12 @@ class Mailbox:
             if not mask[rank] and self.remote is not None:
                 self.remote.leave(rank, epoch)
 
-    def settle(self, timeout_s: float) -> int | None:
+    def settle(self, timeout_s: float) -> int:
         """Wait until all words for active ranks of other hosts have left this rank's page, at most so long, and not
-        after `abort`. `close` drops what has not left. A rank for which some have not by then, or None."""
-        deadline, bits = time.monotonic() + timeout_s, self._active_bits()
-        while self.remote is not None and not self.remote.is_quiet(bits):
-            if self._aborted is not None:
-                return None
-            if time.monotonic() > deadline:
-                return next((r for r in self.remote.ranks if bits >> r & 1 and not self.remote.is_quiet(1 << r)), None)
-            time.sleep(_FIRST_NAP_S)
-        return None
+        after `abort`; the ranks whose words have not, a bit each. `close` drops what has not left."""
+        if self.remote is None:
+            return 0
+        return settled(self.remote.is_quiet, self._active_bits(), timeout_s, lambda: self._aborted is not None)
 
     def _renew(self, deadline: float) -> None:
         """Connections with active ranks of other hosts that were lost, or that one side had parted from, are made

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ep_kernels import jit, tuning
-from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
+from ep_kernels.errors import ArgumentError, TransportError
+from ep_kernels.network.sending import require
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import left_out
 from ep_kernels.transports.nvlink.domain import Domain
@@ -23,7 +24,6 @@ from ep_kernels.transports.nvlink.left_out import Unsent
 from ep_kernels.transports.nvlink.plan import Launch
 from ep_kernels.transports.nvlink.rank_tables import RankTables
 from ep_kernels.transports.nvlink.remote import RemoteRanks
-from ep_kernels.transports.nvlink.remote_pages import STAYS
 from ep_kernels.transports.nvlink.streams import StreamOrder
 from ep_kernels.types import LatencySample, PeerTraffic
 
@@ -236,11 +236,8 @@ class NvlinkMember:
         with tables.host.interrupted():
             torch.cuda.synchronize(self._device)
         self._settle_copies()
-        timeout_s = self._config.timeout_s
-        if self._remote is not None and (late := self._remote.settle(timeout_s, mask)) is not None:
-            raise PeerTimeout(
-                peer=late, op="set_active", phase="credit", expected=epoch, seen=0, waited_s=timeout_s, end=STAYS
-            )
+        if self._remote is not None:
+            require(self._remote.settle(self._config.timeout_s, mask), "set_active", self._config.timeout_s)
         up = 0 if self._remote is None else self._remote.channel.up()
         answers = mailbox.agree(mask, epoch, self._sequence(), up, self._config.timeout_s)
         dispatch, combine, barrier = (1 + max(words[i] for words, _ in answers if words) for i in range(3))

@@ -14,7 +14,6 @@ all of an operation has come.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from ep_kernels.network import NetworkConfig
 from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.network.network import Channel, Network
+from ep_kernels.network.sending import settled
 from ep_kernels.transports.nvlink import launch
 from ep_kernels.transports.nvlink.boxes import Boxes, pin, unpin
 from ep_kernels.transports.nvlink.host_page import HostPage
@@ -34,7 +34,6 @@ from ep_kernels.transports.nvlink.network_plan import slice_lag, slices_of
 from ep_kernels.types import CombineOrder, PeerTraffic
 
 _ONE_LANE = 1 << 30
-_NAP_S = 50e-6
 _SMALLEST_STRIPE, _STRIPES = 1 << 20, abi.MAX_PARTS // 2
 
 
@@ -134,18 +133,15 @@ class RemoteRanks:
             slice_rows=(ctypes.c_uint64 * 2)(*self._slice_rows), exact=self._exact, slice_lag=self._slice_lag,
         )  # fmt: skip
 
-    def settle(self, timeout_s: float, mask: Sequence[bool] | None = None) -> int | None:
-        """Once kernels have ended: wait until nothing is still to be sent to the ranks of `mask` (None: to any whose
-        connections stand); at most so long, and not after `abort`. A rank for which something is by then, or None."""
-        until = time.monotonic() + timeout_s
-        wanted = sum(1 << rank for rank in self.ranks if mask is None or mask[rank])
-        while not self.channel.is_quiet(late := wanted & self.channel.up()):
-            if self.channel.aborted is not None:
-                return None
-            if time.monotonic() > until:
-                return next((r for r in self.ranks if late >> r & 1 and not self.channel.is_quiet(1 << r)), None)
-            time.sleep(_NAP_S)
-        return None
+    def settle(self, timeout_s: float, mask: Sequence[bool] | None = None) -> int:
+        """Once kernels have ended: wait until nothing is still to be sent to the ranks of `mask` (None: to any) whose
+        connections stand; at most so long, and not after `abort`. Those for which something is, a bit each."""
+        channel, wanted = self.channel, sum(1 << rank for rank in self.ranks if mask is None or mask[rank])
+
+        def is_quiet(ranks: int) -> bool:
+            return channel.is_quiet(ranks & channel.up())
+
+        return settled(is_quiet, wanted, timeout_s, lambda: channel.aborted is not None)
 
     def go_on(self, mask: Sequence[bool], epoch: int, up: Sequence[int], timeout_s: float) -> None:
         """Close the connections with ranks that take no part any longer, after the epoch was sent to them. Connect with
