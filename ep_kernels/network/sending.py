@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from ep_kernels.errors import PeerTimeout
 
+STAYS = "what this rank has for it does not leave"
+"""Why a wait for the own proxy has failed: its thread, or that rank, takes nothing."""
 _NAP_S = 50e-6
 
 
@@ -27,5 +29,4 @@ def require(unsent: int, op: str, timeout_s: float) -> None:
     """Raise PeerTimeout where `settled` has found a rank that takes nothing."""
     if unsent:
         peer = (unsent & -unsent).bit_length() - 1
-        end = "what was sent to it before has not left this rank"
-        raise PeerTimeout(peer=peer, op=op, phase="room", expected=0, seen=0, waited_s=timeout_s, end=end)
+        raise PeerTimeout(peer=peer, op=op, phase="credit", expected=0, seen=0, waited_s=timeout_s, end=STAYS)

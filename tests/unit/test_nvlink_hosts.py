@@ -446,7 +446,7 @@ def test_abort_ends_the_wait_for_a_rank_that_takes_nothing(settle: Callable[[Any
 
 def test_set_active_names_a_rank_that_takes_nothing(boxes: list[Mailbox], monkeypatch: pytest.MonkeyPatch) -> None:
     """Else rows of the old epoch would arrive in the new one."""
-    unsent = r"^set_active: rank 2 did not deliver room .*: what was sent to it before has not left this rank$"
+    unsent = r"^set_active: rank 2 did not deliver credit .*: what this rank has for it does not leave$"
     with monkeypatch.context() as patched:
         patched.setattr(boxes[0], "remote", SimpleNamespace(is_quiet=lambda mask: not mask & 4))
         with pytest.raises(PeerTimeout, match=unsent) as error:

@@ -28,11 +28,11 @@ from ctypes import addressof, c_uint64
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.sending import require, settled
+from ep_kernels.network.sending import STAYS, require, settled
 from ep_kernels.telemetry import RING_SIZE
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import launch
-from ep_kernels.transports.nvlink.remote_pages import BLOCK_WORDS, PAGE_BYTES, STAYS, RemotePages
+from ep_kernels.transports.nvlink.remote_pages import BLOCK_WORDS, PAGE_BYTES, RemotePages
 from ep_kernels.types import LatencySample
 
 _AGREE, _AGREED = 2, 3

@@ -27,8 +27,6 @@ from ep_kernels.transports.library import load as load_library
 
 PAGE_BYTES, BLOCK_WORDS = 4096, 9
 """As native/host_words.cpp has them."""
-STAYS = "what this rank has for it does not leave"
-"""Why a wait for the own proxy has failed: its thread, or that rank, takes nothing."""
 _SIGNATURES: dict[str, Signature] = {
     "cd_words_open": (c_void_p, (c_void_p,) * 4),
     "cd_words_close": (None, (c_void_p,)),
