@@ -430,10 +430,8 @@ def test_close_waits_until_rows_and_words_have_left(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("settle", [RemoteRanks.settle, Mailbox.settle])
 def test_abort_ends_the_wait_for_a_rank_that_takes_nothing(settle: Callable[[Any, float], None]) -> None:
-    channel = SimpleNamespace(aborted=None, up=lambda: 2, is_quiet=lambda mask: mask != 2)
-    waiter: Any = SimpleNamespace(
-        ranks=(1,), channel=channel, remote=channel, _active_bits=lambda: 2, _aborted=None
-    )  # fmt: skip
+    channel = SimpleNamespace(aborted=None, up=lambda: 2, is_quiet=lambda mask: mask != 2, ranks=(1,))
+    waiter: Any = SimpleNamespace(ranks=(1,), channel=channel, remote=channel, _active=[True, True], _aborted=None)
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(settle, waiter, WAIT_S)
         with pytest.raises(TimeoutError):
@@ -448,7 +446,7 @@ def test_set_active_names_a_rank_that_takes_nothing(boxes: list[Mailbox], monkey
     """Else rows of the old epoch would arrive in the new one."""
     unsent = r"^set_active: rank 2 did not deliver credit .*: what this rank has for it does not leave$"
     with monkeypatch.context() as patched:
-        patched.setattr(boxes[0], "remote", SimpleNamespace(is_quiet=lambda mask: not mask & 4))
+        patched.setattr(boxes[0], "remote", SimpleNamespace(ranks=[2], is_quiet=lambda mask: not mask & 4))
         with pytest.raises(PeerTimeout, match=unsent) as error:
             boxes[0].agree([True] * SIZE, 1, (0, 0, 0), 0, 0.01)
     assert error.value.peer == 2

@@ -164,7 +164,8 @@ class Mailbox:
         after `abort`; the ranks whose words have not, a bit each. `close` drops what has not left."""
         if self.remote is None:
             return 0
-        return settled(self.remote.is_quiet, self._active_bits(), timeout_s, lambda: self._aborted is not None)
+        ranks = sum(1 << rank for rank in self.remote.ranks if self._active[rank])
+        return settled(self.remote.is_quiet, ranks, timeout_s, lambda: self._aborted is not None)
 
     def _renew(self, deadline: float) -> None:
         """Connections with active ranks of other hosts that were lost, or that one side had parted from, are made
