@@ -9,12 +9,17 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from crossdock.deep_ep.agreement import Agreement, Wish
-from ep_kernels import ConfigError, StoreGroup
+from ep_kernels import ArgumentError, ConfigError, HandleError, PeerTimeout, StoreGroup
 
 PATIENCE_S = 30.0
+
+
+def ranks_differ(first: int, second: int) -> str:
+    return f"num_experts: expected {first} as on rank 0, got '{second} on rank 1'"
 
 
 class Call(NamedTuple):
@@ -83,7 +88,7 @@ def test_a_rank_that_is_late_is_waited_for(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("mine", "text"), [
-    (1, "num_experts: expected 1 as on rank 0, got '2 on rank 1'"),
+    (1, ranks_differ(1, 2)),
     (2, "communicator: expected one that exists as on rank 0, got 'a new one on rank 1'"),
 ])  # fmt: skip
 def test_a_rank_that_has_begun_otherwise_is_answered_for_once(ranks: Ranks, mine: int, text: str) -> None:
@@ -97,15 +102,37 @@ def test_a_rank_that_has_begun_otherwise_is_answered_for_once(ranks: Ranks, mine
     assert [str(error.value)] == ranks.refused == [text]
 
 
-def test_a_step_that_was_refused_does_not_count(ranks: Ranks) -> None:
+LOST = PeerTimeout(peer=1, op="dispatch", phase="counts", expected=2, seen=1, waited_s=1.0)
+
+
+@pytest.mark.parametrize("error", [ArgumentError("x", "rows", "none"), HandleError("old"), torch.OutOfMemoryError()])
+def test_a_step_that_has_sent_nothing_does_not_count(ranks: Ranks, error: Exception) -> None:
     ranks.agreements[0].begin(Call(1))
-    ranks.agreements[0].refused()
+    ranks.agreements[0].failed(error)
     asked = ranks.ask(1, 2)
     ranks.hears(2)
     ranks.agreements[0].look()
     assert not ranks.refused
     ranks.ask(0, 2).result(PATIENCE_S)
     asked.result(PATIENCE_S)
+
+
+def test_one_that_a_peer_has_ended_does(ranks: Ranks) -> None:
+    ranks.agreements[0].begin(Call(3))
+    ranks.agreements[0].failed(LOST)
+    ranks.agreements[0].begin(Call(1))  # a host that is ahead of its GPU: the error names the call of that step
+    asked = ranks.ask(1, 2)
+    ranks.hears(2)
+    ranks.agreements[0].look()
+    with pytest.raises(ConfigError, match="num_experts: expected 3 as on rank 0"):
+        asked.result(PATIENCE_S)
+
+
+def test_a_rank_that_goes_on_after_its_question_is_refused_hears_nothing_of_itself(ranks: Ranks) -> None:
+    test_a_rank_that_has_begun_otherwise_is_answered_for_once(ranks, 1, ranks_differ(1, 2))
+    ranks.agreements[1].begin(Call(1))
+    ranks.agreements[1].look()
+    assert len(ranks.refused) == 1
 
 
 def test_after_a_fault_ranks_count_alike_again(ranks: Ranks) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +21,12 @@ import msgspec
 import torch.distributed as dist
 
 from crossdock.common import log
-from ep_kernels import ConfigError, EpError, TorchGroup
+from ep_kernels import CapacityError, ConfigError, EpError, TorchGroup, TransportError
 
 _log = log.get(__name__)
 LOOK_S = 0.25
+REMEMBERED = 1024
+"""Calls: a host may be that many operations ahead of its GPU when its thread looks."""
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -56,24 +59,26 @@ class Agreement:
         self.step = 0
         """Of those that this rank has begun."""
         self._asked = 0
-        self._call: Any = None
+        self._calls: deque[tuple[int, Any]] = deque(maxlen=REMEMBERED)
         self._store: Any = None
         self._stop, self._lock = threading.Event(), threading.Lock()
 
     def begin(self, call: Any) -> None:
         """A step without a question: on a communicator that exists, by a call with these parameters (a NamedTuple)."""
-        self._call = call
-        self.step += 1
+        self._calls.append((self.step + 1, call))
+        self.step += 1  # last: the thread may look in between
 
-    def refused(self) -> None:
-        """The step that was begun last has sent nothing, because of an argument."""
-        self.step -= 1
+    def failed(self, error: BaseException) -> None:
+        """The step that was begun last has ended in this error: no step if it has sent nothing."""
+        if not isinstance(error, TransportError | CapacityError):
+            self.step -= 1
 
     def ask(self, call: Any, num_tokens: int, free: Sequence[int]) -> list[Wish]:
         """A step that begins with a new communicator: what each rank has said, in rank order. Collective. Raises
         ConfigError, on every rank, where calls differ; TransportError where a rank does not come."""
         with self._lock:
             step = self.step + 1
+            self._asked = step  # what this rank has written itself is no news to its thread
             if self._group.size > 1:
                 self._note(step)
             wishes = self._exchange(Wish(step, _fields(call, "a new one"), num_tokens, list(free)))
@@ -95,8 +100,9 @@ class Agreement:
             return
         with self._lock:
             self._asked = wanted  # answered once
+            call = next((call for step, call in reversed(self._calls) if step == wanted), self._calls[-1][1])
             try:
-                self._exchange(Wish(wanted, _fields(self._call, "one that exists"), 0, []))
+                self._exchange(Wish(wanted, _fields(call, "one that exists"), 0, []))
             except ConfigError as error:
                 self._refuse(str(error))
 

@@ -148,7 +148,8 @@ class Buffer(Unsupported):
 
         Args:
             x: [T, H], or (x, scales [T, S] or [T]), which travel as they are.
-            handle: of an earlier dispatch: its routing again; then topk_idx and topk_weights must be None.
+            handle: of an earlier dispatch: its routing again, whatever became of the tensors that it was given, for x
+                of any dtype and scales; then topk_idx and topk_weights must be None.
             num_tokens_per_expert: of `get_dispatch_layout`; its length is E. The others of it are not read.
             topk_idx: int64 [T, K], -1 = none. topk_weights: float32 [T, K].
             expert_alignment: to which the numbers of the fourth result are rounded up.

@@ -196,12 +196,17 @@ class HighThroughput:
         if kind.num_worst_tokens:
             most = kind.num_worst_tokens // self._pool.size
         elif place is not None:
-            with self._pool.step(place, kind) as comm:
-                words = comm.exchange([most] + [0] * (EXCHANGE_WORDS - 1))
-            most = max(word[0] for word in words if word is not None)
+            most = self._most(place, kind, most)
         if place is not None and most <= place.comm.config.max_tokens_per_rank:
             return place
+        del place  # its memory may be needed for the other
         return self._make(kind, x, most)
+
+    def _most(self, place: PooledCommunicator, kind: PoolKey, mine: int) -> int:
+        """Tokens of the rank that has most."""
+        with self._pool.step(place, kind) as comm:
+            words = comm.exchange([mine] + [0] * (EXCHANGE_WORDS - 1))
+        return max(word[0] for word in words if word is not None)
 
     def _make(self, kind: PoolKey, x: torch.Tensor, num_tokens: int) -> PooledCommunicator:
         scaled: dict[str, Any] = {}

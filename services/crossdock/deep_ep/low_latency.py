@@ -215,8 +215,8 @@ class LowLatency:
                 request = comm.dispatch_async(x, topk_idx, prepared.marks)
             else:
                 out, handle.inner = comm.dispatch(x, topk_idx, prepared.marks)
-        except (ArgumentError, HandleError):
-            pool.refused()
+        except BaseException as error:
+            pool.failed(error)
             raise
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         tokens, raw, counts = request.buffers() if hooked else (out.tokens, shape.scales and out.scales, out.counts)

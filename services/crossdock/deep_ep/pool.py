@@ -16,7 +16,7 @@ from crossdock.common.transports import of_device
 from crossdock.deep_ep import exporter
 from crossdock.deep_ep.agreement import Agreement
 from crossdock.deep_ep.guard import guard
-from ep_kernels import ArgumentError, ClosedError, HandleError, MoECommunicator, MoEConfig, TorchGroup
+from ep_kernels import ArgumentError, ClosedError, MoECommunicator, MoEConfig, TorchGroup
 from ep_kernels.network import NetworkConfig, nics
 
 _log = log.get(__name__)
@@ -85,18 +85,18 @@ class Pool:
         self._agreement.begin(call)
         place.used = self._agreement.step
 
-    def refused(self) -> None:
-        """That operation has raised an error of its arguments, and sent nothing."""
-        self._agreement.refused()
+    def failed(self, error: BaseException) -> None:
+        """That operation has raised this error."""
+        self._agreement.failed(error)
 
     @contextlib.contextmanager
     def step(self, place: PooledCommunicator, call: Any) -> Iterator[MoECommunicator]:
-        """`begin`, and `refused` if that is how it ends."""
+        """`begin`, and `failed` if that is how it ends."""
         self.begin(place, call)
         try:
             yield place.comm
-        except (ArgumentError, HandleError):
-            self.refused()
+        except BaseException as error:
+            self.failed(error)
             raise
 
     def make(
@@ -114,8 +114,7 @@ class Pool:
             raise ClosedError("the Buffer was destroyed")
         if like.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ArgumentError("x", "a shape that has been dispatched before the graph is captured", list(like.shape))
-        free = sorted((place for place in self._places.values() if not place.comm.is_captured), key=_last_use)
-        wishes = self._agreement.ask(call, num_tokens, [place.number for place in free])
+        wishes = self._agreement.ask(call, num_tokens, self._free())
         self._make_room(key, [n for n in wishes[0].free if all(n in wish.free for wish in wishes)])
         most = max_tokens if isinstance(max_tokens, int) else max_tokens(max(wish.num_tokens for wish in wishes))
         comm = MoECommunicator(self._config(like, max_tokens_per_rank=most, **fields))
@@ -134,6 +133,11 @@ class Pool:
             timeout_s=settings.timeout_s, kernel_cache_dir=settings.kernel_cache_dir or None,
             max_in_flight=IN_FLIGHT, network=self._network_of(like.device), **fields,
         )  # fmt: skip
+
+    def _free(self) -> list[int]:
+        """Numbers of those that no graph of this rank needs, the least used first."""
+        places = sorted(self._places.values(), key=lambda place: place.used)
+        return [place.number for place in places if not place.comm.is_captured]
 
     def _make_room(self, key: Hashable, free: list[int]) -> None:
         """For a communicator of this key. `free`: numbers of those that no rank needs, the least used first."""
@@ -186,10 +190,6 @@ class Pool:
         for comm in reversed(made):
             exporter.leave(comm, self._settings)
             comm.close()
-
-
-def _last_use(place: PooledCommunicator) -> int:
-    return place.used
 
 
 def _abort(places: dict[Hashable, PooledCommunicator], reason: str) -> None:
