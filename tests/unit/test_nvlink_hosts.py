@@ -429,7 +429,7 @@ def test_close_waits_until_rows_and_words_have_left(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("settle", [RemoteRanks.settle, Mailbox.settle])
-def test_abort_ends_the_wait_for_a_rank_that_takes_nothing(settle: Callable[[Any, float], None]) -> None:
+def test_abort_ends_the_wait_for_a_rank_that_takes_nothing(settle: Callable[[Any, float], int]) -> None:
     channel = SimpleNamespace(aborted=None, up=lambda: 2, is_quiet=lambda mask: mask != 2, ranks=(1,))
     waiter: Any = SimpleNamespace(ranks=(1,), channel=channel, remote=channel, _active=[True, True], _aborted=None)
     with ThreadPoolExecutor(1) as pool:
@@ -440,6 +440,18 @@ def test_abort_ends_the_wait_for_a_rank_that_takes_nothing(settle: Callable[[Any
         assert done.result(5.0) == 0
         channel.aborted = waiter._aborted = None
         assert settle(waiter, 0.01) == 2
+
+
+def test_a_member_is_on_no_stream_behind_a_barrier_and_once_closed() -> None:
+    did = list[str]()
+    member: Any = NvlinkMember(SimpleNamespace(group=SimpleNamespace(size=2, epoch=0)), "abi")
+    member._barrier_call = member._launch = lambda _: None
+    member._streams = SimpleNamespace(rest=lambda: did.append("rest"))
+    member._tables = SimpleNamespace(host=SimpleNamespace(relate_clocks=lambda: None, abort=did.append))
+    member.settle = lambda: did.append("host waited")
+    member.barrier()
+    member.close()
+    assert did == ["host waited", "rest", "rest", "the communicator was closed"]
 
 
 def test_set_active_names_a_rank_that_takes_nothing(boxes: list[Mailbox], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ep_kernels.transports.nvlink import streams
+from ep_kernels.transports.nvlink import beside, streams
 from ep_kernels.transports.nvlink.routing_state import Origin, QuickState, quick_handle
 from ep_kernels.transports.nvlink.streams import StreamOrder, tensors_in
 from ep_kernels.types import Mode
@@ -154,3 +155,57 @@ def test_the_memory_of_a_handle_is_found() -> None:
     again = QuickState(origin, 2, Mode.HT, b"", blocks[1], first, rows, None, ids, weights)
     found = {each.untyped_storage().data_ptr() for each in tensors_in([quick_handle(again)])}
     assert found >= {each.untyped_storage().data_ptr() for each in (*blocks, ids, weights)}
+
+
+# Beside other communicators.
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No communicator of another test."""
+    monkeypatch.setattr(beside, "_used", {})
+    monkeypatch.setattr(beside, "_told", set())
+
+
+def made_with(num_blocks: int) -> StreamOrder:
+    return StreamOrder(SimpleNamespace(index=0), num_blocks, 132)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("used")
+def test_kernels_of_two_streams_that_do_not_fit_are_named_once(device: Device) -> None:
+    first, second = made_with(132), made_with(24)
+    launch(device, first, 0, "a")
+    with pytest.warns(RuntimeWarning, match=r"cuda:0: .* on 2 streams, .* up to 132 \+ 24 blocks .* on 132 multipro"):
+        launch(device, second, 1, "b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch(device, second, 2, "c")
+
+
+@pytest.mark.usefixtures("used")
+@pytest.mark.parametrize("how", ["they fit", "one stream", "at rest", "dropped", "captured", "moved"])
+def test_kernels_that_cannot_wait_for_each_other_are_not_named(device: Device, how: str) -> None:
+    first, second = made_with(108 if how == "they fit" else 132), made_with(24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch(device, first, 0, "a")
+        if how == "at rest":  # as behind a barrier, and once it is closed
+            first.rest()
+        elif how == "dropped":
+            del first
+        elif how == "moved":
+            launch(device, first, 1, "b")
+        device.streams[1].capturing = how == "captured"
+        launch(device, second, 0 if how == "one stream" else 1, "c")
+
+
+@pytest.mark.usefixtures("used")
+def test_the_launch_behind_a_rest_is_looked_at(device: Device) -> None:
+    first, second = made_with(132), made_with(132)
+    launch(device, first, 0, "barrier")
+    first.rest()
+    assert first.alone.value == -1
+    launch(device, second, 1, "a")
+    with pytest.warns(RuntimeWarning, match="give them num_sms that fit together, or one stream"):
+        launch(device, first, 0, "b")
+    assert first.alone.value == 0

@@ -104,10 +104,9 @@ class NvlinkCollectives(NvlinkMember):
 
     def allocate(self) -> bytes:
         """See `collective_base.CollectiveTransport`."""
-        self._enter_device()
+        num_sms = self._enter_device(max(plan.GATHER_BLOCKS, plan.REDUCE_BLOCKS))
         self._index: int = self._device.index
         c = self._config
-        num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._engine = CollectiveEngine(c.group, c.timeout_s, c.pool_bytes, c.staging_bytes, self._device, num_sms)
         self._tables = self._engine.tables
         launches = {variant: plan.launch_of(variant, c.group.size) for variant in jit.collective_variants()}

@@ -96,11 +96,17 @@ class NvlinkMember:
 
     # Life.
 
-    def _enter_device(self) -> None:
+    def _enter_device(self, usual_blocks: int | None = None) -> int:
+        """The device's multiprocessors, all of which launches may fill where the configuration does not say, or
+        `usual_blocks`."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=self._device, dtype=torch.float32)  # makes torch's context current
-        self._streams = StreamOrder(self._device)
+        num_sms: int = torch.cuda.get_device_properties(self._device).multi_processor_count
+        wanted = self._config.num_sms
+        most = max(1, wanted) if wanted is not None else usual_blocks or num_sms
+        self._streams = StreamOrder(self._device, min(num_sms, most), num_sms)
+        return num_sms
 
     def _load(self, variants: Mapping[jit.Variant, Launch]) -> None:
         from ep_kernels.transports.nvlink import driver
@@ -145,6 +151,8 @@ class NvlinkMember:
         if self._closed:
             return
         self._closed = True
+        if hasattr(self, "_streams"):
+            self._streams.rest()
         if hasattr(self, "_tables"):
             self._tables.host.abort("the communicator was closed")
         if hasattr(self, "_domain"):
@@ -225,6 +233,7 @@ class NvlinkMember:
         """See `base.MemberTransport`. Host and device wait."""
         self._launch(self._barrier_call(0))
         self.settle()
+        self._streams.rest()
         self._tables.host.relate_clocks()
 
     # Membership, hosts, clock.

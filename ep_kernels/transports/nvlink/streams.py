@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ep_kernels.transports.nvlink import beside
 from ep_kernels.transports.nvlink.routing_state import StateParts
 
 _LOOK_CLOSER = -1
@@ -29,10 +30,11 @@ class StreamOrder:
 
     Args:
         device: CUDA device of the launches.
+        num_blocks, num_sms: most blocks of a launch, and multiprocessors of the device: see `beside`. 0: unknown.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, num_blocks: int = 0, num_sms: int = 0) -> None:
+        self._device, self._num_blocks, self._num_sms = device, num_blocks, num_sms
         self._handle = _LOOK_CLOSER  # of `_last`
         self._last: torch.cuda.Stream | None = None
         self._captured: torch.cuda.Stream | None = None
@@ -62,11 +64,19 @@ class StreamOrder:
             self._captured, self._handle, self.alone.value = stream, _LOOK_CLOSER, _LOOK_CLOSER
             return
         last, self._last, self._handle = self._last, stream, stream.cuda_stream
+        if self._num_blocks:
+            beside.note(self, self._device.index, self._handle, self._num_blocks, self._num_sms)
         if last is not None and last != stream:
             if self._event is None:
                 self._event = last.record_event()
             stream.wait_event(self._event)
         self.alone.value = self._handle if self._event is None else _LOOK_CLOSER
+
+    def rest(self) -> None:
+        """The host has waited for the last launch. The next one, on whatever stream, is looked at closely."""
+        self._handle = self.alone.value = _LOOK_CLOSER
+        if self._num_blocks:
+            beside.forget(self, self._device.index)
 
     def leave(self, kept: Any) -> None:
         """A kernel that uses the tensors in `kept` was launched on the stream that `enter` gave."""

@@ -66,8 +66,7 @@ class NvlinkTransport(NvlinkMember):
         from ep_kernels.transports.nvlink import driver
         from ep_kernels.transports.nvlink.gpu_boxes import CudaGpu
 
-        self._enter_device()
-        num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        num_sms = self._enter_device()
         block_bytes = driver.block_bytes(self._device.index) - plan.STATIC_BYTES
         network, boxed = self._config.network, needs_boxes(self._config.network, self._device)
         if boxed:
