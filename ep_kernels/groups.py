@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -92,11 +93,13 @@ class TorchGroup:
 
     @cached_property
     def _store(self) -> Any:
-        """Of this group's ranks alone: torch gives every process group keys of its own."""
-        store = self.process_group.get_group_store()
+        """Keys of this group's ranks alone, also beside a sibling that torch has split off under the same name."""
+        group = self.process_group
+        store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
         if store is None:
-            raise ConfigError("group", "a process group with a store", dist.get_backend(self.process_group))
-        return dist.PrefixStore(f"crossdock/{self.size}", store)  # type: ignore[attr-defined]
+            raise ConfigError("group", "a process group with a store", dist.get_backend(group))
+        who = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        return dist.PrefixStore(f"crossdock/{who}", store)  # type: ignore[attr-defined]
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
         """See `config.Group`."""
