@@ -165,13 +165,13 @@ class Buffer(Unsupported):
                 if topk_idx is not None or topk_weights is not None:
                     raise ArgumentError("topk_idx, topk_weights", "None beside a handle", "a tensor")
                 rows, scales = self._high.dispatch_again(payload, _handle(handle))
-                event = turn.done([*payload], [rows, scales])
-                return rows if scales is None else (rows, scales), None, None, None, None, event
+                again = rows if scales is None else (rows, scales)
+                return again, None, None, None, None, turn.done([*payload], [rows, scales])
             ids, weights = _ids(topk_idx), _weights(topk_weights)
             if num_tokens_per_expert is None:
                 raise ArgumentError("num_tokens_per_expert", "what get_dispatch_layout gave", None)
-            num_experts = num_tokens_per_expert.numel()
-            kind = self._high.kind(payload, num_experts, ids.shape[1], num_worst_tokens, *Buffer._chosen_sms)
+            sizes = num_tokens_per_expert.numel(), ids.shape[1], num_worst_tokens
+            kind = self._high.kind(payload, *sizes, *Buffer._chosen_sms)
             got = self._high.dispatch(payload, ids, weights, kind)
             counts = [-(-count // expert_alignment) * expert_alignment for count in got.counted]
             event = turn.done([*payload, ids, weights], [got.x, got.scales, got.topk_idx, got.topk_weights])
