@@ -71,3 +71,11 @@ def test_a_step_reads_the_device_once(calls: HighThroughput) -> None:
     assert got.counts is not None
     assert (got.counted, got.counts.tolist()) == ([5, 0, 0, 5], [5, 0, 0, 5])
     assert got.x.shape == again.shape == x.shape
+
+
+def test_layers_share_the_communicators_of_a_pool(calls: HighThroughput) -> None:
+    x, ids = torch.randn(5, 64).bfloat16(), torch.tensor([[0, 3]] * 5)
+    for layer in (calls, HighThroughput(calls._pool)):
+        got = layer.dispatch((x, None), ids, torch.ones(5, 2), layer.kind((x, None), 4, 2, 0))
+        assert torch.equal(got.x, x)
+    assert len(calls._pool.communicators()) == 1

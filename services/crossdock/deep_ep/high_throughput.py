@@ -7,7 +7,6 @@ powers of two. Rows are copies, because callers keep them (training).
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,8 +98,6 @@ class HighThroughput:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._numbers: weakref.WeakKeyDictionary[MoECommunicator, torch.Tensor] = weakref.WeakKeyDictionary()
-        """int32 [rows, 1], 0, 1, ..."""
 
     def kind(
         self, payload: Payload, num_experts: int, topk: int, worst: int, dispatch_sms: int | None = None,
@@ -131,14 +128,14 @@ class HighThroughput:
         assert out.topk_ids is not None
         assert out.topk_weights is not None
         num_rows = kind.num_worst_tokens or len(out.topk_ids)
-        arrived = self._numbers[comm][:num_rows] < out.num_rows
+        arrived = place.numbers[:num_rows] < out.num_rows
         ids, weights = torch.where(arrived, out.topk_ids[:num_rows], -1).long(), out.topk_weights
         counts, counted = None, list[int]()
         if kind.num_worst_tokens:
             weights = torch.where(arrived, weights[:num_rows], 0.0)
         else:
             size = comm.num_local_experts
-            counts = _histogram(torch.where(ids < 0, size + self._numbers[comm] % SPARE, ids), size)
+            counts = _histogram(torch.where(ids < 0, size + place.numbers % SPARE, ids), size)
             *counted, num_rows = torch.cat([counts, out.num_rows]).tolist()
         x, scales = _first(out, payload, num_rows)
         if keep:
@@ -218,8 +215,7 @@ class HighThroughput:
             dispatch_sms=kind.dispatch_sms, combine_sms=kind.combine_sms, output_dtype=kind.output_dtype, **scaled,
         )  # fmt: skip
         rows = self._pool.size * place.comm.config.max_tokens_per_rank
-        # before the first dispatch, behind which operations on other streams are ordered
-        self._numbers[place.comm] = torch.arange(rows, dtype=torch.int32, device=x.device)[:, None]
+        place.numbers = torch.arange(rows, dtype=torch.int32, device=x.device)[:, None]
         return place
 
 

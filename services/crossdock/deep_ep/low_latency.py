@@ -9,14 +9,13 @@ callers get as they lie. Later ones share those of the next power of two, at the
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
 
 from crossdock.deep_ep.pool import Pool, PooledCommunicator
-from ep_kernels import ArgumentError, DispatchHandle, HandleError, Layout, Mode, MoECommunicator, ScaleFormat
+from ep_kernels import ArgumentError, DispatchHandle, HandleError, Layout, Mode, ScaleFormat
 
 MARK_LIMIT = 1 << 24
 """Largest exact integer of float32: R * M must be less for `LowLatencyHandle` to identify rows."""
@@ -152,7 +151,6 @@ class LowLatency:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._marks: weakref.WeakKeyDictionary[MoECommunicator, torch.Tensor] = weakref.WeakKeyDictionary()
         self.prepared: dict[tuple[Any, ...], PreparedStep] = pool.shortcuts
         """Prepared calls, by signature."""
 
@@ -173,7 +171,7 @@ class LowLatency:
         call = LowLatencyCall(most, of.num_experts, hidden, of.ids_shape[1], of.x_dtype, scales)
         shape = self._shape(call)
         place = self._pool.get(shape) or self._make(shape, call, like)
-        made = PreparedStep(place, shape, call, tokens, most, self._marks[place.comm][:tokens])
+        made = PreparedStep(place, shape, call, tokens, most, place.numbers[:tokens])
         if len(self.prepared) >= PREPARED:
             self.prepared.clear()
         self.prepared[signature] = made
@@ -197,7 +195,7 @@ class LowLatency:
         )  # fmt: skip
         first = 1 + self._pool.rank * shape.max_tokens
         marks = torch.arange(first, first + shape.max_tokens, dtype=torch.float32, device=like.device)
-        self._marks[place.comm] = marks[:, None].expand(-1, shape.topk).contiguous()
+        place.numbers = marks[:, None].expand(-1, shape.topk).contiguous()
         return place
 
     def dispatch(

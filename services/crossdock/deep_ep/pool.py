@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,12 +35,14 @@ class PooledCommunicator:
         number: of the step in which it was made, the same on all ranks.
         comm: the communicator.
         used: step of its last dispatch.
+        numbers: of rows or tokens, as its calls need them: made with it, behind which other streams are ordered.
     """
 
     key: Hashable
     number: int
     comm: MoECommunicator
     used: int
+    numbers: torch.Tensor = field(init=False)
 
 
 class Pool:
