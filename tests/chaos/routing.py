@@ -16,10 +16,11 @@ _KIND, _OPTIONS = 1, 2
 _CLSACT, _HANDLE, _EGRESS, _ALL_PROTOCOLS = 0xFFFFFFF1, 0xFFFF0000, 0xFFFFFFF3, 3
 _NUM_OPS, _OPS, _FLAGS, _VERDICT_OF_PROGRAM = 4, 5, 8, 1
 _LOAD, _AT_RANDOM, _IF_AT_LEAST, _RETURN, _SHOT, _GO_ON = 0x20, 0xFFFFF038, 0x35, 6, 2, 0xFFFFFFFF
-_LOSS = "=HBBI"
+_INSTRUCTION = "=HBBI"
 """Classic BPF, an instruction: code, jump if so, jump if not, number."""
-_SOCK_DIAG, _BY_FAMILY, _DESTROY, _CONNECTED = 4, 20, 21, 0b1111_1111_1110 & ~(1 << 7 | 1 << 10)
-"""States of a connection, but for those of listeners and of what is closed."""
+_SOCK_DIAG, _BY_FAMILY, _DESTROY = 4, 20, 21
+_CONNECTED = 0xFFF & ~(1 | 1 << 3 | 1 << 6 | 1 << 7 | 1 << 10)
+"""States of a connection, but for half a connection, what waits after its end, what is closed, and listeners."""
 
 
 def _packed(network: str) -> tuple[bytes, int]:
@@ -60,7 +61,7 @@ def lose(line: Netlink, device: str, share: float) -> None:
     qdisc = struct.pack("=BxHiIII", 0, 0, index, _HANDLE, _CLSACT, 0) + attribute(_KIND, b"clsact\0")
     line.ask(f"queue of {device}", _NEW_QDISC, qdisc, NEW)
     told = attribute(_NUM_OPS, struct.pack("=H", len(ops)))
-    told += attribute(_OPS, b"".join(struct.pack(_LOSS, *op) for op in ops))
+    told += attribute(_OPS, b"".join(struct.pack(_INSTRUCTION, *op) for op in ops))
     told += attribute(_FLAGS, struct.pack("=I", _VERDICT_OF_PROGRAM))
     filters = struct.pack("=BxHiIII", 0, 0, index, 0, _EGRESS, socket.htons(_ALL_PROTOCOLS))
     line.ask(f"filter of {device}", _NEW_FILTER, filters + attribute(_KIND, b"bpf\0") + attribute(_OPTIONS, told), NEW)

@@ -3,6 +3,7 @@ transports need GPUs, and which join several hosts."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from typing import Any
@@ -39,6 +40,8 @@ def values_schema() -> str:
         for field in fields:
             del components[name]["properties"][field]
         components[name]["required"] = []
+    for component in components.values():  # Python 3.13 takes the indentation away by itself
+        component["description"] = inspect.cleandoc(component["description"])
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Values of the chart crossdock",
