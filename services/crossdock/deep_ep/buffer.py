@@ -164,19 +164,18 @@ class Buffer(Unsupported):
             if handle is not None:
                 if topk_idx is not None or topk_weights is not None:
                     raise ArgumentError("topk_idx, topk_weights", "None beside a handle", "a tensor")
-                rows, scales = self._high.dispatch_again(payload, _handle(handle))
-                again = rows if scales is None else (rows, scales)
-                return again, None, None, None, None, turn.done([*payload], [rows, scales])
+                x, scales = self._high.dispatch_again(payload, _handle(handle))
+                event = turn.done([*payload], [x, scales])
+                return x if scales is None else (x, scales), None, None, None, None, event
             ids, weights = _ids(topk_idx), _weights(topk_weights)
             if num_tokens_per_expert is None:
                 raise ArgumentError("num_tokens_per_expert", "what get_dispatch_layout gave", None)
-            sizes = num_tokens_per_expert.numel(), ids.shape[1], num_worst_tokens
-            kind = self._high.kind(payload, *sizes, *Buffer._chosen_sms)
-            got = self._high.dispatch(payload, ids, weights, kind)
-            counts = [-(-count // expert_alignment) * expert_alignment for count in got.counted]
+            sizes = num_tokens_per_expert.numel(), ids.shape[1], num_worst_tokens, *Buffer._chosen_sms
+            got = self._high.dispatch(payload, ids, weights, self._high.kind(payload, *sizes))
             event = turn.done([*payload, ids, weights], [got.x, got.scales, got.topk_idx, got.topk_weights])
-        rows_out: Rows = got.x if got.scales is None else (got.x, got.scales)
-        return rows_out, got.topk_idx, got.topk_weights, counts, got.handle, event
+        counts = [-(-count // expert_alignment) * expert_alignment for count in got.counted]
+        rows = got.x if got.scales is None else (got.x, got.scales)
+        return rows, got.topk_idx, got.topk_weights, counts, got.handle, event
 
     def combine(
         self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None,
