@@ -35,8 +35,10 @@ def provide(folder: Path = MADE) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     zig = Path(package.origin).parent / "zig"
     for name, kind in _NAMES.items():
-        staged = folder / f".{name}.{os.getpid()}"
-        staged.write_text(_SCRIPT.format(zig=zig, kind=kind, openmp=FOLDER / "openmp"))
+        script, staged = _SCRIPT.format(zig=zig, kind=kind, openmp=FOLDER / "openmp"), folder / f".{name}.{os.getpid()}"
+        if (folder / name).exists() and (folder / name).read_text() == script:
+            continue
+        staged.write_text(script)
         staged.chmod(0o755)
         staged.replace(folder / name)
     _append("PATH", folder)
