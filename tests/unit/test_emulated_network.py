@@ -3,16 +3,20 @@ reference."""
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from ep_kernels import jit
+from ep_kernels.errors import PeerTimeout
+from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink import network_plan, remote
 from ep_kernels.types import Layout, Mode, Overflow
@@ -150,6 +154,45 @@ def test_handles_are_used_again(join: Joined) -> None:
 @pytest.mark.parametrize(("layout", "exact"), WAYS)
 def test_different_routings_break_nothing(layout: Layout, exact: bool, join: Joined) -> None:
     network.different_routings_break_nothing(layout, Mode.LL, join, exact)
+
+
+HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint64)
+
+
+class WithoutSlices:
+    """The library of boxes, to which the first slice of rows of dispatch `seq` does not come."""
+
+    def __init__(self, seq: int) -> None:
+        self._library = remote.launch.boxes()
+        self._handler = HANDLER(self._library.cd_boxes_handler())
+        self._filter = HANDLER(self._come)
+        self._slice = len(abi.FLAGS) << 28 | seq
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def cd_boxes_handler(self) -> int | None:
+        return ctypes.cast(self._filter, ctypes.c_void_p).value
+
+    def _come(self, *event: int) -> None:
+        if event[2] != 0 or event[3] & ~(31 << 18) != self._slice:  # an immediate, but for the number of its parts
+            self._handler(*event)
+
+
+def test_different_routings_are_heard_when_all_rows_have_come(join: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes later would land on those of the dispatch that takes the slot next."""
+    monkeypatch.setattr(network_plan, "SLICE_BYTES", 4096)
+    boxes = WithoutSlices(3)
+    monkeypatch.setattr(remote.launch, "boxes", lambda: boxes)
+    case = RoutingCase(9, 3, 520, (33, 4, 20, 9), "uniform", draw_seed(), max_tokens=34)
+    loop = join(case, blocks=16, mode=Mode.LL, layout=Layout.RANK_MAJOR, timeout_s=3.0)
+    handles = [check(loop, each, Mode.LL) for each in (case, replace(case, seed=draw_seed()))]
+    xs = [case.x(r, torch.bfloat16) for r in range(4)]
+    ids, weights = [case.topk_ids(r) for r in range(4)], [case.topk_weights(r) for r in range(4)]
+    previous = [*handles[0][:-1], handles[1][-1]]
+    loop.launch([s.call for s in loop.begin(xs, ids, weights, Mode.LL, previous=previous)])
+    found = [loop.engines[rank].tables.host.fault() for rank in (2, 3)]  # rank 0 has 33 rows for each
+    assert all(isinstance(fault, PeerTimeout) and fault.phase == "counts" for fault in found), found
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine", "barrier", "credit"])

@@ -70,6 +70,23 @@ __device__ __forceinline__ u64 routing_id_in(const Vector& count_packet) {
   return count_packet.high - (count_packet.low >> 32);
 }
 
+#if NETWORK
+// Waits until everything of an operation has come from remote ranks, whose rows nobody will read. The next operation of
+// this rank is credit for their slot, and a network may bring a row of this one behind those that take it next. One
+// warp.
+__device__ __noinline__ bool await_all_rows(const World& world, u64 seq) {
+  bool ok = true;
+#pragma unroll 1
+  for (i32 base = 0; base < world.size; base += 32) {
+    const i32 source = base + lane_idx();
+    const bool awaited = source < world.size && is_active(source) && is_remote(world, source);
+    ok &= spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source,
+                          [&] { return !awaited || net::look(world, FLAG_PAYLOAD, source, seq) >= seq; });
+  }
+  return ok;
+}
+#endif
+
 // Waits for the count packets of all sources and writes their rows to scratch.recv_counts. One warp.
 __device__ __forceinline__ Status await_count_packets(const DispatchArgs& args, const LlScratch& scratch,
                                                       u64 routing_id, u64 seq, u64 start, u64* waits) {
@@ -99,7 +116,11 @@ __device__ __forceinline__ Status await_count_packets(const DispatchArgs& args, 
     if (source < world.size)
       scratch.recv_counts[source * recv_counts_stride(world)] = expected ? static_cast<i32>(packet.low) : 0;
   }
-  return __any_sync(~0u, mismatch) ? kRoutingMismatch : kOk;
+  mismatch = __any_sync(~0u, mismatch);
+#if NETWORK
+  if (mismatch && !await_all_rows(world, seq)) return kFailed;
+#endif
+  return mismatch ? kRoutingMismatch : kOk;
 }
 
 // Waits for the counts per local expert of one source. One warp; false after a failed wait.
