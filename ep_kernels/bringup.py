@@ -105,7 +105,7 @@ def check_capabilities(config: MoEConfig, transport: Transport) -> None:
 
 def fingerprint(config: MoEConfig) -> dict[str, str]:
     """Every field that must be equal on all ranks, defaults resolved, as text."""
-    own = ("group", "kernel_cache_dir", "network")
+    own = ("group", "kernel_cache_dir", "network", "absent_id")
     fields = {name: str(getattr(config, name)) for name in config.__struct_fields__ if name not in own}
     # in the order of declaration: what others derive from (num_experts) is named before them (expert_map)
     fields["network"] = "none" if config.network is None else f"provider {config.network.provider}"

@@ -90,6 +90,10 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Receive capacity in rows: slots per expert (EXPERT_MAJOR) or N (GROUPED, FLAT). None: the worst case."""
     exact_shapes: bool = True
     """GROUPED and FLAT: True trims N to what arrived (one host read); False gives worst-case rows + `num_rows`."""
+    absent_id: int | None = None
+    """FLAT: None gives local expert ids, -1 = not here. A number gives ids as dispatch got them, and this one for
+    experts of other ranks and in rows that did not come (`exact_shapes` off), with weight 0: what experts with a table
+    of ids read as it is. Needs contiguous experts; may differ between ranks."""
     overflow: Overflow = Overflow.RAISE
     """With `max_recv_rows`, RAISE reads the device once per dispatch; DROP never does, and is what CUDA graphs need."""
     max_in_flight: int = 2
@@ -153,6 +157,17 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def resolved_combine_sms(self) -> int | None:
         """`num_sms` of combines."""
         return self.num_sms if self.combine_sms is None else self.combine_sms
+
+    @property
+    def first_id(self) -> int:
+        """What local expert ids count from in `DispatchOutput.topk_ids`."""
+        own = () if self.absent_id is None else self.resolved_expert_map.experts_of(self.group.rank)
+        return own[0] if own else 0
+
+    @property
+    def resolved_absent_id(self) -> int:
+        """The id of an expert that is not here."""
+        return -1 if self.absent_id is None else self.absent_id
 
     @property
     def payload_dtype(self) -> torch.dtype:
@@ -251,6 +266,10 @@ def _check_shapes(c: MoEConfig) -> None:
     _require(aligned, "expert_alignment", "1 unless the layout is GROUPED", c.expert_alignment)
     bounded = c.max_recv_rows is None or c.resolved_layout is not Layout.RANK_MAJOR
     _require(bounded, "max_recv_rows", "None with RANK_MAJOR (its slots are fixed)", c.max_recv_rows)
+    flat = c.absent_id is None or (c.resolved_layout is Layout.FLAT and c.expert_map is None)
+    _require(flat, "absent_id", "None unless the layout is FLAT and there is no expert_map", c.absent_id)
+    small = c.absent_id is None or -(1 << 31) <= c.absent_id < 1 << 31
+    _require(small, "absent_id", "a number of 32 bits", c.absent_id)
     whole = c.max_recv_rows is None or c.max_recv_rows % c.expert_alignment == 0
     _require(whole, "max_recv_rows", f"a multiple of expert_alignment = {c.expert_alignment}", c.max_recv_rows)
     if c.expert_map is not None:

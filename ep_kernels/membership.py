@@ -210,10 +210,14 @@ class GroupMember(Generic[C, M]):
         in a CUDA graph, whose replay raises nothing. Always 0 on the CPU."""
         return self._transport.failed()
 
+    def fault(self) -> TransportError | None:
+        """The error that broke this communicator, or that an operation on the device has met so far, whether or not a
+        call has raised it; None where there is none, and once closed. Once the host knows that an operation has ended
+        (a graph's replay, say), this has what it met. Breaks nothing, waits for nothing. Any thread."""
+        return self._fault or self.unheard()
+
     def unheard(self) -> TransportError | None:
-        """The error of an operation on the device that no call has raised so far, since the replay of a graph raises
-        none; None where there is none, once a call has raised it, and once closed. Breaks nothing, waits for
-        nothing, other threads included. Any thread."""
+        """As `fault`, but None once a call has raised it: the replay of a graph raises none."""
         try:
             if not self._closed and self._fault is None:
                 self._transport.check()

@@ -81,8 +81,11 @@ def _receive(step: ReferenceStep, xs: Tensors, scales: Tensors | None, rank: int
     ids = weights = None
     if not layout.per_expert:
         mine = [r.rank == rank for r in step.routes]
-        local = [torch.where(m, r.slot, -1).int() for m, r in zip(mine, step.routes, strict=True)]
+        first, absent = _ids_here(config, rank)
+        local = [torch.where(m, first + r.slot, absent).int() for m, r in zip(mine, step.routes, strict=True)]
         ids = _deliver(local, rows, place, shape)
+        if config.absent_id is not None:
+            ids[int(counts.sum()) :] = absent  # FLAT: those are the rows that did not come
         pairs = zip(mine, step.weights, strict=True)
         weights = _deliver([torch.where(m, w[: len(m)], 0.0) for m, w in pairs], rows, place, shape)
     return DispatchOutput(
@@ -98,6 +101,14 @@ def _receive(step: ReferenceStep, xs: Tensors, scales: Tensors | None, rank: int
         num_dropped=(place < 0).sum(0, keepdim=True).int(),
         num_invalid_ids=torch.tensor([here.num_invalid_ids], dtype=torch.int32, device="cpu"),
     )
+
+
+def _ids_here(config: MoEConfig, rank: int) -> tuple[int, int]:
+    """(id of a rank's first expert, id of an expert that is not there) in `DispatchOutput.topk_ids`."""
+    if config.absent_id is None:
+        return 0, -1
+    own = config.resolved_expert_map.experts_of(rank)
+    return own[0] if own else 0, config.absent_id
 
 
 def _places(config: MoEConfig, rows: Rows, num_local: int) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:

@@ -8,6 +8,7 @@ leaves the process.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -119,6 +120,14 @@ class Samples(Sequence[LatencySample]):
         waits = struct.unpack_from(f"={ranks}q", self.records, at + _HEAD.size)
         missing = self.missing[number] if self.missing else None
         return LatencySample(name, algorithm, seq, tokens, start, send, waits, total, missing)
+
+
+def merged(*parts: Sequence[LatencySample]) -> Sequence[LatencySample]:
+    """All of them by when they began; where only one has any, it as it is."""
+    found = [part for part in parts if len(part)]
+    if len(found) < 2:
+        return found[0] if found else ()
+    return sorted(itertools.chain(*found), key=lambda sample: sample.start_ns)
 
 
 def quantile(values: Sequence[float], q: float) -> float:

@@ -94,8 +94,9 @@ class DispatchOutput:
         scales: block scales beside `tokens` (same leading shape; see ScaleFormat), or None; a view, too, maybe.
         counts: int32; [L] rows per local expert (EXPERT_MAJOR, GROUPED, without padding) or [R] rows per source rank.
         offsets: int32 [L+1], start row of each expert's group with padding included (GROUPED), else None.
-        topk_ids: local expert ids, -1 = not here; int32 [R, M, K] | [N, K] (RANK_MAJOR | FLAT), else None.
-        topk_weights: float32, same shape as topk_ids, 0 where the id is -1; else None.
+        topk_ids: local expert ids, -1 = not here (`absent_id`: global ones); int32 [R, M, K] | [N, K] (RANK_MAJOR |
+            FLAT), else None.
+        topk_weights: float32, same shape as topk_ids, 0 where an expert is not here; else None.
         num_rows: int32 [1], rows delivered (GROUPED: padding included); the truth when shapes are worst-case.
         valid: bool [T] of the *source* tokens of this rank: False where every copy of a chosen expert is gone.
         num_dropped: int32 [1], rows dropped here by Overflow.DROP.

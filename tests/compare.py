@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ep_kernels.config import MoEConfig
 from ep_kernels.routing import delivered
 from ep_kernels.types import DispatchOutput, Layout
 
@@ -32,8 +33,9 @@ def same_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
         )
 
 
-def same_dispatch(got: DispatchOutput, want: DispatchOutput) -> None:
-    """Equal in everything the contract promises; rows past the counts may hold anything."""
+def same_dispatch(got: DispatchOutput, want: DispatchOutput, filled: int = 0) -> None:
+    """Equal in everything the contract promises; rows past the counts may hold anything, but for the ids and weights of
+    the first `filled` rows."""
     for name in ("counts", "offsets", "num_rows", "valid", "num_dropped", "num_invalid_ids"):
         a, b = getattr(got, name), getattr(want, name)
         assert (a is None) == (b is None), name
@@ -49,6 +51,14 @@ def same_dispatch(got: DispatchOutput, want: DispatchOutput) -> None:
             assert a.shape == b.shape, f"{name}: shape {list(a.shape)}, want {list(b.shape)}"
             assert a.dtype == b.dtype, f"{name}: dtype {a.dtype}, want {b.dtype}"
             same_bits(raw(a.cpu()[rows]), raw(b[rows]), name)
+    for name in ("topk_ids", "topk_weights") if filled else ():
+        same_bits(getattr(got, name)[:filled], getattr(want, name)[:filled], f"{name} of rows that did not come")
+
+
+def filled_rows(config: MoEConfig) -> int:
+    """Rows whose ids are there though they did not come, in a step of as many tokens as may be."""
+    fills = config.absent_id is not None and not config.exact_shapes
+    return config.group.size * config.max_tokens_per_rank if fills else 0
 
 
 def _counted(out: DispatchOutput) -> torch.Tensor:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,9 @@ def steps(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
     """Times of one engine after the other; 1 where one gave none."""
     gpu, (vllm, torch_version, _) = torch.cuda.get_device_name(0), versions()
     sizes = launch.Sizes(options.ranks, options.decode, options.prefill // plan.PROMPT, options.runs, options.deadline)
-    earlier = facts.without(facts.standing(options.out), ["vllm-steps"])
+    earlier = facts.without(facts.standing(options.out), ["vllm-steps", "vllm-kernels"])
     rows: list[plan.Row] = []
+    kernels: list[plan.KernelRow] = []
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(plan.config_json(QWEN3)), encoding="utf-8")
         jobs = (job(options, "", run, name, "dummy") for run in runs)
@@ -112,6 +113,9 @@ def steps(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
                 rows += plan.rows_of(done.run, options.ranks, outcome, (vllm, torch_version, gpu))
                 print(plan.table(rows), flush=True)
                 write(options, "vllm-steps", plan.Row, rows, earlier, options.ranks)
+                kernels += plan.kernel_rows(done.run, outcome)
+                columns = [field.name for field in fields(plan.KernelRow)]
+                facts.write_table(options.out, "vllm-kernels", columns, map(asdict, kernels))
     return 1 if any(row.fault for row in rows) else 0
 
 

@@ -6,12 +6,13 @@ log.
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -19,11 +20,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.vllm import trace
 from benchmarks.vllm.plan import LONG, PROMPT, SHORT, START, VOCABULARY, step_ms
 from benchmarks.vllm.tokens import NEW, TOP, prompts_of
 from crossdock.host.child import die_with
 from ep_kernels import StoreGroup
 
+PROFILED = {
+    "profiler": "torch", "torch_profiler_with_stack": False, "ignore_frontend": True,
+    "delay_iterations": 64, "max_iterations": 32,
+}  # fmt: skip
+"""Steps behind those in which a batch grows to its size."""
 TURN = "turn"
 """The store has this key once an engine that has loaded shall work."""
 
@@ -48,6 +55,7 @@ class Order:
         runs: times of each.
         tokens: no times, but what this rank says (`tokens.py`).
         result: file.
+        traces: folder for the profiler's traces; "": nothing is profiled.
     """
 
     arguments: dict[str, Any]
@@ -63,6 +71,7 @@ class Order:
     runs: int
     tokens: bool
     result: str
+    traces: str
 
     def text(self) -> str:
         """For the command line."""
@@ -84,7 +93,8 @@ def main(text: str) -> None:
 
     from vllm import LLM
 
-    llm = LLM(**order.arguments)
+    profiler = {"profiler_config": PROFILED | {"torch_profiler_dir": order.traces}} if order.traces else {}
+    llm = LLM(**order.arguments, **profiler)
     store.set(loaded(order.rank), "")
     store.wait([TURN], timedelta(seconds=order.turn_s))
     found = written(llm, order, meet) if order.tokens else taken(llm, order, meet)
@@ -97,12 +107,13 @@ def main(text: str) -> None:
 
 
 def taken(llm: Any, order: Order, meet: Callable[[], None]) -> dict[str, Any]:
-    """Milliseconds: "decode" of a step, "prefill" of a batch; one of each per run. Each shape runs once before."""
+    """Milliseconds: "decode" of a step, "prefill" of a batch, one of each per run; "graph" and "kernels" of the steps
+    that are graphs. Each shape runs once before."""
     from vllm import SamplingParams
 
     drawn = random.Random(order.rank)
 
-    def seconds(sequences: int, length: int, new: int) -> float:
+    def generated(sequences: int, length: int, new: int) -> tuple[float, Any]:
         prompts = [{"prompt_token_ids": drawn.choices(range(2, VOCABULARY), k=length)} for _ in range(sequences)]
         how = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
         meet()
@@ -111,16 +122,36 @@ def taken(llm: Any, order: Order, meet: Callable[[], None]) -> dict[str, Any]:
         took = time.perf_counter() - began
         if any(len(answer.outputs[0].token_ids) != new for answer in answers):
             raise RuntimeError(f"expected {new} tokens of each sequence, got others")
-        return took
+        return took, [answer.metrics for answer in answers]
 
     for shape in ((order.decode, START, SHORT), (order.prefill, PROMPT, 1)):
-        seconds(*shape)
-    found: dict[str, list[float]] = {"decode": [], "prefill": []}
+        generated(*shape)
+    found: dict[str, Any] = {"decode": [], "prefill": []}
     for _ in range(order.runs):
-        short_s, long_s = (seconds(order.decode, START, new) for new in (SHORT, LONG))
-        found["decode"].append(step_ms(short_s, long_s))
-        found["prefill"].append(1e3 * seconds(order.prefill, PROMPT, 1))
-    return dict(found)
+        _, times = generated(order.decode, START, LONG)
+        found["decode"].append(step_ms([t.first_token_ts for t in times], [t.last_token_ts for t in times], LONG))
+        found["prefill"].append(1e3 * generated(order.prefill, PROMPT, 1)[0])
+    if order.traces:
+        llm.start_profile()
+        generated(order.decode, START, LONG)
+        llm.stop_profile()
+        found |= profiled(Path(order.traces))
+    return found
+
+
+def profiled(folder: Path) -> dict[str, Any]:
+    """ "graph": milliseconds of each replay; "busy", "operations": their medians; "kernels": see `trace.KernelTime`."""
+    traces = [json.loads(gzip.decompress(path.read_bytes())) for path in folder.glob("*.json.gz")]
+    events = [event for found in traces for event in found["traceEvents"]]
+    steps = trace.replays(events)
+    if not steps:
+        return {}
+    each = [trace.replay_of(step) for step in steps]
+    middle = trace.median_of(each)
+    return {
+        "graph": [one.span_us / 1e3 for one in each], "busy_us": middle.busy_us, "operations": middle.operations,
+        "kernels": [astuple(kernel) for kernel in trace.kernel_times(steps)],
+    }  # fmt: skip
 
 
 def written(llm: Any, order: Order, meet: Callable[[], None]) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class Engine:
                 self.job.arguments, run.backend.tier != "built in", rank, sizes.ranks, self._store.port,
                 sizes.deadline_s, self._turn_s, os.getpid(), sizes.decode, sizes.prefill, sizes.runs, sizes.tokens,
                 str(folder / f"rank-{rank}.json"),
+                "" if sizes.tokens or run.eager else str(folder / f"traces-{rank}"),
             )  # fmt: skip
             told = environment(run, rank, sizes.ranks, self._port)
             self._ranks.append(_started(order, told, folder, self._command))

@@ -1,10 +1,11 @@
 """What is run of whole engines, and what their times mean. Pure: no vLLM here, no GPU.
 
-One engine at a time, a process per data-parallel rank, experts spread over all ranks. A figure is the wall time of
-`LLM.generate`, which the ranks begin together, on prompts that are new each time:
+One engine at a time, a process per data-parallel rank, experts spread over all ranks. `LLM.generate` gets prompts that
+are new each time; the ranks begin together:
 
-* decode: a batch that generates LONG tokens each, less one that generates SHORT, per token of the difference;
-* prefill: prompts of PROMPT tokens that generate one token each, whole.
+* decode: wall time between two tokens of a sequence, by the engine's own clock, median of the batch's sequences;
+* prefill: wall time of prompts of PROMPT tokens that generate one token each, whole;
+* graph: time of one decode step's graph on the GPU, by torch's profiler (`trace.py`), median of its replays.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from benchmarks.vllm import Model, Refused, aligned
 
 SHORT, LONG = 16, 272
-"""New tokens of a decode batch; their difference is what one figure divides by."""
+"""New tokens of a decode batch that warms up or is profiled, and of one that is timed."""
 START = 32
 """Tokens of its prompts."""
 PROMPT = 512
@@ -137,7 +138,7 @@ def engine_arguments(run: Run, model_folder: str, most_tokens: int, weights: str
     return {
         "model": model_folder, "load_format": weights, "skip_tokenizer_init": True, "generation_config": "vllm",
         "enable_expert_parallel": True, "all2all_backend": run.backend.slot, "enable_prefix_caching": False,
-        "max_model_len": MOST_LENGTH, "max_num_seqs": MOST_SEQUENCES, "disable_log_stats": True,
+        "max_model_len": MOST_LENGTH, "max_num_seqs": MOST_SEQUENCES, "disable_log_stats": False,
         "gpu_memory_utilization": FREE_AT_START, "kv_cache_memory_bytes": CACHE_BYTES, "seed": 0, **how,
         **({"max_num_batched_tokens": most_tokens} if most_tokens else {}),
     }  # fmt: skip
@@ -153,9 +154,9 @@ def environment(run: Run, rank: int, ranks: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def step_ms(short_s: float, long_s: float) -> float:
-    """Milliseconds of a decode step, from the times of a short batch and of a long one."""
-    return 1e3 * (long_s - short_s) / (LONG - SHORT)
+def step_ms(first_s: Sequence[float], last_s: Sequence[float], new: int) -> float:
+    """Milliseconds between two tokens, from the times of each sequence's first and last of `new` tokens."""
+    return 1e3 * statistics.median(b - a for a, b in zip(first_s, last_s, strict=True)) / (new - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,9 @@ class Outcome:
     results: Sequence[Mapping[str, Any]] = ()
     fault: str = ""
     rank: int | None = None
+
+
+STEPS = ("decode", "prefill", "graph")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +207,30 @@ def rows_of(run: Run, ranks: int, outcome: Outcome, versions: tuple[str, str, st
             *versions, "",
         )
         for rank, result in enumerate(outcome.results)
-        for step in ("decode", "prefill")
-        for place, ms in enumerate(sorted(result[step]))
+        for step in STEPS
+        for place, ms in enumerate(sorted(result.get(step, ())))
     ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """A kernel of a rank's decode step, in graphs: means over its replays."""
+
+    backend: str
+    tier: str
+    rank: int
+    kernel: str
+    count: float
+    us: float
+
+
+def kernel_rows(run: Run, outcome: Outcome) -> list[KernelRow]:
+    """Of all ranks."""
+    return [
+        KernelRow(run.backend.slot, run.backend.tier, rank, *kernel)
+        for rank, result in enumerate(outcome.results)
+        for kernel in result.get("kernels", ())
+    ]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -214,8 +239,8 @@ def table(rows: Sequence[Row]) -> str:
     for key in dict.fromkeys((row.backend, row.tier, row.mode) for row in rows):
         mine = [row for row in rows if (row.backend, row.tier, row.mode) == key]
         most = mine[0].most_tokens
-        lines.append([*key, str(most or ""), *(_slowest(mine, step) for step in ("decode", "prefill")), mine[0].fault])
-    return aligned(["backend", "tier", "mode", "most_tokens", "decode_ms", "prefill_ms", "fault"], lines)
+        lines.append([*key, str(most or ""), *(_slowest(mine, step) for step in STEPS), mine[0].fault])
+    return aligned(["backend", "tier", "mode", "most_tokens", *(f"{step}_ms" for step in STEPS), "fault"], lines)
 
 
 def _slowest(rows: Sequence[Row], step: str) -> str:
@@ -223,7 +248,7 @@ def _slowest(rows: Sequence[Row], step: str) -> str:
     for row in rows:
         if row.step == step and row.ms is not None:
             times.setdefault(row.rank, []).append(row.ms)
-    return f"{max(map(statistics.median, times.values())):.1f}" if times else ""
+    return f"{max(map(statistics.median, times.values())):.2f}" if times else ""
 
 
 _ERROR = re.compile(r"(Error|Timeout|Exception)\b.*:")

@@ -181,6 +181,9 @@ World = _record(
     ("combine_packets", "i32", "LL: packets of a combine row"),
     ("metadata_lines", "i32", "LL: lines of a row's metadata"),
     ("count_lines", "i32", "LL: lines of a source's counts per expert, 0 in rank-wise layouts"),
+    ("first_id", "i32", "rank-wise layouts: what local experts count from in the caller's ids"),
+    ("absent_id", "i32", "the caller's id of an expert that is not here"),
+    ("filled_rows", "i32", "FLAT: rows whose ids the caller reads though they did not come; 0 = none"),
     ("timeout_ns", "u64", "deadline of every wait"),
     ("peers", f"u64[{MAX_RANKS}]", "[R] base of each rank's region as mapped here"),
     ("active", "u8*", "[R] 1 = takes part"),
@@ -244,7 +247,7 @@ DispatchArgs = _record(
     ("num_rows", "i32*", "[1] out"),
     ("num_dropped", "i32*", "[1] out"),
     ("out_scales", "u8*", "scales in their final layout, or null"),
-    ("out_ids", "i32*", "[R, M, K] or [N, K] local ids, rank-wise layouts"),
+    ("out_ids", "i32*", "[R, M, K] or [N, K] ids of the rows' experts, rank-wise layouts"),
     ("out_weights", "f32*", "same shape"),
 )
 CombineArgs = _record(

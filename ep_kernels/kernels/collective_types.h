@@ -48,5 +48,5 @@ struct CollectiveArgs {
   i32 num_parts;  // all-gather; copy_wait: its phase
   GatherRange parts[16];  // all-gather
 };
-static_assert(sizeof(CollectiveArgs) == 1776, "CollectiveArgs: host and GPU differ");
+static_assert(sizeof(CollectiveArgs) == 1784, "CollectiveArgs: host and GPU differ");
 }  // namespace ep

@@ -180,6 +180,9 @@ struct World {
   i32 combine_packets;  // LL: packets of a combine row
   i32 metadata_lines;  // LL: lines of a row's metadata
   i32 count_lines;  // LL: lines of a source's counts per expert, 0 in rank-wise layouts
+  i32 first_id;  // rank-wise layouts: what local experts count from in the caller's ids
+  i32 absent_id;  // the caller's id of an expert that is not here
+  i32 filled_rows;  // FLAT: rows whose ids the caller reads though they did not come; 0 = none
   u64 timeout_ns;  // deadline of every wait
   u64 peers[64];  // [R] base of each rank's region as mapped here
   u8* active;  // [R] 1 = takes part
@@ -195,7 +198,7 @@ struct World {
   u64* samples;  // [4096, 9 + R] ring of latency records, device memory
   RegionMap map;  // byte map, equal on all ranks but for `rows` past the end
 };
-static_assert(sizeof(World) == 960, "World: host and GPU differ");
+static_assert(sizeof(World) == 968, "World: host and GPU differ");
 struct Work {
   u32 segment_bytes;  // HT dispatch: of a row's segment; LL combine: of a partial's prefetched rows
   u32 stage_offset;  // where the stages start in shared memory
@@ -243,10 +246,10 @@ struct DispatchArgs {
   i32* num_rows;  // [1] out
   i32* num_dropped;  // [1] out
   u8* out_scales;  // scales in their final layout, or null
-  i32* out_ids;  // [R, M, K] or [N, K] local ids, rank-wise layouts
+  i32* out_ids;  // [R, M, K] or [N, K] ids of the rows' experts, rank-wise layouts
   f32* out_weights;  // same shape
 };
-static_assert(sizeof(DispatchArgs) == 1176, "DispatchArgs: host and GPU differ");
+static_assert(sizeof(DispatchArgs) == 1184, "DispatchArgs: host and GPU differ");
 struct CombineArgs {
   World world;
   Work work;
@@ -269,10 +272,10 @@ struct CombineArgs {
   u8* z;  // [T, H] out, output dtype
   f32* z_weights;  // [T, K] out, or null
 };
-static_assert(sizeof(CombineArgs) == 1128, "CombineArgs: host and GPU differ");
+static_assert(sizeof(CombineArgs) == 1136, "CombineArgs: host and GPU differ");
 struct BarrierArgs {
   World world;
   u64 left_out_epoch;  // 0 = meet; else only leave out ranks that take no part: the others go on in this epoch
 };
-static_assert(sizeof(BarrierArgs) == 968, "BarrierArgs: host and GPU differ");
+static_assert(sizeof(BarrierArgs) == 976, "BarrierArgs: host and GPU differ");
 }  // namespace ep

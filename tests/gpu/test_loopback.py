@@ -52,6 +52,15 @@ def test_auto_between_its_crossover_and_its_most_tokens(size: int, crossover: in
     run(steps, Mode.AUTO, overrides, phases=SPLIT, backward=True)
 
 
+@pytest.mark.parametrize("exact_shapes", [False, True])
+@pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
+@pytest.mark.parametrize("size", [1, 3])
+def test_ids_as_experts_read_them(size: int, mode: Mode, exact_shapes: bool) -> None:
+    overrides = {"mode": mode, "layout": Layout.FLAT, "absent_id": 77, "exact_shapes": exact_shapes}
+    for phases in ((BOTH,), SPLIT):
+        run(cases(size, 9, hidden_size=136, num_experts=2 * size + 1, topk=3), mode, overrides, phases=phases)
+
+
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
 def test_phases_and_backward(mode: Mode, layout: Layout) -> None:

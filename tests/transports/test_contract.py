@@ -174,11 +174,13 @@ def test_grouped_alignment_and_worst_case_shapes(
 
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
 @pytest.mark.parametrize("max_recv_rows", [None, 5])
+@pytest.mark.parametrize("absent_id", [None, 4])
 def test_flat_worst_case_shapes(
-    world: Worlds, transport: str, capabilities: Capabilities, mode: Mode, max_recv_rows: int | None
-) -> None:
+    world: Worlds, transport: str, capabilities: Capabilities, mode: Mode, max_recv_rows: int | None,
+    absent_id: int | None,
+) -> None:  # fmt: skip
     overrides = {"mode": mode, "layout": Layout.FLAT, "exact_shapes": False, "max_recv_rows": max_recv_rows,
-                 "overflow": Overflow.DROP}  # fmt: skip
+                 "overflow": Overflow.DROP, "absent_id": absent_id}  # fmt: skip
     skip_unless(capabilities, overrides)
     world(3).run(run_cases, transport, cases(3, 6, hidden_size=32, num_experts=5, topk=3), overrides)
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks import facts
-from benchmarks.vllm import QWEN3, Refused, aligned, cases, launch, models, plan, tokens
+from benchmarks.vllm import QWEN3, Refused, aligned, cases, launch, models, plan, tokens, trace
 from benchmarks.vllm import __main__ as bench
 from benchmarks.vllm.plan import Outcome
 
@@ -121,13 +121,31 @@ def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None, gpus: int) -> 
 # Figures.
 
 
-def test_a_decode_step_is_the_difference_of_two_batches() -> None:
-    assert plan.step_ms(0.5, 0.5 + 256 * 0.004) == pytest.approx(4.0)
+def test_a_decode_step_is_the_time_between_two_tokens() -> None:
+    assert plan.step_ms([1.0, 1.1, 1.2], [1.0 + 0.04, 1.1 + 0.08, 1.2 + 9], 11) == pytest.approx(8.0)
+
+
+def kernel(name: str, launch: int, ts: float, dur: float) -> dict[str, Any]:
+    return {"cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"correlation": launch}}
+
+
+def test_a_step_is_one_launch_of_many_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "FEWEST", 3)
+    first = [kernel("a", 7, 10, 4), kernel("b", 7, 12, 4), kernel("a", 7, 20, 1)]
+    second = [kernel("b", 8, 50, 2), kernel("a", 8, 40, 2), kernel("b", 8, 49, 10)]
+    others = [kernel("alone", 1, 0, 5), {"cat": "cpu_op", "name": "x", "ts": 0, "dur": 1}]
+    steps = trace.replays([*second, *others, *first])
+    assert [trace.replay_of(step) for step in steps] == [trace.Replay(11, 7, 3), trace.Replay(19, 12, 3)]
+    assert trace.median_of([trace.replay_of(step) for step in steps]) == trace.Replay(15, 9.5, 3)
+    assert trace.kernel_times(steps) == [trace.KernelTime("b", 1.5, 8), trace.KernelTime("a", 1.5, 3.5)]
+    run = plan.runs_of("ag", eager=False)[0]
+    rows = plan.kernel_rows(run, Outcome([{"kernels": [("b", 1.5, 8.0)]}, {}]))
+    assert rows == [plan.KernelRow("allgather_reducescatter", "built in", 0, "b", 1.5, 8.0)]
 
 
 def test_a_table_shows_the_median_of_the_slowest_rank() -> None:
     results = [
-        {"decode": [5.0, 3.0, 40.0], "prefill": [200.0, 201.0, 199.0], "most_tokens": 256},
+        {"decode": [5.0, 3.0, 40.0], "prefill": [200.0, 201.0, 199.0], "graph": [1.9], "most_tokens": 256},
         {"decode": [4.0, 6.0, 7.0], "prefill": [1.0, 2.0, 3.0], "most_tokens": 256},
     ]
     rows = plan.rows_of(AG, 2, Outcome(results), VERSIONS)
@@ -136,8 +154,17 @@ def test_a_table_shows_the_median_of_the_slowest_rank() -> None:
     ]  # fmt: skip
     broken = plan.rows_of(plan.runs_of("ll", eager=False)[0], 2, Outcome(fault="rank 1 ended with 9", rank=1), VERSIONS)
     headings, first, second = plan.table([*rows, *broken]).splitlines()
-    assert headings.split() == ["backend", "tier", "mode", "most_tokens", "decode_ms", "prefill_ms", "fault"]
-    assert first.split() == ["allgather_reducescatter", "built", "in", "graphs", "256", "6.0", "200.0"]
+    assert headings.split() == [
+        "backend",
+        "tier",
+        "mode",
+        "most_tokens",
+        "decode_ms",
+        "prefill_ms",
+        "graph_ms",
+        "fault",
+    ]
+    assert first.split() == ["allgather_reducescatter", "built", "in", "graphs", "256", "6.00", "200.00", "1.90"]
     assert second.split()[-5:] == ["rank", "1", "ended", "with", "9"]
 
 
@@ -336,7 +363,7 @@ def test_a_small_checkpoint_is_one(name: str, tmp_path: Path) -> None:
 # The whole program, over a package that stands for vLLM.
 
 STAND_IN = """
-import json, os, sys, time
+import gzip, json, os, sys, time
 def note(what):
     with open("NOTES", "a") as file:
         file.write(f"{json.loads(sys.argv[1])['arguments']['all2all_backend']} {what}\\n")
@@ -348,6 +375,7 @@ class Thing:
         self.__dict__.update(given)
 class LLM:
     def __init__(self, **given):
+        self.given = given
         note("loads")
         print("Using AgRsAll2AllManager all2all manager.\\nUsing GraphManager all2all manager.", flush=True)
         if given["enforce_eager" if "enforce_eager" in given else "seed"]:
@@ -361,7 +389,16 @@ class LLM:
         self.seen |= ids
         time.sleep(how.new / 1000)
         step = {0: Thing(logprob=-1.0)}
-        return [Thing(outputs=[Thing(token_ids=[0] * how.new, logprobs=[step] * how.new)]) for _ in prompts]
+        outputs = [Thing(token_ids=[0] * how.new, logprobs=[step] * how.new)]
+        times = Thing(first_token_ts=1.0, last_token_ts=1.0 + (how.new - 1) / 1000)
+        return [Thing(outputs=outputs, metrics=times) for _ in prompts]
+    def start_profile(self):
+        self.folder = self.given["profiler_config"]["torch_profiler_dir"]
+    def stop_profile(self):
+        kernel = {"cat": "kernel", "name": "k", "dur": 10, "args": {"correlation": 1}}
+        os.makedirs(self.folder)
+        with gzip.open(self.folder + "/a.json.gz", "wt") as file:
+            json.dump({"traceEvents": [kernel | {"ts": 20 * n} for n in range(60)]}, file)
 """
 
 
@@ -442,7 +479,11 @@ def test_engines_are_measured_and_one_that_fails_is_a_row(stand_in: Path, capsys
     measured, broken = lines[:-1], lines[-1]
     assert {(line["rank"], line["step"], line["sorted_run"]) for line in measured} == {
         (rank, step, run) for rank in "01" for step in ("decode", "prefill") for run in "01"
-    }
+    } | {(rank, "graph", "0") for rank in "01"}
+    with (out / "vllm-kernels.csv").open(newline="", encoding="utf-8") as file:
+        assert [(line["rank"], line["kernel"], line["count"]) for line in csv.DictReader(file)] == [
+            ("0", "k", "60.0"), ("1", "k", "60.0"),
+        ]  # fmt: skip
     assert all(float(line["ms"]) >= 1.0 for line in measured if line["step"] == "prefill"), "a millisecond per token"
     assert all(line["most_tokens"] == "77" and line["vllm"] == "0.26.0" for line in measured)
     assert (broken["mode"], broken["ms"]) == ("eager", "")

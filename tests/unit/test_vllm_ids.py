@@ -49,6 +49,7 @@ def test_ids_that_are_columns_of_a_wider_table_are_dispatched(high_throughput: A
 
     finalizer = object.__new__(high_throughput.HighThroughputFinalizer)
     finalizer._calls, finalizer._first_expert, finalizer._timeouts = Calls(), 0, contextlib.nullcontext()
+    finalizer._fixed, finalizer._link = False, SimpleNamespace(pool=SimpleNamespace(size=64))  # so shapes are exact
     finalizer._keep = lambda handle: None
     wide, weights = torch.arange(12, dtype=torch.int32).view(3, 4), torch.rand(3, 4)
     finalizer._dispatch((torch.ones(3, 8), None), wide[:, :2], weights[:, :2], 8, torch.ones(3, 8))

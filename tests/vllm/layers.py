@@ -26,7 +26,7 @@ LL, HT, GRAPH = "deepep_low_latency", "deepep_high_throughput", "deepep_v2"
 CLASSES = {
     ("deep_ep", LL): "DeepEPLLPrepareAndFinalize",
     ("deep_ep", HT): "DeepEPHTPrepareAndFinalize",
-    ("native", LL): "LowLatencyFinalizer",
+    ("native", LL): "PlacedFinalizer",
     ("native", HT): "HighThroughputFinalizer",
     ("native", GRAPH): "GraphFinalizer",
 }
@@ -48,6 +48,8 @@ class Case:
         round_robin: expert e lives where `PLACED[e]` says.
         strided: the ids are columns of a wider table, as of a router that appends shared experts.
         tokens: T of each rank.
+        whole: nothing runs between the halves of a dispatch or a combine.
+        masked: DeepGEMM's masked kernels are there, so that native low latency gives the batched format.
     """
 
     plugin: str
@@ -60,10 +62,17 @@ class Case:
     missing: bool = False
     round_robin: bool = False
     strided: bool = False
+    masked: bool = False
+    whole: bool = False
 
     @property
     def batched(self) -> bool:
-        return self.backend == LL
+        return self.backend == LL and (self.masked or self.plugin == "deep_ep")
+
+    @property
+    def finalizer(self) -> str:
+        """Name of the class."""
+        return "BatchedFinalizer" if self.masked else CLASSES[self.plugin, self.backend]
 
 
 class Inputs:
@@ -263,7 +272,10 @@ def engine(case: Case, rank: int, num_halves: int = 1) -> Iterator[None]:
             configured = mock.Mock()
             configured.model_config.enforce_eager = False
             enter(mock.patch.object(all2all_utils, "get_current_vllm_config", return_value=configured))
-            from crossdock.vllm_plugin import high_throughput, low_latency
+            from crossdock.vllm_plugin import compat, high_throughput, low_latency
+
+            enter(mock.patch.object(compat, "batches", return_value=case.masked))
+            enter(mock.patch.object(compat, "overlaps", return_value=not case.whole))
 
             enter(mock.patch.object(high_throughput, "_quantize", quantized))
             enter(mock.patch.object(low_latency, "_quantize", quantized))
@@ -316,7 +328,8 @@ def apply(case: Case, finalizer: Any, inputs: Inputs, rank: int, ids: torch.Tens
     num_local = NUM_EXPERTS // 4
     first = rank * num_local
     expert_map = torch.full((NUM_EXPERTS,), -1, dtype=torch.int32)
-    expert_map[first : first + num_local] = torch.arange(num_local, dtype=torch.int32)
+    own = slice(first, first + num_local)
+    expert_map[PLACED.argsort()[own] if case.round_robin else own] = torch.arange(num_local, dtype=torch.int32)
     sizes = {"max_num_tokens": MAX_TOKENS, "num_dispatchers": 4} if case.batched else {}
     experts = experts_of(case, inputs, first, num_local)(_layer_config(case), _quant_config(case), **sizes)
     z: torch.Tensor = mk.FusedMoEKernel(finalizer, experts).apply(

@@ -23,7 +23,8 @@ def test_a_rank_that_missed_a_step_comes_back(four: World, backend: str) -> None
     assert [after for _, _, after in results] == [False] * 4
 
 
-def test_a_fault_on_the_device_is_seen_in_stream_order() -> None:
+def test_a_fault_is_what_the_host_knows_when_vllm_reads_it() -> None:
+    """vLLM asks behind a step, copies what it gets to the host, and reads that when the step has ended."""
     from crossdock.vllm_plugin.managers import Manager
 
     words = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
@@ -34,11 +35,13 @@ def test_a_fault_on_the_device_is_seen_in_stream_order() -> None:
         if words[1]:
             raise lost
 
-    comms = [SimpleNamespace(failed=lambda word=word: word, check=check) for word in words]
+    comms = [SimpleNamespace(fault=lambda word=word: lost if word else None, check=check) for word in words]
     manager._pool = SimpleNamespace(communicators=lambda: comms, size=4, rank=0)  # type: ignore[assignment]
     assert not manager.query_fault()
+    asked = manager.query_fault().to("cpu", non_blocking=True)
+    assert not asked.item()
     words[1][0] = 1
-    assert manager.query_fault().dtype == torch.bool
+    assert asked.item() is True
     assert manager.query_fault()
     assert manager.query_active_mask().tolist() == [0, 0, 1, 0]
     comms.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import tools
-from tests.vllm.layers import CLASSES, HT, LL, Case, run
+from tests.vllm.layers import CLASSES, GRAPH, HT, LL, Case, run
 from tests.worlds import World
 
 tools.require("vllm")
@@ -20,12 +20,21 @@ CASES += [
     Case(plugin, backend, fp8=True, scale=scale)
     for plugin, backend in CLASSES for scale in ("token", "given") if plugin == "native"
 ]  # fmt: skip
+CASES += [
+    Case("native", LL, masked=True, **more)
+    for more in (
+        {}, {"fp8": True}, {"topk": 1}, {"tokens": (0, 0, 0, 0)}, {"missing": True, "round_robin": True},
+        {"fp8": True, "scale": "token"}, {"fp8": True, "scale": "given"}, {"hidden": 272},
+    )
+]  # fmt: skip
+CASES += [Case("native", backend, whole=True, **more) for backend in (LL, HT, GRAPH) for more in ({}, {"fp8": True})]
+CASES += [Case("native", LL, whole=True, masked=True)]
 CASES += [Case("native", backend, hidden=272) for _, backend in CLASSES if backend != HT]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_layer(four: World, case: Case) -> None:
     results = four.run(run, case, timeout_s=600)
-    assert {name for name, _ in results} == {CLASSES[case.plugin, case.backend]}
+    assert {name for name, _ in results} == {case.finalizer}
     if any(case.tokens):
         assert max(error for _, error in results) > 0, "rows have travelled in bf16"

@@ -158,6 +158,8 @@ __device__ __forceinline__ void finish_receive(const DispatchArgs& args, Team te
   const World& world = args.world;
   const u64 start = note_receive(world, team, args.work.phases, number);
   if (team.block == 0 && status == kOk && !args.cached) write_counts(args, scratch);
+  if (LAYOUT == FLAT && status == kOk)
+    fill_entries(args, team, rows_delivered(args, scratch), world.filled_rows);
   const bool arrived =
       await_peers(world, FLAG_PAYLOAD, seq * kArrivalTotal, OP_DISPATCH, PHASE_PAYLOAD, start, waits_at(shared));
   if (arrived && status == kOk && *scratch.incomplete == 0) {  // await_metadata has compared the routing_ids

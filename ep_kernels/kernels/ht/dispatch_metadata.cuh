@@ -175,8 +175,7 @@ __device__ __forceinline__ void read_metadata(const DispatchArgs& args, Team tea
       if (kPerExpert) continue;
       const i32 row = admit(first_row(args, scratch, source[j]) + position, 0, world.capacity);
       if (row < 0) continue;
-      args.out_ids[static_cast<i64>(row) * topk + k] = metadata[j].local_expert;
-      args.out_weights[static_cast<i64>(row) * topk + k] = metadata[j].weight;
+      write_entry(args, static_cast<i64>(row) * topk + k, metadata[j]);
     }
   }
 }

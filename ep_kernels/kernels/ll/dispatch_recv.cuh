@@ -203,8 +203,7 @@ __device__ __forceinline__ void save_metadata(const DispatchArgs& args, const Ll
   if (kPerExpert) return;
   const i32 row = dst_row_of(args, scratch, source, position);
   if (row < 0) return;
-  args.out_ids[row * topk + k] = metadata.local_expert;
-  args.out_weights[row * topk + k] = metadata.weight;
+  write_entry(args, row * topk + k, metadata);
 }
 
 // Writes a ready arrival to its final rows. False after a failed wait.
@@ -344,6 +343,7 @@ __device__ __forceinline__ void dispatch_receive(const DispatchArgs& args, Team 
               [&](i32 source, i32 e) { return scratch.recv_counts[source * recv_counts_stride(world) + 1 + e]; });
       if (is_finalizer) write_counts(args, scratch);
     }
+    if (LAYOUT == FLAT) fill_entries(args, team, rows_delivered(args, scratch), world.size * world.ll_tokens);
     ok = receive_rows(args, scratch, first, step, seq, start, waits);
   } else if (counts == kRoutingMismatch && is_finalizer) {
     write_no_counts(args);

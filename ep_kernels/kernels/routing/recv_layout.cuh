@@ -160,6 +160,24 @@ __device__ __forceinline__ void write_saved_counts(const DispatchArgs& args) {
   if (threadIdx.x == 0) write_totals(args, args.saved_counts[at.num_rows], args.saved_counts[at.num_dropped]);
 }
 
+// Entry k of a final row as the caller reads it; rank-wise layouts.
+__device__ __forceinline__ void write_entry(const DispatchArgs& args, i64 entry, const TokenMetadata& metadata) {
+  const i32 expert = metadata.local_expert;
+  args.out_ids[entry] = expert < 0 ? args.world.absent_id : args.world.first_id + expert;
+  args.out_weights[entry] = metadata.weight;
+}
+
+// FLAT: entries of the rows from `first` on that the caller reads though they did not come. All threads of a team.
+__device__ __forceinline__ void fill_entries(const DispatchArgs& args, Team team, i32 first, i32 end) {
+  const i32 topk = args.world.topk, step = team.num_blocks * THREADS;
+  const i32 last = min(end, args.world.filled_rows) * topk;  // 31 bits: plan.sizes_of
+#pragma unroll 1
+  for (i32 i = first * topk + team.block * THREADS + threadIdx.x; i < last; i += step) {
+    args.out_ids[i] = args.world.absent_id;
+    args.out_weights[i] = 0.0f;
+  }
+}
+
 // Zeroes the counts: after a failed wait, or where routing_ids differ, no row may look delivered. A handle that is
 // reused stays as it is. One block.
 __device__ __noinline__ void write_no_counts(const DispatchArgs& args) {
@@ -167,6 +185,7 @@ __device__ __noinline__ void write_no_counts(const DispatchArgs& args) {
   for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) args.counts[g] = 0;
   for (i32 g = threadIdx.x; LAYOUT == GROUPED && g <= at.groups; g += blockDim.x) args.offsets[g] = 0;
   if (threadIdx.x == 0) *args.num_rows = *args.num_dropped = 0;
+  if (LAYOUT == FLAT) fill_entries(args, {0, 1}, 0, args.world.filled_rows);
   if (args.cached) return;
   for (i32 i = threadIdx.x; i < 2 * at.groups + 3; i += blockDim.x) args.saved_counts[i] = 0;
   for (i32 s = threadIdx.x; s < args.world.size; s += blockDim.x) args.source_rows[s] = 0;
@@ -176,7 +195,10 @@ __device__ __noinline__ void write_no_counts(const DispatchArgs& args) {
 // (`arrived`), which is reported here.
 __device__ __forceinline__ void deliver_nothing(const DispatchArgs& args, Team team, const Scratch& scratch,
                                                 bool arrived) {
-  if (team.block != 0) return;
+  if (team.block != 0) {  // ids that this block has not written must not be read as ids
+    if (LAYOUT == FLAT) fill_entries(args, {0, 1}, 0, args.world.filled_rows);
+    return;
+  }
   write_no_counts(args);
   if (arrived) report_mismatch(args.world, OP_DISPATCH, routing_ids_at(args), scratch.routing_id);
 }

@@ -42,6 +42,8 @@ def geometry_of(config: MoEConfig) -> native.Geometry:
         combine_type=native.type_code(config.resolved_combine_dtype),
         layout=native.layout_code(layout),
         scales=scales,
+        first_id=config.first_id,
+        absent_id=config.resolved_absent_id,
         row_bytes=config.hidden_size * config.payload_dtype.itemsize,
         scale_bytes=scale_bytes,
         capacity=capacity * here,

@@ -77,7 +77,8 @@ class Geometry(ctypes.Structure):
 
     _fields_ = (
         _fields(c_int32, "rank ranks experts local_experts stride topk max_tokens in_flight")
-        + _fields(c_int32, "hidden exact alignment by_domain x_type out_type combine_type layout scales pad")
+        + _fields(c_int32, "hidden exact alignment by_domain x_type out_type combine_type layout scales")
+        + _fields(c_int32, "first_id absent_id pad")
         + _fields(c_int64, "row_bytes scale_bytes capacity slots y_rows timeout_ns")
     )
 

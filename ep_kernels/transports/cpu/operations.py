@@ -74,9 +74,11 @@ class CpuDispatch:
         """Room for what rank-wise layouts say of a row, made while routes are under way."""
         if self._buffers.layout.per_expert:
             return
-        geometry = self._transport.geometry
+        geometry, config = self._transport.geometry, self._transport.config
         self._ids = torch.empty(geometry.capacity, geometry.topk, dtype=torch.int32, device=CPU)
         self._weights = torch.empty(geometry.capacity, geometry.topk, dtype=torch.float32, device=CPU)
+        if config.absent_id is not None and not config.exact_shapes:
+            self._ids.fill_(config.absent_id), self._weights.zero_()
         self._op.out_ids, self._op.out_weights = self._ids.data_ptr(), self._weights.data_ptr()
 
     def send(self) -> None:

@@ -21,6 +21,7 @@ from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabil
 from ep_kernels.collectives.pool import SymmetricPool
 from ep_kernels.errors import ArgumentError, HandleError, TransportError
 from ep_kernels.kernels import abi, collective_abi
+from ep_kernels.telemetry import merged
 from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs, other_tag
 from ep_kernels.transports.nvlink import collective_plan as plan
 from ep_kernels.transports.nvlink import copies, launch, links
@@ -361,6 +362,6 @@ class NvlinkCollectives(NvlinkMember):
         """See `collective_work.WorkOwner`."""
         return self._copies.has_ended(seq)
 
-    def samples(self) -> list[LatencySample]:
+    def samples(self) -> Sequence[LatencySample]:
         """See `base.MemberTransport`: of kernels and of copy engines, by when they began."""
-        return sorted([*super().samples(), *self._copies.samples()], key=lambda sample: sample.start_ns)
+        return merged(super().samples(), self._copies.samples())

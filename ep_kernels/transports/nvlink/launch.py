@@ -10,7 +10,7 @@ import functools
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import addressof, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 from ep_kernels.errors import TransportError
@@ -61,6 +61,11 @@ BOXES: dict[str, Signature] = {
     "cd_boxes_free": (None, (c_void_p,)),
 }
 """Functions of native/box_words.cpp, which need no driver."""
+SAMPLES: dict[str, Signature] = {
+    "cd_samples_whole": (c_int, (c_void_p, c_int, c_int, c_int64, c_void_p)),
+    "cd_samples": (None, (c_void_p, c_void_p, c_int, c_int, c_int64, c_void_p)),
+}
+"""Functions of native/samples.cpp, which need none either."""
 
 
 @functools.cache
@@ -87,6 +92,12 @@ def fence(library: Native = _LIBRARY) -> Callable[[], None]:
 def boxes(library: Native = _LIBRARY) -> ctypes.CDLL:
     """The library, for what the network brings. Raises TransportError."""
     return load_library("nvlink", library, BOXES)
+
+
+@functools.cache
+def samples(library: Native = _LIBRARY) -> ctypes.CDLL:
+    """The library, for latency records. Raises TransportError."""
+    return load_library("nvlink", library, SAMPLES)
 
 
 def run_steps(steps: Sequence[CopyStep], stream: int, library: ctypes.CDLL) -> None:

@@ -16,6 +16,7 @@ import torch
 from ep_kernels import jit, tuning
 from ep_kernels.errors import ArgumentError, TransportError
 from ep_kernels.network.sending import require
+from ep_kernels.telemetry import merged
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink import left_out
 from ep_kernels.transports.nvlink.domain import Domain
@@ -291,10 +292,9 @@ class NvlinkMember:
         """See `base.MemberTransport`."""
         self._domain.mailbox.wake()
 
-    def samples(self) -> list[LatencySample]:
+    def samples(self) -> Sequence[LatencySample]:
         """See `base.MemberTransport`."""
-        found = [*self._domain.mailbox.samples(), *self._tables.samples()]
-        return sorted(found, key=lambda sample: sample.start_ns)
+        return merged(self._domain.mailbox.samples(), self._tables.samples())
 
     def traffic(self) -> list[PeerTraffic]:
         """See `base.MemberTransport`. What kernels send; nothing in one NVLink domain."""

@@ -11,9 +11,9 @@ import torch
 
 from ep_kernels.config import Group
 from ep_kernels.kernels import abi
+from ep_kernels.telemetry import Samples
 from ep_kernels.transports.nvlink import samples
 from ep_kernels.transports.nvlink.host_page import HostPage
-from ep_kernels.types import LatencySample
 
 _STATE_WORDS = ctypes.sizeof(abi.State) // 8
 _WORD = {name: getattr(abi.State, name).offset // 8 for name, _ in abi.State._fields_}
@@ -71,7 +71,7 @@ class RankTables:
         dispatch, combine, barrier = (words[_WORD[name]] for name in names)
         return dispatch, combine, barrier
 
-    def samples(self) -> list[LatencySample]:
+    def samples(self) -> Samples:
         """Latency records since the last call, oldest first. Any thread; waits for no kernel."""
         return self._ring.take(self.host.clock_offset_ns)
 

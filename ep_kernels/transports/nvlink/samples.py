@@ -1,18 +1,23 @@
 """The host's end of the latency records (`kernels/common/trace.cuh` is the other): a ring in device memory, read beside
-whatever the device does."""
+whatever the device does. By columns: an engine writes thousands of records a second, and Python code that looks at each
+of them holds up the thread that launches its steps.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from ep_kernels.errors import TransportError
 from ep_kernels.kernels import abi
-from ep_kernels.types import LatencySample
+from ep_kernels.telemetry import Samples, record_bytes
+from ep_kernels.transports.nvlink import launch
 
-CHUNK = 128
+CHUNK = 512
 """Records that one copy moves."""
 PATIENCE_S = 1.0
 """A copy takes microseconds, more where other processes have the device: so long, at most, a caller is kept waiting."""
@@ -51,24 +56,22 @@ class SampleRing:
     """
 
     def __init__(self, size: int, head: torch.Tensor, copy: Copy) -> None:
-        self._head, self._copy = head, copy
+        self._size, self._head, self._copy = size, head, copy
+        self._native = launch.samples()
         shape = abi.SAMPLE_CAPACITY, abi.SAMPLE_WORDS + size
         self.records = torch.zeros(shape, dtype=torch.int64, device=head.device)
         self._lock = threading.Lock()
         self._begun = 0
         self._open: list[int] = []
 
-    def take(self, clock_offset_ns: int) -> list[LatencySample]:
+    def take(self, clock_offset_ns: int) -> Samples:
         """Operations that have ended since the last call, in the order in which they were sent; the caller's clock is
         so far ahead of the device's. Any thread. A lost device gives none, nor one that is too busy for `PATIENCE_S`
         (the next call has them)."""
-        found: list[LatencySample] = []
-        with self._lock:
-            try:
-                self._read_into(found, clock_offset_ns)
-            except TransportError:  # the next operation says what happened to the device
-                return found
-        return found
+        found = bytearray()
+        with self._lock, contextlib.suppress(TransportError):  # the next operation says what happened to the device
+            self._read_into(found, clock_offset_ns)
+        return Samples(found, self._size, _KINDS)
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
         """A copy of int64 words (at most CHUNK records full) that lie on the device, by the same way as records: beside
@@ -89,58 +92,69 @@ class SampleRing:
             self._open += range(max(self._begun, number - abi.SAMPLE_CAPACITY), number)
             self._begun = number + 1
 
-    def _read_into(self, found: list[LatencySample], clock_offset_ns: int) -> None:
+    def _read_into(self, found: bytearray, clock_offset_ns: int) -> None:
+        """Whole records by spans of numbers; what is not whole yet, or was not reached, stays open."""
         oldest = self._oldest()
         if oldest is None:
             return
         begun = oldest + abi.SAMPLE_CAPACITY - 1
-        numbers = [n for n in (*self._open, *range(max(self._begun, oldest), begun)) if n >= oldest]
-        self._open, self._begun = numbers, max(self._begun, begun)
-        for span in _spans(numbers):
-            ended = self._words(span)
-            if ended is None:
-                return
-            if not any(map(_is_whole, ended)):
-                continue
-            words, oldest = self._words(span), self._oldest()  # a second look: see kernels/common/trace.cuh
-            if words is None or oldest is None:
-                return
-            for number, then, now in zip(span, ended, words, strict=True):
-                if _is_whole(then):
-                    self._open.remove(number)
-                    if number >= oldest:
-                        found.append(_sample(now, clock_offset_ns))
+        runs = [*_runs([n for n in self._open if n >= oldest]), range(max(self._begun, oldest), begun)]
+        spans = [part for run in runs for part in _chunks(run)]
+        self._open, self._begun = [], max(self._begun, begun)
+        try:
+            while spans and self._read_span(spans[0], found, clock_offset_ns):
+                del spans[0]
+        finally:
+            self._open += [n for span in spans for n in span]
+
+    def _read_span(self, span: range, found: bytearray, clock_offset_ns: int) -> bool:
+        """Its whole records; the others stay open. False: the device did not get to it in time."""
+        ended = self._words(span)
+        if ended is None:
+            return False
+        whole = (ctypes.c_uint8 * len(span))()
+        count = self._native.cd_samples_whole(ended.data_ptr(), len(span), self._size, abi.COMPLETE_RECORD, whole)
+        if count:
+            words = self._words(span)  # a second look: see kernels/common/trace.cuh
+            if words is None:
+                return False
+            room = ctypes.create_string_buffer(count * record_bytes(self._size))
+            self._native.cd_samples(words.data_ptr(), whole, len(span), self._size, clock_offset_ns, room)
+            oldest = self._oldest()  # takes the place of the words
+            if oldest is None:
+                return False
+            overwritten = sum(whole[: max(0, oldest - span.start)])
+            found += memoryview(room)[overwritten * record_bytes(self._size) :]
+        if count < len(span):
+            self._open += [number for number, is_whole in zip(span, whole, strict=True) if not is_whole]
+        return True
 
     def _oldest(self) -> int | None:
         """The oldest record that has not been overwritten, or cleared for the next operation."""
         head = self._copy(self._head)
         return None if head is None else int(head[0]) - abi.SAMPLE_CAPACITY + 1
 
-    def _words(self, span: range) -> list[list[int]] | None:
+    def _words(self, span: range) -> torch.Tensor | None:
         begin = span.start % abi.SAMPLE_CAPACITY
-        records = self._copy(self.records[begin : begin + len(span)])
-        return None if records is None else records.tolist()
+        return self._copy(self.records[begin : begin + len(span)])
 
 
-def _spans(numbers: list[int]) -> list[range]:
-    """Runs of numbers that lie side by side in the ring, CHUNK at most."""
-    spans: list[range] = []
-    for number in numbers:
-        last = spans[-1] if spans else range(0)
-        if number == last.stop and len(last) in range(1, CHUNK) and number % abi.SAMPLE_CAPACITY != 0:
-            spans[-1] = range(last.start, number + 1)
-        else:
-            spans.append(range(number, number + 1))
-    return spans
+def _runs(numbers: list[int]) -> Iterator[range]:
+    """Ascending numbers as ranges."""
+    begin = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+            yield range(numbers[begin], numbers[at - 1] + 1)
+            begin = at
 
 
-def _is_whole(words: list[int]) -> bool:
-    return words[abi.SAMPLE_WORDS - 1] == abi.COMPLETE_RECORD
+def _chunks(run: range) -> Iterator[range]:
+    """Parts of at most CHUNK that lie side by side in the ring."""
+    begin = run.start
+    while begin < run.stop:
+        end = min(run.stop, begin + CHUNK, begin + abi.SAMPLE_CAPACITY - begin % abi.SAMPLE_CAPACITY)
+        yield range(begin, end)
+        begin = end
 
 
-def _sample(words: list[int], clock_offset_ns: int) -> LatencySample:
-    op, mode, seq, tokens, start, send_ns, received, end, _, *waits = words
-    # a block that sends may end after the last one that receives
-    total_ns = send_ns + end - received if received else max(send_ns, end - start)
-    name = "ht" if mode else "ll"
-    return LatencySample(abi.OPS[op], name, seq, tokens, start + clock_offset_ns, send_ns, tuple(waits), total_ns)
+_KINDS = {(op, mode): (name, ("ll", "ht")[mode]) for op, name in enumerate(abi.OPS) for mode in (0, 1)}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 
 from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.kernels import abi
+from ep_kernels.telemetry import Samples
 from ep_kernels.transports.nvlink import plan
 from ep_kernels.transports.nvlink.rank_tables import RankTables
-from ep_kernels.types import LatencySample, Mode, Overflow
+from ep_kernels.types import Mode, Overflow
 
 _GONE_RANK = -2
 """Routing: every copy of the expert is on ranks that take no part."""
@@ -51,18 +51,21 @@ class Tables(RankTables):
             num_in_flight=c.max_in_flight,
             row_bytes=shape.row_bytes, scale_bytes=shape.scale_bytes, combine_row_bytes=shape.combine_row_bytes,
             row_packets=shape.row_packets, combine_packets=shape.combine_packets, metadata_lines=shape.metadata_lines,
+            first_id=c.first_id, absent_id=c.resolved_absent_id,
+            filled_rows=0 if c.absent_id is None or c.exact_shapes else sizes.capacity,
             count_lines=shape.count_lines, capacities=self._capacities.data_ptr(),
             block_counts=self._block_counts.data_ptr(), zeros=self._zeros.data_ptr(),
             experts=self._experts.data_ptr(), replica_ranks=self._copies[0].data_ptr(),
             replica_slots=self._copies[1].data_ptr(), map=abi.region_map(shape),
         )  # fmt: skip
 
-    def samples(self) -> list[LatencySample]:
+    def samples(self) -> Samples:
         """See `RankTables.samples`. Where LL's kernels run HT's steps, too, its records say HT."""
         found, asked = super().samples(), self._config.mode
         if asked is plan.algorithm(self._config, asked) or asked is Mode.AUTO:
             return found
-        return [dataclasses.replace(sample, mode=asked.value) for sample in found]
+        kinds = {number: (op, asked.value) for number, (op, _) in found.kinds.items()}
+        return Samples(found.records, found.ranks, kinds)
 
     def set_active(self, mask: Sequence[bool]) -> None:
         """Route around ranks whose mask is False, and wait for them no more. In place: graphs captured before go on."""

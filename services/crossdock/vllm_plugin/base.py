@@ -71,6 +71,7 @@ class Finalizer(_Base):  # type: ignore[misc]
         self._link, self._num_dispatchers = link, num_dispatchers
         self._timeouts = CountingTimeouts(link.pool.rank, link.settings)
         self._handles: list[Any] = [None] * IN_FLIGHT
+        self._halves = compat.overlaps()
 
     def num_dispatchers(self) -> int:
         """R."""
@@ -89,8 +90,9 @@ class Finalizer(_Base):  # type: ignore[misc]
         return None
 
     def supports_async(self) -> bool:
-        """Shared experts run between the phases of combine."""
-        return True
+        """Whether dispatch and combine come in two halves: where shared experts, or the other half of a batch, run
+        between them. Else each is one launch."""
+        return self._halves
 
     def _watched(self) -> Any:
         return self._timeouts

@@ -26,6 +26,7 @@ _FACTORIES = ("maybe_make_prepare_finalize", "maybe_roundup_layer_hidden_size")
 _BLOCK_SHAPE = "DEEPEP_QUANT_BLOCK_SHAPE"
 _ATTENTION = ("vllm.v1.attention.backend", "AttentionMetadataBuilder")
 _REUSES = "supports_update_block_table"
+_PARALLEL, _BATCHES = (f"{_MOE}.config", "FusedMoEParallelConfig"), "use_batched_activation_format"
 
 NAMES = {
     "All2AllManagerBase": f"{_COMM}.base_device_communicator",
@@ -47,6 +48,12 @@ NAMES = {
     "get_forward_context": "vllm.forward_context",
 }
 """Names that our classes use, and their modules."""
+
+SHARED_EXPERTS = (
+    "n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts",
+    "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+)  # fmt: skip
+"""Fields of a model's config, one of which says how many there are, or how large."""
 
 PARAMETERS = {
     "prepare_async": {
@@ -119,6 +126,9 @@ def missing() -> list[str]:
             for function in _FACTORIES
             if slot.finalizer not in _code_names(utils, function)
         ]
+    batching = getattr(getattr(_module(_PARALLEL[0]), _PARALLEL[1], None), _BATCHES, None)
+    if not isinstance(batching, property):
+        faults.append(f"{'.'.join(_PARALLEL)}.{_BATCHES} is a property")
     if _BLOCK_SHAPE not in _code_names(utils, _FACTORIES[0]):
         faults.append(f"{_FINALIZERS}.{_FACTORIES[0]} looks {_BLOCK_SHAPE} up as a global")
     for name, place in NAMES.items():
@@ -154,6 +164,38 @@ def put(chosen: Mapping[str, tuple[Any, Any]]) -> None:
         setattr(_module(_MANAGERS), slot.manager, manager)
         setattr(_module(_FINALIZERS), slot.finalizer, finalizer)
     setattr(_module(_FINALIZERS), _BLOCK_SHAPE, [128, 128])
+    setattr(getattr(_module(_PARALLEL[0]), _PARALLEL[1]), _BATCHES, property(_wants_batches))
+
+
+def _wants_batches(parallel: Any) -> bool:
+    """vLLM's `use_batched_activation_format`, but that our low latency has two formats."""
+    return bool(parallel.use_nixl_ep_kernels or (parallel.use_deepep_ll_kernels and batches()))
+
+
+def batches() -> bool:
+    """Whether the low-latency backend's experts get the batched format: where DeepGEMM's masked kernels run, which skip
+    empty slots; that is for weights in fp8 blocks of 128, where DeepGEMM is installed and the GPU has it."""
+    config = getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
+    model = None if config is None else config.model_config
+    quantized = None if model is None else getattr(model.hf_config, "quantization_config", None)
+    block = quantized.get("weight_block_size") if isinstance(quantized, dict) else None
+    return block == [128, 128] and bool(_module("vllm.utils.deep_gemm").is_deep_gemm_supported())
+
+
+def overlaps() -> bool:
+    """Whether the engine has something to run between the halves of a dispatch or a combine: shared experts, or the
+    other half of a batch. A model whose config names shared experts otherwise does without that overlap."""
+    config = getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
+    if config is None or config.parallel_config.use_ubatching or config.model_config is None:
+        return True
+    model = config.model_config.hf_text_config
+    return any(getattr(model, name, None) for name in SHARED_EXPERTS)
+
+
+def most_tokens() -> int:
+    """M, most tokens of a rank in one step, as vLLM's scheduler has it."""
+    config = _module("vllm.config").get_current_vllm_config()
+    return int(config.scheduler_config.max_num_batched_tokens)
 
 
 def part_halves() -> list[str]:

@@ -1,12 +1,14 @@
-"""High throughput in vLLM: each token once per rank; the experts apply weights and reduce.
+"""vLLM's standard format: each token once per rank; the experts apply weights and reduce. Small steps run LL.
 
-`HighThroughputFinalizer` gives exact shapes and reads the device for them (prefill, eager). `GraphFinalizer` gives
-fixed shapes, does not read the device and so works in CUDA graphs; small steps run LL.
+Shapes are fixed (the rows of all ranks' tokens) where CUDA graphs want that, and where nearly every token goes to every
+rank anyway: then a step is a dispatch and a combine, the host waits for nothing, and no other kernel is launched.
+Otherwise shapes are exact, and the host waits for the number of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from crossdock.deep_ep.pool import PooledCommunicator
 from crossdock.vllm_plugin import compat
 from crossdock.vllm_plugin.base import Finalizer, quantized_rows, round_up, scaled_alone, weighted_input
 from crossdock.vllm_plugin.managers import LayerContext
-from ep_kernels import Layout, Mode, MoECommunicator
+from ep_kernels import DispatchHandle, Layout, Mode, MoECommunicator
 
 _STANDARD: Any = compat.find("FusedMoEActivationFormat").Standard
 _Metadata: Any = compat.find("ExpertTokensMetadata")
@@ -32,20 +34,25 @@ _back_to_comm: Any = compat.find("dbo_switch_to_comm")
 _comm_to_compute: Any = compat.find("dbo_yield_and_switch_from_comm_to_compute")
 
 Prepared = tuple[torch.Tensor, torch.Tensor | None, Any, torch.Tensor, torch.Tensor]
+WHOLE = 0.85
+"""Share of all tokens from which on a rank is given room for all: the rows that do not come cost the experts less than
+the wait for their number costs the host."""
 
 
-class HighThroughputFinalizer(Finalizer):
-    """Replaces vLLM's `DeepEPHTPrepareAndFinalize`; arguments as vLLM's factory gives them."""
+class StandardFinalizer(Finalizer):
+    """What the backends of the standard format share.
 
-    @staticmethod
-    def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
-        """Rows of whole 16-byte words also as fp8."""
-        return round_up(hidden_size, 1)
+    Args:
+        link: of the manager.
+        num_dispatchers: R.
+        first_expert: id of this rank's first expert.
+        fixed: shapes are fixed in every step, as CUDA graphs want them.
+    """
 
-    def __init__(self, buffer: LayerContext, num_dispatchers: int, dp_size: int, rank_expert_offset: int) -> None:
-        super().__init__(buffer, num_dispatchers)
-        self._calls = HighThroughput(buffer.pool)
-        self._first_expert = rank_expert_offset
+    def __init__(self, link: LayerContext, num_dispatchers: int, first_expert: int, fixed: bool) -> None:
+        super().__init__(link, num_dispatchers)
+        self._calls = HighThroughput(link.pool)
+        self._first_expert, self._fixed = first_expert, fixed
 
     @property
     def activation_format(self) -> Any:
@@ -98,22 +105,66 @@ class HighThroughputFinalizer(Finalizer):
         return (x, None), None, False
 
     def _elsewhere(self, num_experts: int) -> int:
-        """An expert of another rank."""
+        """An expert of another rank: experts look every id up in a table, and there find that it is not here."""
         return num_experts - 1 if self._first_expert == 0 else 0
 
     def _dispatch(
         self, payload: Any, topk_ids: torch.Tensor, weights: torch.Tensor, num_experts: int, a1: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Any]:
-        """Rows, scales, global ids, weights, counts. An entry without a local expert names an expert of another
-        rank, because experts look up every id in their map."""
-        kind = self._calls.kind(payload, num_experts, topk_ids.shape[1], 0, output_dtype=a1.dtype)
+        """Rows, scales, global ids, weights, counts."""
+        ids, weights = topk_ids.contiguous(), weights.contiguous()
         with self._watched():
-            got = self._calls.dispatch(payload, topk_ids.contiguous(), weights.contiguous(), kind, keep=False)
+            if self._fixed or share_of_tokens(self._link.pool.size, ids.shape[1]) >= WHOLE:
+                return self._fixed_rows(payload, ids, weights, num_experts, a1.dtype)
+            return self._exact_rows(payload, ids, weights, num_experts, a1.dtype)
+
+    def _fixed_rows(
+        self, payload: Any, ids: torch.Tensor, weights: torch.Tensor, num_experts: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, None]:
+        """R * (the step's most tokens) rows, of which those that did not come name experts of other ranks. Neither the
+        host waits nor is anything launched but the dispatch."""
+        x, scales = payload
+        packed = x.contiguous() if scales is None else (x.contiguous(), scales.contiguous())
+        shape = self._shape(payload, num_experts, ids.shape[1], dtype)
+        place = self._link.pool.get(shape) or self._make(shape, x)
+        step = _step_tokens(len(ids), shape.max_tokens)
+        with self._link.pool.step(place, shape) as comm:
+            out, handle = comm.dispatch(packed, ids, weights, step_tokens=step)
+        rows = self._link.pool.size * step
+        self._keep(_Fixed(comm, comm.trimmed(handle, rows)))
+        assert out.topk_ids is not None
+        assert out.topk_weights is not None
+        scale = None if out.scales is None else out.scales[:rows]
+        return out.tokens[:rows], scale, out.topk_ids[:rows], out.topk_weights[:rows], None
+
+    def _exact_rows(
+        self, payload: Any, ids: torch.Tensor, weights: torch.Tensor, num_experts: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Any]:
+        """The rows that arrived; the host waits for their number."""
+        kind = self._calls.kind(payload, num_experts, ids.shape[1], 0, output_dtype=dtype)
+        got = self._calls.dispatch(payload, ids, weights, kind, keep=False)
         self._keep(got.handle)
-        ids = torch.where(got.topk_idx < 0, self._elsewhere(num_experts), got.topk_idx + self._first_expert)
+        here = torch.where(got.topk_idx < 0, self._elsewhere(num_experts), got.topk_idx + self._first_expert)
         counted = torch.tensor(got.counted, dtype=torch.int32, device="cpu")
         metadata = _Metadata(expert_num_tokens=got.counts, expert_num_tokens_cpu=counted)
-        return got.x, got.scales, ids, got.topk_weights, metadata
+        return got.x, got.scales, here, got.topk_weights, metadata
+
+    def _shape(self, payload: Any, num_experts: int, topk: int, dtype: torch.dtype) -> StandardShape:
+        x, scales = payload
+        columns, scale_dtype = (0, None) if scales is None else (scales.shape[1], scales.dtype)
+        most, hidden = self._link.max_tokens, x.shape[1]
+        return StandardShape(most, hidden, x.dtype, columns, scale_dtype, dtype, num_experts, topk)
+
+    def _make(self, shape: StandardShape, x: torch.Tensor) -> PooledCommunicator:
+        self._link.pool.experts_per_rank(shape.num_experts)
+        scaled: dict[str, Any] = {}
+        if shape.scale_columns:
+            scaled = {"scale_columns": shape.scale_columns, "scale_dtype": shape.scale_dtype}
+        return self._link.pool.make(
+            shape, shape, x, shape.max_tokens, mode=Mode.AUTO, layout=Layout.FLAT, exact_shapes=False,
+            absent_id=self._elsewhere(shape.num_experts), dtype=shape.dtype, output_dtype=shape.output_dtype,
+            num_experts=shape.num_experts, topk=shape.topk, hidden_size=shape.hidden, **scaled,
+        )  # fmt: skip
 
     def prepare(
         self,
@@ -179,66 +230,43 @@ class HighThroughputFinalizer(Finalizer):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> None:
-        """As `finalize_async`, with its result."""
-        self.finalize_async(
-            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        )()
+        """As `finalize_async`, with its result, in one launch."""
+        y = _reduced(fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl)
+        handle = self._kept()
+        z = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        with self._watched():
+            rows, inner = handle.for_combine(y)
+            handle.comm.combine(rows, inner, out=z)
+        if z is not output:
+            output.copy_(z)
 
 
-class GraphFinalizer(HighThroughputFinalizer):
+class HighThroughputFinalizer(StandardFinalizer):
+    """Replaces vLLM's `DeepEPHTPrepareAndFinalize`; arguments as vLLM's factory gives them."""
+
+    @staticmethod
+    def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
+        """Rows of whole 16-byte words also as fp8."""
+        return round_up(hidden_size, 1)
+
+    def __init__(self, buffer: LayerContext, num_dispatchers: int, dp_size: int, rank_expert_offset: int) -> None:
+        super().__init__(buffer, num_dispatchers, rank_expert_offset, False)
+
+
+class GraphFinalizer(StandardFinalizer):
     """Replaces vLLM's `DeepEPV2PrepareAndFinalize`; arguments as vLLM's factory gives them."""
+
+    maybe_roundup_layer_hidden_size = staticmethod(HighThroughputFinalizer.maybe_roundup_layer_hidden_size)
 
     def __init__(
         self, buffer: LayerContext, num_dispatchers: int, dp_size: int, rank_expert_offset: int, num_experts: int,
         num_topk: int, use_fp8_dispatch: bool = False, use_cudagraph: bool = False, **_: Any,
     ) -> None:  # fmt: skip
-        super().__init__(buffer, num_dispatchers, dp_size, rank_expert_offset)
-        self._fixed = use_cudagraph
-
-    def _dispatch(
-        self, payload: Any, topk_ids: torch.Tensor, weights: torch.Tensor, num_experts: int, a1: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Any]:
-        """As above; in graphs R * (the step's most tokens) rows; rows that did not arrive name experts of other
-        ranks."""
-        if not self._fixed:
-            return super()._dispatch(payload, topk_ids, weights, num_experts, a1)
-        shape = self._shape(payload, num_experts, topk_ids.shape[1], a1.dtype)
-        place = self._link.pool.get(shape) or self._make(shape, payload)
-        step = _step_tokens(len(a1), shape.max_tokens)
-        x, scales = payload
-        packed = x.contiguous() if scales is None else (x.contiguous(), scales.contiguous())
-        with self._watched(), self._link.pool.step(place, shape) as comm:
-            out, inner = comm.dispatch(packed, topk_ids.contiguous(), weights.contiguous(), step_tokens=step)
-        self._keep(_Fixed(comm, inner))
-        rows = self._link.pool.size * step
-        assert out.topk_ids is not None
-        assert out.topk_weights is not None
-        local = out.topk_ids[:rows]
-        arrived = torch.arange(rows, device=local.device)[:, None] < out.num_rows
-        ids = torch.where(arrived & (local >= 0), local.long() + self._first_expert, self._elsewhere(num_experts))
-        source_weights = torch.where(arrived, out.topk_weights[:rows], 0.0)
-        return out.tokens[:rows], None if out.scales is None else out.scales[:rows], ids, source_weights, None
-
-    def _shape(self, payload: Any, num_experts: int, topk: int, dtype: torch.dtype) -> GraphShape:
-        x, scales = payload
-        columns, scale_dtype = (0, None) if scales is None else (scales.shape[1], scales.dtype)
-        most, hidden = self._link.max_tokens, x.shape[1]
-        return GraphShape(most, hidden, x.dtype, columns, scale_dtype, dtype, num_experts, topk)
-
-    def _make(self, shape: GraphShape, payload: Any) -> PooledCommunicator:
-        self._link.pool.experts_per_rank(shape.num_experts)
-        scaled: dict[str, Any] = {}
-        if shape.scale_columns:
-            scaled = {"scale_columns": shape.scale_columns, "scale_dtype": shape.scale_dtype}
-        return self._link.pool.make(
-            shape, shape, payload[0], shape.max_tokens, mode=Mode.AUTO, layout=Layout.FLAT, exact_shapes=False,
-            dtype=shape.dtype, output_dtype=shape.output_dtype, num_experts=shape.num_experts, topk=shape.topk,
-            hidden_size=shape.hidden, **scaled,
-        )  # fmt: skip
+        super().__init__(buffer, num_dispatchers, rank_expert_offset, use_cudagraph)
 
 
-class GraphShape(NamedTuple):
-    """Parameters of one communicator of GraphFinalizer."""
+class StandardShape(NamedTuple):
+    """Parameters of one communicator of fixed shapes."""
 
     max_tokens: int
     hidden: int
@@ -250,17 +278,16 @@ class GraphShape(NamedTuple):
     topk: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Fixed:
-    """The handle of a step in fixed shapes."""
+    """A step in fixed shapes: its communicator, and the handle of the rows that the experts got."""
 
-    def __init__(self, comm: MoECommunicator, inner: Any) -> None:
-        self.comm, self._inner = comm, inner
+    comm: MoECommunicator
+    handle: DispatchHandle
 
     def for_combine(self, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Combine wants the shape of all rows, and reads those that arrived."""
-        room = self.comm.combine_input(self._inner)
-        room[: len(y)].copy_(y)
-        return room, self._inner
+        """Combine reads the experts' rows where they lie."""
+        return y.contiguous(), self.handle
 
 
 def _crossing(*tensors: torch.Tensor | None) -> None:
@@ -273,11 +300,15 @@ def _crossing(*tensors: torch.Tensor | None) -> None:
                 tensor.record_stream(stream)
 
 
+def share_of_tokens(ranks: int, topk: int) -> float:
+    """Part of all tokens that a rank gets where each chooses `topk` of many experts evenly."""
+    return 1 - (1 - 1 / ranks) ** topk
+
+
 def _step_tokens(mine: int, most: int) -> int:
-    """Most tokens of any rank in this step, a power of two: equal on all ranks, because all pad in the same way."""
+    """Most tokens of any rank in this step, as vLLM has agreed them."""
     metadata = _forward_context().dp_metadata
-    tokens = mine if metadata is None else int(metadata.num_tokens_across_dp_cpu.max())
-    return min(most, 1 << max(tokens - 1, 0).bit_length())
+    return min(most, mine if metadata is None else max(metadata.num_tokens_across_dp_cpu.tolist()))
 
 
 def _quantized(x: torch.Tensor, scale: torch.Tensor | None, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,9 @@
-"""Low latency in vLLM: batched experts, fixed shapes, made for CUDA graphs.
+"""The low-latency backend in vLLM: fixed shapes, made for CUDA graphs.
 
-Unlike DeepEP's calls, ours get the weights with dispatch: each rank sums the rows of its experts, so a token returns
-once per rank instead of once per expert. Any hidden size of whole 16-byte rows; all layers share one communicator
-per shape.
+Its experts get the standard format, unless they are DeepGEMM's masked kernels (`compat.batches`): other batched kernels
+of vLLM compute mostly empty slots. Unlike DeepEP's calls, ours get the weights with dispatch: each rank sums the rows
+of its experts, so a token returns once per rank instead of once per expert. Any hidden size of whole 16-byte rows; all
+layers share one communicator per shape.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from crossdock.deep_ep.pool import PooledCommunicator
 from crossdock.vllm_plugin import compat
 from crossdock.vllm_plugin.base import Finalizer, quantized_rows, round_up, scaled_alone, weighted_input
 from crossdock.vllm_plugin.errors import PluginError
+from crossdock.vllm_plugin.high_throughput import StandardFinalizer
 from crossdock.vllm_plugin.managers import LayerContext
 from ep_kernels import Layout, Mode, ScaleFormat
 
@@ -42,16 +44,17 @@ class BatchShape(NamedTuple):
     scales: ScaleFormat | None
 
 
-class LowLatencyFinalizer(Finalizer):
-    """Replaces vLLM's `DeepEPLLPrepareAndFinalize`; arguments as vLLM's factory gives them."""
+class LowLatencyFinalizer:
+    """Replaces vLLM's `DeepEPLLPrepareAndFinalize`; arguments as vLLM's factory gives them. Makes an object of the
+    format that vLLM has chosen experts for."""
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int) -> int:
         """Rows of whole 16-byte words also as fp8."""
         return round_up(hidden_size, 1)
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         buffer: LayerContext,
         max_tokens_per_rank: int,
         num_dispatchers: int,
@@ -59,11 +62,64 @@ class LowLatencyFinalizer(Finalizer):
         global_to_physical: torch.Tensor | None = None,
         physical_to_global: torch.Tensor | None = None,
         local_expert_global_ids: torch.Tensor | None = None,
+    ) -> Finalizer:
+        if compat.batches():
+            return BatchedFinalizer(buffer, max_tokens_per_rank, num_dispatchers, use_fp8_dispatch, global_to_physical)
+        return PlacedFinalizer(buffer, num_dispatchers, global_to_physical, physical_to_global)
+
+
+class PlacedFinalizer(StandardFinalizer):
+    """The standard format, in fixed shapes, for any placement of experts.
+
+    Args:
+        link, num_dispatchers: as in `StandardFinalizer`.
+        to_physical, to_global: [E] an expert's place in the order of ranks, and back; None: they lie in that order.
+    """
+
+    def __init__(
+        self, link: LayerContext, num_dispatchers: int, to_physical: torch.Tensor | None, to_global: torch.Tensor | None
     ) -> None:
-        super().__init__(buffer, num_dispatchers)
-        self._max_tokens, self._quantized = max_tokens_per_rank, use_fp8_dispatch
+        first = link.pool.rank * link.pool.experts_per_rank(link.num_experts)
+        super().__init__(link, num_dispatchers, first, True)
+        self._physical = None if to_physical is None else to_physical.int()
+        self._global = None if to_global is None else to_global.int()
+
+    def _dispatch(
+        self, payload: Any, topk_ids: torch.Tensor, weights: torch.Tensor, num_experts: int, a1: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Any]:
+        """Experts look ids up in vLLM's own numbering."""
+        ids = physical(topk_ids, self._physical)
+        rows, scales, ids, weights, metadata = super()._dispatch(payload, ids, weights, num_experts, a1)
+        if self._global is not None:
+            ids = self._global.index_select(0, ids.flatten()).view(ids.shape)
+        return rows, scales, ids, weights, metadata
+
+
+def physical(topk_ids: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    """Ids int32 [T, K] in the order of ranks, -1 where there is none. `places`: int32 [E], None: they are."""
+    if places is None:
+        return topk_ids.int()
+    return torch.where(topk_ids < 0, -1, places[topk_ids.clamp(min=0).long()])
+
+
+class BatchedFinalizer(Finalizer):
+    """The batched format [L, R*M, H].
+
+    Args:
+        link, num_dispatchers: as in `Finalizer`.
+        max_tokens: M.
+        quantized: dispatch quantises rows to fp8 in blocks.
+        to_physical: as in `PlacedFinalizer`.
+    """
+
+    def __init__(
+        self, link: LayerContext, max_tokens: int, num_dispatchers: int, quantized: bool,
+        to_physical: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        super().__init__(link, num_dispatchers)
+        self._max_tokens, self._quantized = max_tokens, quantized
         self._scales = ScaleFormat.FP32
-        self._physical = None if global_to_physical is None else global_to_physical.int()
+        self._physical = None if to_physical is None else to_physical.int()
 
     def post_init_setup(self, fused_experts: Any) -> None:
         """Experts that read packed scales get them from the dispatch kernel."""
@@ -119,7 +175,7 @@ class LowLatencyFinalizer(Finalizer):
             q, own, common = quantized_rows(_quantize, x, quant_config)
         place = self._place(q, 0 if own is None else 1, x.dtype, num_experts, topk_ids.shape[1])
         payload = q.contiguous() if own is None else (q.contiguous(), own.contiguous())
-        ids = self._placed(topk_ids)
+        ids = physical(topk_ids, self._physical)
         with self._watched(), self._link.pool.step(place, place.key) as comm:
             request = comm.dispatch_async(payload, ids.contiguous(), weights.float().contiguous())
         tokens, scales, counts = request.buffers()
@@ -133,12 +189,6 @@ class LowLatencyFinalizer(Finalizer):
 
         done = self._quantized or early or defer_input_quant or quant_config.quant_dtype is None
         return hook, lambda: self._rows(tokens, scales, counts, quant_config, done)
-
-    def _placed(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Physical ids int32, -1 where there is none."""
-        if self._physical is None:
-            return topk_ids.int()
-        return torch.where(topk_ids < 0, -1, self._physical[topk_ids.clamp(min=0).long()])
 
     def _rows(
         self, tokens: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor, quant_config: Any, done: bool

@@ -39,6 +39,24 @@ class LayerContext:
     topk: int = 0
 
 
+class FaultWord:
+    """What vLLM takes for a scalar on the device, whose copy to the host it starts behind a step and reads when that
+    has ended. Kernels write what has failed to pinned memory, so nothing is copied: it is read then."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def to(self, *_: object, **__: object) -> FaultWord:
+        """Itself: nothing is launched."""
+        return self
+
+    def item(self) -> bool:
+        """Whether an operation has failed so far."""
+        return any(comm.fault() is not None for comm in self._pool.communicators())
+
+    __bool__ = item
+
+
 class Manager(_Base):  # type: ignore[misc]
     """Base of the three. Raises PluginError where the group spans several hosts and no network joins them."""
 
@@ -66,11 +84,10 @@ class Manager(_Base):  # type: ignore[misc]
         """M, E, K, as many as are known."""
         return ()
 
-    def query_fault(self) -> torch.Tensor:
-        """Scalar bool on the device: an earlier operation, in stream order, has failed. vLLM's runner then discards
-        the step's tokens and raises."""
-        words = [comm.failed() for comm in self._pool.communicators()]
-        return (torch.cat(words) if words else torch.zeros(1, dtype=torch.float32, device="cpu")).any()
+    def query_fault(self) -> FaultWord:
+        """vLLM's runner asks behind each step, and reads the answer when the step has ended: it then discards the
+        step's tokens and raises."""
+        return FaultWord(self._pool)
 
     def query_active_mask(self) -> torch.Tensor:
         """int32 [R], 1 = a rank that was lost or silent. Logs the reason; vLLM then handles the failure."""
@@ -105,6 +122,10 @@ class LowLatencyManager(Manager):
 
 class HighThroughputManager(Manager):
     """Replaces `deepep_high_throughput`."""
+
+    def _sizes(self, kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """M; vLLM's factory gives none here."""
+        return (compat.most_tokens(),)
 
 
 class GraphManager(Manager):

@@ -203,7 +203,7 @@ void deliver_ids(const Comm& c, const DispatchOp& op, const int32_t* dest, const
   const Here local = here(c);
   for (int k = 0; k < c.g.topk; ++k) {
     const int32_t l = local(dest[k]);
-    op.out_ids[row * c.g.topk + k] = l;
+    op.out_ids[row * c.g.topk + k] = l >= 0 ? c.g.first_id + l : c.g.absent_id;
     op.out_weights[row * c.g.topk + k] = l >= 0 ? weights[k] : 0.0f;
   }
 }

@@ -38,6 +38,7 @@ struct Geometry {
   Type x_type, out_type, combine_type;
   Layout layout;
   Scales scales;
+  int32_t first_id, absent_id;  // of a row's experts, as the caller reads them
   int32_t pad;
   int64_t row_bytes;    // one payload row as it travels
   int64_t scale_bytes;  // its scales as they are staged; 0 = none
