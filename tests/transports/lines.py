@@ -106,10 +106,13 @@ def steps(comm: MoECommunicator, case: RoutingCase, first: int, number: int = 4)
 
 
 def until_cut(place: Where, comm: MoECommunicator, case: RoutingCase) -> None:
-    """Steps; then the test does what it does to the line."""
+    """Steps; then the test does what it does to the line, when the word of no rank is on it."""
     steps(comm, case, 0)
     comm.barrier()
+    place.apart.say(f"met {place.rank}")
     if place.rank == 0:
+        for rank in range(comm.size):
+            place.apart.await_(f"met {rank}")
         place.apart.say("running")
     place.apart.await_("done")
 

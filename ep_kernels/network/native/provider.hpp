@@ -29,7 +29,8 @@ struct Text {
 // first two alone.
 struct Sink {
   void* owner;
-  void (*sent)(void* owner, int peer);                 // one write: its bytes will not be read again
+  // One write: its bytes will not be read again, and a later write of their place lands after them.
+  void (*sent)(void* owner, int peer);
   void (*arrived)(void* owner, int peer, uint32_t imm);  // the bytes of that write are in the mirror
   // A lane brings nothing more. 0: closed in order. `why`: what else is known, or null.
   void (*ended)(void* owner, int peer, int error, const char* why);
