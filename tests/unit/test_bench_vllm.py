@@ -30,7 +30,7 @@ VERSIONS = ("0.26.0", "2.11.0", "H200")
 
 def test_the_usual_runs_are_those_that_are_published() -> None:
     found = [(run.backend.slot, run.backend.tier, run.mode) for run in plan.runs_of(plan.USUAL, eager=False)]
-    path = Path(__file__).parents[2] / "docs/results/2026-11-22-h200x2/vllm-steps.csv"
+    path = Path(__file__).parents[2] / "docs/results/2026-11-28-h200x2-vllm/vllm-steps.csv"
     with path.open(newline="", encoding="utf-8") as file:
         published = [(line["backend"], line["tier"], line["mode"]) for line in csv.DictReader(file)]
     assert found == list(dict.fromkeys(published))
