@@ -98,6 +98,8 @@ def check_what_a_stop_left(
     for engine, step in zip(loop.engines, steps, strict=True):
         for name in ("counts", "num_rows"):
             engine.number(step, name).fill_(77)
+        if filled_rows(engine.config):
+            engine.number(step, "topk_ids").fill_(-5)
     calls = combine_of(loop, handles)
     for launched in ([step.call for step in steps], calls):
         for phase in phases:
@@ -105,6 +107,8 @@ def check_what_a_stop_left(
     for engine, step in zip(loop.engines, steps, strict=True):
         assert not engine.number(step, "counts").any()
         assert int(engine.number(step, "num_rows")) == 0
+        if filled_rows(engine.config):
+            assert (engine.number(step, "topk_ids") == engine.config.absent_id).all()
     for rank, call in enumerate(calls):
         assert bool(call.keep[-2].isnan().all())
         for what, was, now in zip(("region", "counters"), before[rank], _whole(loop, rank), strict=True):

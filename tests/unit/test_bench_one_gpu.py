@@ -28,14 +28,13 @@ from ep_kernels.transports.nvlink import driver, launch, samples
 from ep_kernels.transports.nvlink.collectives import NvlinkCollectives
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember
 from ep_kernels.transports.nvlink.transport import NvlinkTransport
-from tests.emulator.build import compiler
 from tests.emulator.cuda import NAME, pretended
 from tests.emulator.silent import SilentDriver
 from tests.observability import overhead, overhead_gpu
+from tests.tools import needs
 
-needs_emulator = pytest.mark.skipif(
-    compiler() is None or platform.machine() != "x86_64", reason="the emulator needs g++ and x86-64"
-)
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are written for x86-64")
+needs_emulator = needs("g++")
 
 
 @pytest.fixture

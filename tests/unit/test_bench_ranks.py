@@ -16,13 +16,12 @@ import pytest
 from benchmarks import facts
 from benchmarks.gpu.tables import GROUPS
 from benchmarks.report import read
-from tests.emulator.build import compiler
+from tests.tools import needs
 from tests.unit import bench_ranks
 from tests.worlds import World
 
-needs_emulator = pytest.mark.skipif(
-    compiler() is None or platform.machine() != "x86_64", reason="the emulator needs g++ and x86-64"
-)
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers are written for x86-64")
+needs_emulator = needs("g++")
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def _kernels() -> None:
 def _is_wanted(variant: jit.Variant) -> bool:
     of = dict(variant.constants)
     if variant.kernel.endswith("dispatch"):
-        return of["LAYOUT"] in ("0", "2") and (of["X"] == "u8" or (of["X"], of["LAYOUT"]) == ("bf16", "0"))
+        return of["LAYOUT"] in ("0", "2", "3") and (of["X"] == "u8" or (of["X"], of["LAYOUT"]) == ("bf16", "0"))
     if variant.kernel.endswith("combine"):
         moved = ("bf16", "e4m3") if variant in FP8_PARTIALS else ("bf16",)
         return of["KIND"] in ("0", "1") and of["Y"] == "bf16" and of["C"] in moved
@@ -80,6 +80,25 @@ def test_dispatch_and_combine_have_grids_of_their_own(mode: Mode, dispatch_sms: 
     steps = cases(2, 3, hidden_size=136, num_experts=5, topk=3)
     fields = {"dispatch_sms": dispatch_sms, "combine_sms": combine_sms}
     run(steps, mode, Layout.EXPERT_MAJOR, 5, num_sms=3, **fields)
+
+
+@pytest.mark.parametrize("phases", [BOTH, SPLIT])
+@pytest.mark.parametrize("mode", MODES)
+def test_ids_as_experts_read_them(mode: Mode, phases: tuple[int, ...]) -> None:
+    steps = cases(3, 9, hidden_size=136, num_experts=7, topk=3)
+    for exact_shapes in (False, True):
+        run(steps, mode, Layout.FLAT, phases=phases, absent_id=77, exact_shapes=exact_shapes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stopped_dispatch_leaves_no_id_that_is_none(mode: Mode) -> None:
+    """Experts read all rows of a fixed shape, whatever has failed."""
+    case = RoutingCase(5, 4, 64, (3, 8), "uniform", draw_seed(), max_tokens=8)
+    options: dict[str, Any] = {"absent_id": 77, "exact_shapes": False, "timeout_s": 60.0}
+    loop = Loopback(
+        lambda group: case.config(group, mode=mode, layout=Layout.FLAT, **options), 2, 3, Emulated()
+    )  # fmt: skip
+    check_what_a_stop_left(loop, case, mode, 0x7F, BOTH)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -36,7 +36,7 @@ def test_ids_that_are_columns_of_a_wider_table_are_dispatched(high_throughput: A
     class Calls:
         """Of deep_ep."""
 
-        def kind(self, *_: object) -> None:
+        def kind(self, *_: object, **__: object) -> None:
             """Of no communicator."""
 
         def dispatch(self, payload: object, *parts: Any, keep: bool) -> Any:

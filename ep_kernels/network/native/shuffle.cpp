@@ -20,7 +20,7 @@ namespace cd {
 namespace {
 
 constexpr int kHeld = 64;  // maximum delayed writes of one peer
-constexpr uint64_t kArena = 8 << 20, kMostBytes = 1 << 20;
+constexpr uint64_t kArena = 8 << 20, kMostBytes = 4 << 20;
 
 struct Held {
   Write write;
