@@ -92,8 +92,8 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """GROUPED and FLAT: True trims N to what arrived (one host read); False gives worst-case rows + `num_rows`."""
     absent_id: int | None = None
     """FLAT: None gives local expert ids, -1 = not here. A number gives ids as dispatch got them, and this one for
-    experts of other ranks and in rows that did not come (`exact_shapes` off), with weight 0: what experts with a table
-    of ids read as it is. Needs contiguous experts; may differ between ranks."""
+    experts of other ranks and in rows that did not come (`exact_shapes` off; of AUTO the first R * `step_tokens`), with
+    weight 0: what experts with a table of ids read as it is. Needs contiguous experts; may differ between ranks."""
     overflow: Overflow = Overflow.RAISE
     """With `max_recv_rows`, RAISE reads the device once per dispatch; DROP never does, and is what CUDA graphs need."""
     max_in_flight: int = 2

@@ -92,7 +92,7 @@ class TorchGroup:
         return 0
 
     @cached_property
-    def _store(self) -> Any:
+    def store(self) -> Any:
         """Keys of this group's ranks alone, also beside a sibling that torch has split off under the same name."""
         group = self.process_group
         store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
@@ -103,7 +103,7 @@ class TorchGroup:
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
         """See `config.Group`."""
-        store, rank, size = self._store, self.rank, self.size
+        store, rank, size = self.store, self.rank, self.size
         return _within(timeout_s, lambda: _exchange(store, rank, size, payload, timeout_s))
 
 

@@ -23,7 +23,7 @@ from typing import Any, Generic, NoReturn, ParamSpec, Protocol, Self, TypeVar
 import torch
 
 from ep_kernels import checks
-from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, TransportError
+from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, EpError, TransportError
 from ep_kernels.telemetry import Samples
 from ep_kernels.transports import base
 from ep_kernels.types import PeerTraffic
@@ -49,8 +49,12 @@ M = TypeVar("M", bound=base.MemberTransport)
 
 _DROPPED_S = 1.0
 """Most seconds for which one that is dropped waits for its network."""
+_REFUSALS = (EpError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, MemoryError)
+"""What we, torch and Python raise of arguments, before anything is sent."""
 _ids = itertools.count(1)
 _members: weakref.WeakSet[GroupMember[Any, Any]] = weakref.WeakSet()
+_dropped: list[GroupMember[Any, Any]] = []
+"""While a CUDA graph was captured; closed when the next one is made."""
 
 
 class GroupMember(Generic[C, M]):
@@ -58,6 +62,8 @@ class GroupMember(Generic[C, M]):
     `received`, `wake`, `abort`, `give_up` and `close` may come from any thread."""
 
     def __init__(self, config: C, transport: M) -> None:
+        while _dropped:
+            _dropped.pop()._drop()
         self._config, self._id = config, next(_ids)
         self._transport = transport
         self._epoch: int = config.group.epoch
@@ -241,7 +247,15 @@ class GroupMember(Generic[C, M]):
         """Close an object that was dropped, except at the end of the process: its memory is not freed otherwise. The
         garbage collector may run on any thread, which peers that do not read must not hold up."""
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+                _dropped.append(self)  # to free memory would break the capture
+            else:
+                self._drop()
+
+    def _drop(self) -> None:
+        try:
             self.drain(min(_DROPPED_S, self._config.timeout_s))
+        finally:
             self._leave()
 
     def __reduce__(self) -> NoReturn:
@@ -317,10 +331,10 @@ class GroupMember(Generic[C, M]):
             raise
 
     def _broken(self, error: BaseException) -> None:
-        """An operation has ended in this error. A TransportError, or one that may come between any two instructions,
-        such as KeyboardInterrupt: calls raise it from now on. What else a call raises breaks nothing."""
+        """An operation has ended in this error. A TransportError, or what a signal handler may raise between any two
+        instructions, as KeyboardInterrupt: calls raise it from now on. A refusal breaks nothing."""
         if not isinstance(error, TransportError):
-            if isinstance(error, Exception):
+            if isinstance(error, _REFUSALS):
                 return
             error = TransportError(f"{type(error).__name__} ended an operation that peers may still wait for")
         with self._lock:

@@ -6,7 +6,7 @@ import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.routing import delivered
-from ep_kernels.types import DispatchOutput, Layout
+from ep_kernels.types import DispatchOutput, Layout, Mode
 
 
 def raw(t: torch.Tensor) -> torch.Tensor:
@@ -55,10 +55,13 @@ def same_dispatch(got: DispatchOutput, want: DispatchOutput, filled: int = 0) ->
         same_bits(getattr(got, name)[:filled], getattr(want, name)[:filled], f"{name} of rows that did not come")
 
 
-def filled_rows(config: MoEConfig) -> int:
-    """Rows whose ids are there though they did not come, in a step of as many tokens as may be."""
-    fills = config.absent_id is not None and not config.exact_shapes
-    return config.group.size * config.max_tokens_per_rank if fills else 0
+def filled_rows(config: MoEConfig, mode: Mode | None = None) -> int:
+    """Rows whose ids are there though they did not come, in a step of as many tokens as the mode may bring."""
+    if config.absent_id is None or config.exact_shapes:
+        return 0
+    few = config.mode is Mode.AUTO and mode is Mode.LL and config.ll_max_tokens is not None
+    most = config.max_tokens_per_rank
+    return int(config.group.size * (min(most, config.ll_max_tokens) if few else most))
 
 
 def _counted(out: DispatchOutput) -> torch.Tensor:

@@ -131,6 +131,7 @@ class Channel:
         self._network, self._rank, self._ranks = network, rank, ranks
         self._patience_s = patience_of(timeout_s)
         self._lib = network.lib
+        self._traffic = (proxy.Traffic * ranks)()
         self._token, self._secret = secrets.randbits(63), secrets.token_bytes(handshake.SECRET_BYTES)
         self._lock = threading.Condition()
         # Of ranks that have dialled: what is not complete, by rank and key; what is, of ranks that are not admitted,
@@ -267,14 +268,19 @@ class Channel:
             self._given_up |= frozenset(ranks)
             self._lock.notify_all()
 
+    def has_given_up(self, ranks: int) -> bool:
+        """Whether one of these ranks (a bit each) is given up."""
+        return any(ranks >> rank & 1 for rank in self._given_up)
+
     def leave(self, rank: int, epoch_tag: int) -> None:
         """Part from a rank that is left out of the group: say so to it, close its connections, and admit none until
-        `connect` names it again."""
+        `connect` names it again. Raises TransportError where the proxy thread stands still."""
         self._call(None, self._leave, rank, epoch_tag)
 
     def _leave(self, pointer: int, rank: int, epoch_tag: int) -> None:
         self._admitted.discard(rank)
-        self._lib.cn_leave(pointer, rank, epoch_tag)
+        if error := self._lib.cn_leave(pointer, rank, epoch_tag):
+            raise TransportError(f"network: cannot part from rank {rank}: the proxy stands still, {os.strerror(error)}")
 
     def push(self, rank: int, offset: int, num_bytes: int, imm: int) -> bool:
         """Send those bytes of the own region, and the immediate behind them. False: the ring is full. Raises
@@ -302,10 +308,9 @@ class Channel:
         return str(text)
 
     def traffic(self) -> list[proxy.Traffic]:
-        """Traffic by rank since the channel was made."""
-        counters = (proxy.Traffic * self._ranks)()
-        self._call(None, self._lib.cn_traffic, counters)
-        return list(counters)
+        """Traffic by rank since the channel was made; while the proxy stands still, as it was last."""
+        self._call(None, self._lib.cn_traffic, self._traffic)
+        return list((proxy.Traffic * self._ranks).from_buffer_copy(self._traffic))
 
     def close(self) -> None:
         """Part from all in order: what was sent arrives. No event comes any more. Never waits for a peer; idempotent.

@@ -84,7 +84,7 @@ _SIGNATURES: dict[str, Signature] = {
         (c_void_p, c_void_p, POINTER(c_int32), POINTER(c_uint32), c_int64, c_uint64, c_uint64, c_int64),
     ),
     "cn_join": (c_int, (c_void_p, c_int, c_int, POINTER(c_int32), c_int)),
-    "cn_leave": (None, (c_void_p, c_int, c_uint64)),
+    "cn_leave": (c_int, (c_void_p, c_int, c_uint64)),
     "cn_up": (c_uint64, (c_void_p,)),
     "cn_joined": (c_uint64, (c_void_p,)),
     "cn_traffic": (None, (c_void_p, POINTER(Traffic))),

@@ -122,11 +122,11 @@ class Outcome:
     takeovers_s: list[float]
 
 
-def run(seconds: float, seed: int, folder: Path, ways: Ways, num_hosts: int = 1) -> Outcome:
+def run(seconds: float, seed: int, folder: Path, ways: Ways, num_hosts: int = 1, provider: str = "tcp") -> Outcome:
     """Harm for so long."""
     chooser = random.Random(seed + 1)
     events: list[Event] = []
-    with frozen(folder / "code"), World(folder, ways, num_hosts) as world:
+    with frozen(folder / "code"), World(folder, ways, num_hosts, provider) as world:
         load, harms = Load(world.target, world.tensors, NUM_CLIENTS), Harms(world, seed)
         load.start()
         epoch = 1
@@ -195,8 +195,9 @@ def parse() -> argparse.Namespace:
         default="namespaces",
         help="what lines are; proxies wherever namespaces are not allowed (inside: this process is in one)",
     )
+    parser.add_argument("--hosts", type=int, default=1, help=f"1 to {NUM_WORKERS}, among which the workers are divided")
     parser.add_argument(
-        "--hosts", type=int, default=1, help=f"1 to {NUM_WORKERS}, among which the workers are divided: rows by TCP"
+        "--provider", choices=("tcp", "shuffle(tcp)"), default="tcp", help="of their rows; shuffle: in any order"
     )
     arguments = parser.parse_args()
     if not 0 < arguments.hosts <= NUM_WORKERS:
@@ -219,9 +220,9 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="crossdock-chaos-"))
     print(f"seed {arguments.seed}; network: {ways.kind}{f' ({why})' if why else ''}; logs in {folder}", flush=True)
     load_before, found = os.getloadavg()[0], facts_of_run()
-    outcome = run(arguments.seconds, arguments.seed, folder, ways, arguments.hosts)
+    outcome = run(arguments.seconds, arguments.seed, folder, ways, arguments.hosts, arguments.provider)
     summary = {"seed": arguments.seed, "seconds": arguments.seconds, "network": ways.kind, "no_namespaces": why}
-    summary |= {"hosts": arguments.hosts}
+    summary |= {"hosts": arguments.hosts, "provider": arguments.provider}
     summary |= {"load_average_before": round(load_before, 2), "load_average_after": round(os.getloadavg()[0], 2)}
     summary |= summarise(outcome)
     if arguments.out:

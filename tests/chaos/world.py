@@ -40,6 +40,7 @@ class World:
         folder: for the model, configs and logs.
         ways: how all reach each other; closed with this.
         num_hosts: among which the workers are divided: those of one share memory, the others have a network.
+        provider: of that network.
 
     Attributes:
         ways: these.
@@ -49,8 +50,8 @@ class World:
         tensors: of the model.
     """
 
-    def __init__(self, folder: Path, ways: Ways, num_hosts: int = 1) -> None:
-        self.num_hosts = num_hosts
+    def __init__(self, folder: Path, ways: Ways, num_hosts: int = 1, provider: str = "tcp") -> None:
+        self.num_hosts, self._provider = num_hosts, provider
         self.folder, self.ways, self.api = folder, ways, LeaseApi(ways.api_host)
         self.tensors = write_model(folder / "model")
         self.target = ",".join(place.advertised for place in ways.controls)
@@ -102,7 +103,8 @@ class World:
         if self.num_hosts == 1:
             return None
         host, _ = split_address(place.advertised)
-        return WorkerNetworkConfig(advertise=host, domain=f"host {number % self.num_hosts}")
+        domain = f"host {number % self.num_hosts}"
+        return WorkerNetworkConfig(advertise=host, domain=domain, provider=self._provider, seed=number)
 
     def leader(self) -> int | None:
         """Number of the control plane that decides, asked directly; None: nobody just now."""

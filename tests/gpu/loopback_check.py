@@ -40,7 +40,7 @@ def check(
     handles = [handle for _, handle in got]
     try:
         for (out, _), want in zip(got, wanted, strict=True):
-            same_dispatch(out, want, filled_rows(config))
+            same_dispatch(out, want, filled_rows(config, mode))
             if config.scale_format is ScaleFormat.UE8M0_PACKED:
                 packed_layout(out.scales)
         for engine, was, want in zip(loop.engines, before, wanted, strict=True):

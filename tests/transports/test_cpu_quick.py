@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from ep_kernels import (
     Mode,
     MoECommunicator,
     StoreGroup,
+    TransportError,
 )
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
@@ -315,6 +317,34 @@ def test_a_look_ends_as_soon_as_it_has_seen_something(world: Worlds) -> None:
     assert len(took) == 5
     assert max(took) < 10
     assert took[2] >= 0.01
+
+
+def alarmed(rank: int, size: int, store: dist.Store) -> None:
+    """A handler's exception ends rank 0's dispatch, which has sent its rows; rank 1 comes later."""
+    comm, given = make(store, rank, size, timeout_s=3.0), drawn(5)
+    assert comm._quick is not None
+    if rank == 0:
+
+        def handler(*_: object) -> None:
+            raise ValueError("alarm")
+
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(ValueError, match="alarm"):
+            comm.dispatch(*given)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        for _ in range(2):
+            with pytest.raises(TransportError, match="signal handler's exception ended an operation"):
+                comm.dispatch(*given)
+        store.set("over", "1")
+    else:
+        store.get("over")
+    comm.close()
+
+
+def test_what_a_handler_raised_is_an_error_of_the_next_call_too(world: Worlds) -> None:
+    """The shortest way would take the rows of the step that was interrupted for those of the next."""
+    world(2).run(alarmed)
 
 
 @pytest.mark.parametrize("layout", [Layout.GROUPED, Layout.FLAT])

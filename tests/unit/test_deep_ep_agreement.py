@@ -37,7 +37,7 @@ class Ranks:
 
     def _group(self, rank: int) -> Any:
         group: Any = StoreGroup(self.store, rank, 2)
-        group.process_group = mock.Mock(get_group_store=lambda: self.store)
+        group.store = self.store
         return group
 
     def ask(self, rank: int, num_experts: int) -> Future[list[Wish]]:

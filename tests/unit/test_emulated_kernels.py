@@ -88,6 +88,18 @@ def test_ids_as_experts_read_them(mode: Mode, phases: tuple[int, ...]) -> None:
     steps = cases(3, 9, hidden_size=136, num_experts=7, topk=3)
     for exact_shapes in (False, True):
         run(steps, mode, Layout.FLAT, phases=phases, absent_id=77, exact_shapes=exact_shapes)
+    most = 5 if mode is Mode.LL else 9
+    few = [replace(step, tokens=tuple(min(most, tokens) for tokens in step.tokens)) for step in steps]
+    loop = Loopback(
+        lambda group: few[0].config(
+            group, mode=Mode.AUTO, ll_max_tokens=5, layout=Layout.FLAT, absent_id=77, exact_shapes=False
+        ),
+        3,
+        None,
+        Emulated(),
+    )
+    for case in few:
+        check(loop, case, mode, phases)
 
 
 @pytest.mark.parametrize("mode", MODES)

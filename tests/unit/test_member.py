@@ -242,3 +242,21 @@ def test_the_flag_of_a_transport_that_raises_is_never_set() -> None:
 
     flag = create(RoutingCase(2, 1, 16, (1,)).config(LonelyGroup(), transport="cpu")).failed()
     assert torch.equal(flag, torch.zeros(1, dtype=torch.int64))
+
+
+def test_one_that_is_dropped_while_a_graph_is_captured_is_closed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To free device memory would end the capture."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    config, capturing, closed = RoutingCase(2, 1, 16, (1,)).config(LonelyGroup(), transport="cpu"), True, []
+    comm = MoECommunicator(config)
+    monkeypatch.setattr(type(comm), "_leave", lambda self: closed.append(self._id))
+    number = comm._id
+    del comm
+    gc.collect()
+    assert closed == []
+    capturing = False
+    other = MoECommunicator(config)
+    assert closed == [number]
+    monkeypatch.undo()
+    other.close()

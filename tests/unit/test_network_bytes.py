@@ -121,6 +121,19 @@ def test_twenty_thousand_messages_each_arrive_once(many: tuple[str, int]) -> Non
         assert sent.sent_messages == received.received_messages == number
 
 
+def test_whether_connections_stand_is_known_while_the_proxy_stands_still() -> None:
+    """As where a driver or a library does: else ranks would take standing connections for lost, and dial anew."""
+    with End(0) as one, End(1) as two:
+        join(one, two)
+        one.may_hear.clear()
+        two.push(0, 0, 4, 1)
+        time.sleep(0.2)  # the handler is within the proxy's mutex by then
+        assert one.channel.up() == 2
+        assert [peer.received_messages for peer in one.channel.traffic()] == [0, 0]
+        one.may_hear.set()
+        one.until(lambda events: one.arrived(1) == [1])
+
+
 def test_a_message_larger_than_every_buffer(one_provider: str) -> None:
     size = 32 << 20 if one_provider == "tcp" else 4 << 20
     with End(0, size=size, provider=one_provider) as one, End(1, size=size, provider=one_provider) as two:

@@ -430,8 +430,11 @@ def test_close_waits_until_rows_and_words_have_left(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("settle", [RemoteRanks.settle, Mailbox.settle])
 def test_abort_ends_the_wait_for_a_rank_that_takes_nothing(settle: Callable[[Any, float], int]) -> None:
-    channel = SimpleNamespace(aborted=None, up=lambda: 2, is_quiet=lambda mask: mask != 2, ranks=(1,))
+    channel = SimpleNamespace(
+        aborted=None, up=lambda: 2, is_quiet=lambda mask: mask != 2, ranks=(1,), has_given_up=lambda ranks: False
+    )
     waiter: Any = SimpleNamespace(ranks=(1,), channel=channel, remote=channel, _active=[True, True], _aborted=None)
+    waiter._is_over = lambda: waiter._aborted is not None
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(settle, waiter, WAIT_S)
         with pytest.raises(TimeoutError):
@@ -468,7 +471,9 @@ def test_set_active_names_a_rank_that_takes_nothing(boxes: list[Mailbox], monkey
     member: Any = NvlinkMember(config, "abi")
     member._tables, member._domain = SimpleNamespace(host=host), SimpleNamespace(mailbox=None)
     member._device, member._settle_copies = torch.device("cuda", 0), lambda: None
-    channel = SimpleNamespace(aborted=None, up=lambda: 6, is_quiet=lambda mask: not mask & 4)
+    channel = SimpleNamespace(
+        aborted=None, up=lambda: 6, is_quiet=lambda mask: not mask & 4, has_given_up=lambda ranks: False
+    )
     waiter: Any = SimpleNamespace(ranks=(1, 2), channel=channel)
     member._remote = SimpleNamespace(settle=functools.partial(RemoteRanks.settle, waiter))
     with pytest.raises(PeerTimeout, match=unsent):

@@ -206,7 +206,9 @@ def test_set_active_names_a_rank_for_which_rows_do_not_leave(monkeypatch: pytest
     member = NvlinkMember(SimpleNamespace(group=SimpleNamespace(size=2, epoch=0), timeout_s=0.05), "abi")
     remote: Any = RemoteRanks.__new__(RemoteRanks)
     remote._tickets = {1: None}
-    remote.channel = SimpleNamespace(aborted=None, up=lambda: 2, is_quiet=lambda mask: not mask & 2)
+    remote.channel = SimpleNamespace(
+        aborted=None, up=lambda: 2, is_quiet=lambda mask: not mask & 2, has_given_up=lambda ranks: False
+    )
     member._remote, member._device = remote, torch.device("cuda", 0)
     member._tables = SimpleNamespace(host=SimpleNamespace(interrupted=contextlib.nullcontext))  # type: ignore[assignment]
     member._domain = SimpleNamespace(mailbox=None)  # type: ignore[assignment]

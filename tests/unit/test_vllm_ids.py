@@ -55,3 +55,25 @@ def test_ids_that_are_columns_of_a_wider_table_are_dispatched(high_throughput: A
     finalizer._dispatch((torch.ones(3, 8), None), wide[:, :2], weights[:, :2], 8, torch.ones(3, 8))
     assert [part.is_contiguous() for part in given] == [True, True]
     assert torch.equal(given[0], wide[:, :2])
+
+
+def test_a_scale_of_all_rows_is_one_of_those_that_came(high_throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others of a fixed shape hold what an earlier step left there, of any layer."""
+    seen = list[torch.Tensor]()
+
+    def quantize(x: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(x)
+        return x, torch.ones(1)
+
+    for name in ("_to_comm", "_to_compute_sync", "_crossing", "_overlapping"):
+        monkeypatch.setattr(high_throughput, name, lambda *_: None)
+    monkeypatch.setattr(high_throughput, "_quantize", quantize)
+    rows, weights = torch.tensor([[1.0, 2.0], [1000.0, 1000.0]]), torch.tensor([[0.5, 0.0], [0.0, 0.0]])
+    finalizer = object.__new__(high_throughput.StandardFinalizer)
+    finalizer._dispatch = lambda *_: (rows, None, torch.zeros(2, 2), weights, None)
+    scheme = SimpleNamespace(
+        quant_dtype=torch.float8_e4m3fn, per_act_token_quant=False, block_shape=None, is_block_quantized=False,
+        a1_scale=None,
+    )  # fmt: skip
+    finalizer.prepare_async(rows, weights, torch.zeros(2, 2), 8, None, False, scheme)()
+    assert seen[0].tolist() == [[1.0, 2.0], [0.0, 0.0]]

@@ -280,7 +280,7 @@ def engine(case: Case, rank: int, num_halves: int = 1) -> Iterator[None]:
             enter(mock.patch.object(high_throughput, "_quantize", quantized))
             enter(mock.patch.object(low_latency, "_quantize", quantized))
             step = mock.Mock()
-            step.dp_metadata.num_tokens_across_dp_cpu = torch.tensor(case.tokens)
+            step.dp_metadata.num_tokens_across_dp_cpu, step.dp_metadata.local_sizes = torch.tensor(case.tokens), None
             enter(mock.patch.object(high_throughput, "_forward_context", return_value=step))
         elif not case.batched:
             from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_ht

@@ -83,7 +83,7 @@ CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, const cd::NetMemory* memory,
     c->outbox = static_cast<cd::Outbox*>(box);
     c->outbox->stripe = settings->lanes > 1 ? 256 << 10 : 1 << 30;
     const int error = proxy->add(c);
-    text->say("%s", provider->about());
+    text->say("%s", error == ETIMEDOUT ? "the proxy thread does not answer" : provider->about());
     if (error == 0) return c;
     errno = error;
   }
@@ -125,10 +125,10 @@ CN_API int cn_push(cd::NetChannel* c, int rank, uint64_t offset, uint32_t bytes,
 CN_API int cn_join(cd::NetChannel* c, int rank, int control_fd, const int32_t* lanes, int num_lanes) {
   return c->proxy->join(c, rank, control_fd, lanes, num_lanes);
 }
-CN_API void cn_leave(cd::NetChannel* c, int rank, uint64_t tag) { c->proxy->leave(c, rank, tag); }
+CN_API int cn_leave(cd::NetChannel* c, int rank, uint64_t tag) { return c->proxy->leave(c, rank, tag); }
 // Bit per rank whose connections stand; that this end has joined.
-CN_API uint64_t cn_up(cd::NetChannel* c) { return c->proxy->up(c, true); }
-CN_API uint64_t cn_joined(cd::NetChannel* c) { return c->proxy->up(c, false); }
+CN_API uint64_t cn_up(cd::NetChannel* c) { return cd::Proxy::up(c, true); }
+CN_API uint64_t cn_joined(cd::NetChannel* c) { return cd::Proxy::up(c, false); }
 CN_API void cn_why(cd::NetChannel* c, int rank, cd::Text* out) { c->proxy->why(c, rank, out); }
 CN_API void cn_traffic(cd::NetChannel* c, cd::Traffic* out) { c->proxy->traffic(c, out); }
 // 1 if nothing of this rank's region is still to be read for the ranks of `mask`.

@@ -67,7 +67,7 @@ void Backlog::free_memory() {
 }
 
 int Proxy::add(NetChannel* c) {
-  Hold hold(*this, kChangedNs);
+  Hold hold(*this, c->patience_ns);
   if (!hold) return ETIMEDOUT;
   for (int i = 0; i < kChannels; ++i) {
     if (channels_[i]) continue;
@@ -98,9 +98,10 @@ void Proxy::remove(NetChannel* c) {
     const int n = c->provider->release(rank, fds);
     for (int i = 0; i < n; ++i) close_after_peer(fds[i], c->patience_ns);
     p.control_fd = -1;
-    p.up = false;
+    p.up = p.established = false;
     p.backlog.free_memory();
   }
+  publish(*c);
   if (retired_count_ < kRetired && c->provider->retire()) {
     retired_[retired_count_++] = c->provider;
   } else {
@@ -125,7 +126,7 @@ void Proxy::close_after_peer(int fd, int64_t patience_ns) {
 }
 
 int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, int num_lanes) {
-  Hold hold(*this, kChangedNs);
+  Hold hold(*this, c->patience_ns);
   if (!hold) return ETIMEDOUT;
   NetPeer& p = c->peers[rank];
   if (!c->provider) return ECANCELED;
@@ -151,6 +152,7 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   p.closed_in_order = false;
   p.left_out = 0;
   p.up = true;
+  publish(*c);
   send_control(control_fd, {kJoined, 0, 0});
   return 0;
 }
@@ -159,12 +161,14 @@ void Proxy::establish(NetChannel& c, int rank) {
   NetPeer& p = c.peers[rank];
   if (p.established || !p.up) return;
   p.established = p.reported_up = true;
+  publish(c);
   c.handler(c.context, rank, NetEvent::up, 0);
 }
 
-void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
-  Hold hold(*this, kChangedNs);
-  if (!hold || !c->provider) return;
+int Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
+  Hold hold(*this, c->patience_ns);
+  if (!hold) return ETIMEDOUT;
+  if (!c->provider) return 0;
   NetPeer& p = c->peers[rank];
   if (p.control_fd >= 0) {
     send_control(p.control_fd, {kLeftOut, 0, tag});
@@ -173,17 +177,23 @@ void Proxy::leave(NetChannel* c, int rank, uint64_t tag) {
   }
   disconnect(*c, rank, false);
   p.reported_up = false;
+  return 0;
 }
 
-uint64_t Proxy::up(NetChannel* c, bool established) {
-  Hold hold(*this, kAskedNs);
-  if (!hold) return 0;
-  uint64_t mask = 0;
-  for (int rank = 0; rank < c->memory.ranks; ++rank) {
-    const NetPeer& p = c->peers[rank];
-    mask |= uint64_t(p.up && (p.established || !established)) << rank;
+// After each change of a peer's `up` or `established`.
+void Proxy::publish(NetChannel& c) {
+  uint64_t joined = 0, established = 0;
+  for (int rank = 0; rank < c.memory.ranks; ++rank) {
+    const NetPeer& p = c.peers[rank];
+    joined |= uint64_t(p.up) << rank;
+    established |= uint64_t(p.up && p.established) << rank;
   }
-  return mask;
+  c.joined.store(joined, std::memory_order_release);
+  c.established.store(established, std::memory_order_release);
+}
+
+uint64_t Proxy::up(const NetChannel* c, bool established) {
+  return (established ? c->established : c->joined).load(std::memory_order_acquire);
 }
 
 void Proxy::why(NetChannel* c, int rank, Text* out) {
@@ -273,6 +283,7 @@ void Proxy::check_end(NetChannel& c, int rank, int64_t now) {
 void Proxy::disconnect(NetChannel& c, int rank, bool notify) {
   NetPeer& p = c.peers[rank];
   p.up = p.established = false;
+  publish(c);
   if (p.control_fd >= 0) {
     read_control(c, rank);  // its last word says why
     close_fd(p.control_fd);

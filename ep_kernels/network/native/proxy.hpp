@@ -70,6 +70,7 @@ struct NetChannel {
   Provider* provider;
   Outbox* outbox;
   NetPeer peers[kNetRanks];
+  std::atomic<uint64_t> joined, established;  // bit per rank, of `peers`: read without the mutex
 };
 
 struct Proxy {
@@ -86,10 +87,11 @@ struct Proxy {
   // Replaces an established connection: a peer that dials anew has lost it. `join` and `leave` of another thread may
   // come after `remove`, and then do nothing.
   int join(NetChannel* channel, int rank, int control_fd, const int32_t* lanes, int num_lanes);
-  void leave(NetChannel* channel, int rank, uint64_t tag);
-  uint64_t up(NetChannel* channel, bool established);  // bit per rank: this end has joined, or (`established`) both
+  int leave(NetChannel* channel, int rank, uint64_t tag);  // 0, or an errno
+  // Bit per rank: this end has joined, or (`established`) both.
+  static uint64_t up(const NetChannel* channel, bool established);
   void why(NetChannel* channel, int rank, Text* out);    // why its connection ended, "" if nothing is known
-  void traffic(NetChannel* channel, Traffic* out);
+  void traffic(NetChannel* channel, Traffic* out);  // `out` stays as it is while the proxy stands still
   void restart_ring(NetChannel* channel);  // of kernels, none of which runs: takes what they have pushed, empties it
   void close_in_child();  // in a forked child: closes its copies of descriptors
 
@@ -117,6 +119,7 @@ struct Proxy {
   void begin_end(NetChannel& c, int rank, int error);
   void check_end(NetChannel& c, int rank, int64_t now);
   void establish(NetChannel& c, int rank);
+  static void publish(NetChannel& c);
   void disconnect(NetChannel& c, int rank, bool notify);
   void refuse(NetChannel& c, const Order& order, int error);
   void close_after_peer(int fd, int64_t patience_ns);
@@ -149,9 +152,9 @@ struct Proxy {
   HalfClosed half_closed_[kHalfClosed];
 };
 
-// What another thread waits for the mutex of the proxy, which stands still where a driver or a library does: a question
-// is asked again or not at all, and what changes connections takes as long as memory takes to be registered.
-constexpr int64_t kAskedNs = 100'000'000, kChangedNs = 10'000'000'000, kForEver = -1;
+// What another thread waits for the mutex of the proxy, which stands still where a driver or a library does. Nothing is
+// decided by a question that got no answer; what changes connections is as patient as the rank.
+constexpr int64_t kAskedNs = 100'000'000, kForEver = -1;
 
 // The mutex of the proxy, held by another thread; false: it was not to be had within `limit_ns`.
 class Proxy::Hold {

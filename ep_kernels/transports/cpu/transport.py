@@ -205,7 +205,7 @@ class CpuTransport(CpuMember[NativeComm]):
 
     def is_idle(self) -> bool:
         """See `QuickContext`."""
-        return not self._dispatches and not self._combines
+        return not self._interrupted and not self._dispatches and not self._combines
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """See `Transport.dispatch_input`. Waits until peers no longer read what an earlier dispatch left there."""

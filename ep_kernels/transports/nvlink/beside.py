@@ -12,7 +12,7 @@ import warnings
 import weakref
 from typing import Any
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a garbage collection within may close a communicator, which forgets itself
 _used: dict[int, weakref.WeakKeyDictionary[Any, tuple[int, int]]] = {}
 _told: set[int] = set()
 
@@ -24,7 +24,7 @@ def note(communicator: Any, device: int, stream: int, num_blocks: int, num_sms: 
         used = _used.setdefault(device, weakref.WeakKeyDictionary())
         used[communicator] = stream, num_blocks
         blocks = dict[int, int]()
-        for where, count in used.values():
+        for where, count in list(used.data.values()):  # type: ignore[attr-defined]
             blocks[where] = max(count, blocks.get(where, 0))
         if len(blocks) < 2 or sum(blocks.values()) <= num_sms or device in _told:
             return

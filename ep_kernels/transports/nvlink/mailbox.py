@@ -165,7 +165,11 @@ class Mailbox:
         if self.remote is None:
             return 0
         ranks = sum(1 << rank for rank in self.remote.ranks if self._active[rank])
-        return settled(self.remote.is_quiet, ranks, timeout_s, lambda: self._aborted is not None)
+        return settled(self.remote.is_quiet, ranks, timeout_s, self._is_over)
+
+    def _is_over(self) -> bool:
+        """Whether waits end at once: what follows says why."""
+        return self._aborted is not None or any(self._active[rank] for rank in self._given_up)
 
     def _renew(self, deadline: float) -> None:
         """Connections with active ranks of other hosts that were lost, or that one side had parted from, are made

@@ -141,7 +141,7 @@ class RemoteRanks:
         def is_quiet(ranks: int) -> bool:
             return channel.is_quiet(ranks & channel.up())
 
-        return settled(is_quiet, wanted, timeout_s, lambda: channel.aborted is not None)
+        return settled(is_quiet, wanted, timeout_s, lambda: channel.aborted is not None or channel.has_given_up(wanted))
 
     def go_on(self, mask: Sequence[bool], epoch: int, up: Sequence[int], timeout_s: float) -> None:
         """Close the connections with ranks that take no part any longer, after the epoch was sent to them. Connect with

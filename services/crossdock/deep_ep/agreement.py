@@ -96,9 +96,9 @@ class Agreement:
     def look(self) -> None:
         """Answer for this rank, if others ask in a step that it has begun otherwise."""
         wanted = int(self._store.get("step"))
-        if not self._asked < wanted <= self.step:
-            return
-        with self._lock:
+        with self._lock:  # not while this rank asks: it may be in that very question
+            if not self._asked < wanted <= self.step or not self._calls:
+                return
             self._asked = wanted  # answered once
             call = next((call for step, call in reversed(self._calls) if step == wanted), self._calls[-1][1])
             try:
@@ -111,7 +111,7 @@ class Agreement:
         if self._store is not None:
             self._store.set("step", str(step))
             return
-        store, rank = self._group.process_group.get_group_store(), self._group.rank
+        store, rank = self._group.store, self._group.rank
         number = store.add(f"crossdock/deep_ep/{rank}", 1)  # Buffers ask for the first time in one order on all ranks
         self._store = dist.PrefixStore(f"crossdock/deep_ep/buffer {number}", store)  # type: ignore[attr-defined]
         self._store.set("step", str(step))
@@ -120,7 +120,10 @@ class Agreement:
 
     def _exchange(self, mine: Wish) -> list[Wish]:
         answers = self._group.all_gather(msgspec.msgpack.encode(mine), self._timeout_s)
-        wishes = [msgspec.msgpack.decode(answer, type=Wish) for answer in answers]
+        try:
+            wishes = [msgspec.msgpack.decode(answer, type=Wish) for answer in answers]
+        except msgspec.MsgspecError as error:
+            raise ConfigError("communicator", "one question on all ranks", f"another one: {error}") from error
         for rank, wish in enumerate(wishes):
             for name in wishes[0].fields | wish.fields:
                 want, got = (fields.get(name, "nothing") for fields in (wishes[0].fields, wish.fields))
@@ -147,4 +150,6 @@ def _watch(agreement: weakref.ref[Agreement], stop: threading.Event) -> None:
         except RuntimeError as error:
             _log.info(f"crossdock: the store of the process group is gone: {error}")
             return
+        except Exception:  # this thread must survive: it alone answers
+            _log.exception("crossdock: cannot look whether other ranks ask for another communicator")
         del held

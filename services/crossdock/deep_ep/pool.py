@@ -175,9 +175,9 @@ class Pool:
 
     def recover(self) -> None:
         """Make all communicators usable again after a fault that all ranks have survived. Collective."""
+        self._recoveries += 1  # an attempt that fails on one rank counts on all
         for comm in self.communicators():
             comm.set_active([True] * self.size, comm.epoch + 1)
-        self._recoveries += 1
         self._agreement.restart(self._recoveries)
 
     def close(self) -> None:

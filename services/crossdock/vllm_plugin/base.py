@@ -59,7 +59,7 @@ def quantized_rows(
 
 
 class Finalizer(_Base):  # type: ignore[misc]
-    """Base of the three.
+    """Base of the standard and of the batched format.
 
     Args:
         link: of the manager.

@@ -172,14 +172,22 @@ def _wants_batches(parallel: Any) -> bool:
     return bool(parallel.use_nixl_ep_kernels or (parallel.use_deepep_ll_kernels and batches()))
 
 
+_seen: dict[str, Any] = {}
+"""What vLLM's configuration has said: it is not set while weights are loaded again."""
+
+
 def batches() -> bool:
     """Whether the low-latency backend's experts get the batched format: where DeepGEMM's masked kernels run, which skip
-    empty slots; that is for weights in fp8 blocks of 128, where DeepGEMM is installed and the GPU has it."""
+    empty slots; that is for weights in fp8 blocks of 128, where DeepGEMM is installed, the GPU has it, and vLLM may use
+    it for experts."""
     config = getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
-    model = None if config is None else config.model_config
-    quantized = None if model is None else getattr(model.hf_config, "quantization_config", None)
-    block = quantized.get("weight_block_size") if isinstance(quantized, dict) else None
-    return block == [128, 128] and bool(_module("vllm.utils.deep_gemm").is_deep_gemm_supported())
+    if config is not None:
+        model = config.model_config
+        quantized = None if model is None else getattr(model.hf_config, "quantization_config", None)
+        block = quantized.get("weight_block_size") if isinstance(quantized, dict) else None
+        wanted = block == [128, 128] and bool(_module("vllm.envs").VLLM_MOE_USE_DEEP_GEMM)
+        _seen["batches"] = wanted and bool(_module("vllm.utils.deep_gemm").is_deep_gemm_supported())
+    return bool(_seen.get("batches"))
 
 
 def overlaps() -> bool:
@@ -194,8 +202,12 @@ def overlaps() -> bool:
 
 def most_tokens() -> int:
     """M, most tokens of a rank in one step, as vLLM's scheduler has it."""
-    config = _module("vllm.config").get_current_vllm_config()
-    return int(config.scheduler_config.max_num_batched_tokens)
+    config = getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
+    if config is not None:
+        _seen["most_tokens"] = int(config.scheduler_config.max_num_batched_tokens)
+    if "most_tokens" not in _seen:
+        raise PluginError("crossdock: expected vLLM's configuration to be set while layers are made")
+    return int(_seen["most_tokens"])
 
 
 def part_halves() -> list[str]:

@@ -1,8 +1,8 @@
 """vLLM's standard format: each token once per rank; the experts apply weights and reduce. Small steps run LL.
 
 Shapes are fixed (the rows of all ranks' tokens) where CUDA graphs want that, and where nearly every token goes to every
-rank anyway: then a step is a dispatch and a combine, the host waits for nothing, and no other kernel is launched.
-Otherwise shapes are exact, and the host waits for the number of rows.
+rank anyway: then the host waits for nothing, and of rows that travel unquantised, by experts in the order of ranks, no
+kernel is launched but a dispatch and a combine. Otherwise shapes are exact, and the host waits for the number of rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _comm_to_compute: Any = compat.find("dbo_yield_and_switch_from_comm_to_compute")
 Prepared = tuple[torch.Tensor, torch.Tensor | None, Any, torch.Tensor, torch.Tensor]
 WHOLE = 0.85
 """Share of all tokens from which on a rank is given room for all: the rows that do not come cost the experts less than
-the wait for their number costs the host."""
+the wait for their number costs the host. Not of rows with scales: DeepGEMM pads what it has no counts of."""
 
 
 class StandardFinalizer(Finalizer):
@@ -70,7 +70,7 @@ class StandardFinalizer(Finalizer):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> Callable[[], Prepared]:
-        """Both phases, since shapes are exact; returns the function that gives vLLM the rows."""
+        """Both phases, in one launch; returns the function that gives vLLM the rows."""
         x, weights = weighted_input(a1, topk_weights, apply_router_weight_on_input)
         payload, common, done = self._payload(x, quant_config, defer_input_quant)
         _to_comm()
@@ -85,7 +85,10 @@ class StandardFinalizer(Finalizer):
             if done or not len(rows):
                 return rows, scales if common is None else common, metadata, ids, source_weights
             given = quant_config.a1_gscale if quant_config.quant_dtype == "nvfp4" else quant_config.a1_scale
-            q, scale = _quantized(rows, given, quant_config)
+            fresh = rows
+            if metadata is None and not quant_config.per_act_token_quant:  # rows that did not come are of other steps
+                fresh = torch.where((source_weights != 0).any(1, keepdim=True), rows, 0)
+            q, scale = _quantized(fresh, given, quant_config)
             return q, scale, metadata, ids, source_weights
 
         return receive
@@ -114,7 +117,8 @@ class StandardFinalizer(Finalizer):
         """Rows, scales, global ids, weights, counts."""
         ids, weights = topk_ids.contiguous(), weights.contiguous()
         with self._watched():
-            if self._fixed or share_of_tokens(self._link.pool.size, ids.shape[1]) >= WHOLE:
+            whole = payload[1] is None and share_of_tokens(self._link.pool.size, ids.shape[1]) >= WHOLE
+            if self._fixed or whole:
                 return self._fixed_rows(payload, ids, weights, num_experts, a1.dtype)
             return self._exact_rows(payload, ids, weights, num_experts, a1.dtype)
 
@@ -306,9 +310,13 @@ def share_of_tokens(ranks: int, topk: int) -> float:
 
 
 def _step_tokens(mine: int, most: int) -> int:
-    """Most tokens of any rank in this step, as vLLM has agreed them."""
+    """Most tokens of any rank in this step, as vLLM has agreed them: `local_sizes` where ranks of one DP group share
+    their tokens."""
     metadata = _forward_context().dp_metadata
-    return min(most, mine if metadata is None else max(metadata.num_tokens_across_dp_cpu.tolist()))
+    if metadata is None:
+        return min(most, mine)
+    tokens: list[int] = metadata.local_sizes or metadata.num_tokens_across_dp_cpu.tolist()
+    return min(most, max(tokens))
 
 
 def _quantized(x: torch.Tensor, scale: torch.Tensor | None, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor]:

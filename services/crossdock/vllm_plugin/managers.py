@@ -27,7 +27,7 @@ class LayerContext:
     Attributes:
         pool: communicators by shape.
         settings: deadline and metrics.
-        max_tokens: M, most tokens of a step per rank; 0 where it is not bounded.
+        max_tokens: M, most tokens of a step per rank.
         num_experts: E, physical ones; 0 where each call says it.
         topk: K, likewise.
     """

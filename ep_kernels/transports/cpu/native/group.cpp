@@ -130,7 +130,13 @@ static Status enter(Member& m, uint64_t mask, uint64_t tag) {
 template <typename Entry>
 static Status agree(Member& m, Want want, Entry entry) {
   for (uint64_t left = m.peers(); left; left &= left - 1) {
-    const Resync* theirs = entry(__builtin_ctzll(left));
+    const int r = __builtin_ctzll(left);
+    const Resync* theirs = entry(r);
+    if (!theirs) {  // it has entered later ones since, without this rank
+      const uint64_t now = m.meeting[r]->membership.v.load(std::memory_order_acquire);
+      m.fail({Op::set_active, Phase::membership, m.membership}, r, now, Why::silent, m.entered_ns);
+      return kDiffers;
+    }
     for (int i = 0; i < 4; ++i) m.set_upcoming(Op(i), std::max(m.next[i], theirs->counters[i]));
   }
   for (int i = 0; i < 4; ++i) m.base[i] = m.next[i] - 1;
@@ -174,6 +180,7 @@ Status resync(Member& m, uint64_t mask, uint64_t epoch, int64_t limit_ns) {
   }
   if (status == kOk) {
     status = meet(m, want, [&](int r) { return m.meeting[r]->membership.v.load(std::memory_order_acquire); });
+    if (status == kOk) status = m.confirm(Op::set_active);  // one that is further has left this rank out
   }
   if (status != kNothing) m.entered = 0;
   return status;
