@@ -51,7 +51,7 @@ class StandIn:
             staged = Path(folder) / self.name
             linked = (f"-Wl,-soname,{self.name}", *(f"-Wl,--version-script={path}" for path in maps), "-ldl")
             command = ["g++", *_FLAGS, *self.flags, f"-I{NATIVE}", *map(str, sources), *linked, "-o", str(staged)]
-            subprocess.run(command, check=True, timeout=120)
+            subprocess.run(command, check=True, timeout=600)
             os.replace(staged, made)
         return made
 

@@ -113,7 +113,7 @@ def whole_group(rank: int, size: int, store: Store, step: str, odd: int) -> tupl
             fails_at(monkeypatch, step, rank)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            coll = Collectives(Seat(rank, size, store, "cpu").config(group=TorchGroup(), timeout_s=2.0))
+            coll = Collectives(Seat(rank, size, store, "cpu").config(group=TorchGroup(), timeout_s=4.0))
             check_values(coll)
             coll.barrier()
             coll.exchange([rank] * 8)

@@ -124,7 +124,7 @@ def wrong_group(rank: int, size: int, store: Store, transport: str) -> None:
 
 def held_buffers(rank: int, size: int, store: Store) -> None:
     """Rank 0 holds a gathered tensor. As garbage it costs nothing; held for good, both ranks say what may be why."""
-    with gloo(rank, size, store), Seat(rank, size, store, "cpu").collectives(timeout_s=0.5) as coll:
+    with gloo(rank, size, store), Seat(rank, size, store, "cpu").collectives(timeout_s=3.0) as coll:
         gather = AllGather(coll)
 
         def step(*, later: bool = False) -> torch.Tensor:

@@ -26,6 +26,7 @@ VERBS, SHUFFLED = "cpu-verbs-halves", "cpu-shuffled_verbs-each"
 @pytest.fixture(scope="module")
 def world() -> Iterator[Callable[[], World]]:
     """world(): three ranks that have the fake."""
+    fake_verbs.LIBRARY.build()  # once, and not within what a world waits for its ranks
     made = World(3)
 
     def ready() -> World:
