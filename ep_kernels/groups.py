@@ -18,7 +18,7 @@ from ep_kernels.errors import ConfigError, TransportError
 _COMPLETE = b"complete"
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.0005, 0.02
 _ANSWER_S = 1.0
-"""What a store may take, past a deadline, to answer the questions that name who is missing."""
+"""Seconds past a deadline within which a store must say which ranks are missing."""
 
 
 class StoreGroup:

@@ -3,8 +3,8 @@
     python3 -m tests.bare [--suite trixie] [--suite bookworm] [--tests "-k name"] [--command .ci/run]
 
 Makes the root of such a machine with debootstrap, clones the committed tree into it, and runs `make demo` and
-`make test` there, in mount and process namespaces that end with them. pip is told what it is told here: its variables
-and files, proxies, and what these name. Needs root, and only the standard library.
+`make test` there, in mount and process namespaces that end with them. pip has the settings that it has here: its
+variables and files, proxies, and what these name. Needs root, and only the standard library.
 """
 
 from __future__ import annotations

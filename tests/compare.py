@@ -14,6 +14,12 @@ def raw(t: torch.Tensor) -> torch.Tensor:
     return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """As FSDP frees parameters."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def same_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     """Equal shape, dtype and bits; one NaN is as good as another."""
     assert got.shape == want.shape, f"{what}: shape {list(got.shape)}, want {list(want.shape)}"

@@ -8,6 +8,7 @@ path("helm")                where it is, for a test that needs it
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -58,8 +59,11 @@ def _program(name: str, cure: str) -> Tool:
     return Tool(cure, lambda: "" if path(name) else "not installed")
 
 
+_found = functools.cache(find_library)  # it starts processes
+
+
 def _library(name: str, cure: str) -> Tool:
-    return Tool(cure, lambda: "" if find_library(name) else "not installed")
+    return Tool(cure, lambda: "" if _found(name) else "not installed")
 
 
 def _package(name: str, cure: str) -> Tool:

@@ -42,6 +42,13 @@ class Times:
     host_us: list[float] = field(default_factory=list)
 
 
+def gathered(mine: torch.Tensor, ranks: int) -> torch.Tensor:
+    """[S, R, R] on the host, of each rank's [S, R]."""
+    table = mine.new_empty(ranks * len(mine), ranks)
+    dist.all_gather_into_tensor(table, mine)
+    return table.view(ranks, *mine.shape).transpose(0, 1).cpu()
+
+
 def events(count: int) -> list[Any]:
     """`count` events with timing."""
     return [torch.cuda.Event(enable_timing=True) for _ in range(count)]  # type: ignore[no-untyped-call]

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from benchmarks import bounds, facts, network
 from benchmarks.cases import Case
 from benchmarks.gpu.crossdock import Crossdock
-from benchmarks.gpu.measure import Bench, Stopwatch, Times
+from benchmarks.gpu.measure import Bench, Stopwatch, Times, gathered
 from benchmarks.gpu.nodes_network import DEADLINE_S, Proxies, Streams, most_rows, network_of, remote_of, sizes_of
 from ep_kernels import Layout, Mode, StoreGroup
 from ep_kernels.network import NetworkConfig
@@ -217,9 +217,7 @@ class Session:
         """int64 [R, R] of each operation: rows from -> to of the first prepared set."""
         ids = bench.sets[0].topk_ids
         mine = torch.stack([bounds.rows_to(case, ids), bounds.rows_back(case, ids)])
-        table = mine.new_empty(self._ranks * len(mine), self._ranks)
-        dist.all_gather_into_tensor(table, mine)
-        dispatch, combine = table.view(self._ranks, *mine.shape).transpose(0, 1).cpu()
+        dispatch, combine = gathered(mine, self._ranks)
         return {"dispatch": dispatch, "combine": combine.T}
 
     def _stages(self, backend: Crossdock) -> dict[str, Stages]:

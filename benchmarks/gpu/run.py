@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks import bounds, facts, gpu, report
 from benchmarks.cases import Case
 from benchmarks.gpu import floor, layer, overlap
-from benchmarks.gpu.measure import Bench, Stopwatch
+from benchmarks.gpu.measure import Bench, Stopwatch, gathered
 from benchmarks.gpu.tables import FLOOR, NAMES, Loop, Measured, cases_of, chosen
 from ep_kernels import StoreGroup
 
@@ -252,6 +252,4 @@ def _closed(backend: gpu.Backend) -> str:
 def _all_rows(case: Case, bench: Bench) -> torch.Tensor:
     """int64 [S, R, R]: rows from -> to, of every prepared set."""
     mine = torch.stack([bounds.rows_to(case, inputs.topk_ids) for inputs in bench.sets])
-    table = mine.new_empty(case.ranks * len(mine), case.ranks)
-    dist.all_gather_into_tensor(table, mine)
-    return table.view(case.ranks, *mine.shape).transpose(0, 1).cpu()
+    return gathered(mine, case.ranks)

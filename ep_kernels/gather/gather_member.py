@@ -114,7 +114,7 @@ class GatherMember:
         """See `MemberTransport.samples`. `tokens` is that of the step, S: S rows move for every rank. All collectives
         count on from each other, so a gap in the numbers of one operation says nothing: `missing` does."""
         size, config = self._config.group.size, self._config
-        apart = config.resolved_dispatch_sms == 0 and memory.sends_rows_apart(config, self._coll.capabilities)
+        apart = memory.sends_rows_apart(config, self._coll.capabilities)
         row = size * config.hidden_size * config.resolved_output_dtype.itemsize
         found, missing = [], 0
         for sample in self._coll.samples():

@@ -48,7 +48,8 @@ class Network:
 
     _shared: ClassVar[dict[NetworkConfig, Network]] = {}
     _opening = threading.Lock()  # one after the other: one's port may be that of an idle one
-    # A garbage collection within may close a channel, on any thread: nobody waits for a thread while it holds this.
+    # Garbage collection while a thread holds it may close a channel on that thread, so a thread may take it twice; no
+    # thread waits for another while it holds it.
     _lock = threading.RLock()
 
     def __init__(self, config: NetworkConfig) -> None:

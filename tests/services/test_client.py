@@ -27,6 +27,7 @@ from crossdock.common import control_channel, rpc
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import control_pb2, expert_pb2
 from tests.chaos.proxy import Network
+from tests.compare import freed
 from tests.services.control_world import TIMEOUT_S, lasting_port
 from tests.services.fakes import Answer, FakeControl, FakeWorker, echo, refuse, view_of
 from tests.waiting import until
@@ -114,11 +115,6 @@ def test_no_tokens_need_no_worker() -> None:
     x, ids, weights = _batch(0)
     with Client("127.0.0.1:1") as service:
         assert service.forward(0, x, ids, weights).shape == (0, 8)
-
-
-def freed(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.untyped_storage().resize_(0)
-    return tensor
 
 
 @pytest.mark.parametrize(

@@ -397,6 +397,12 @@ def payload(peers: Peers, rank: int, kind: str) -> Any:
     return x.repeat(1, 3) if kind == "wide" else x.to({"fp16": torch.float16, "fp32": torch.float32}.get(kind, BF16))
 
 
+def mine_as(peers: Peers, kind: str) -> Any:
+    """This rank's, on its device."""
+    made = payload(peers, peers.rank, kind)
+    return tuple(each.to(peers.device) for each in made) if isinstance(made, tuple) else made.to(peers.device)
+
+
 def ht_arrived(peers: Peers, got: Any, kind: str) -> None:
     """The rows, and their scales, that came by the routing of `peers`, bit for bit."""
     sent = [payload(peers, source, kind) for source in range(peers.case.num_ranks)]
@@ -419,8 +425,7 @@ def spoil(*values: Any) -> None:
 def ht_overwritten(buffer: Buffer, peers: Peers, asynchronous: bool, worst: int) -> None:
     """Between two calls that share a handle, the caller overwrites all that it gave: for each change of format."""
     for first in FORMATS:
-        given, ids, weights = payload(peers, peers.rank, first), *peers.mine()[1:]
-        given = tuple(each.to(peers.device) for each in given) if isinstance(given, tuple) else given.to(peers.device)
+        given, ids, weights = mine_as(peers, first), *peers.mine()[1:]
         per_expert = buffer.get_dispatch_layout(ids, peers.case.num_experts)[2]
         got, local, arrived, _, handle, event = buffer.dispatch(
             given, topk_idx=ids, topk_weights=weights, num_tokens_per_expert=per_expert, num_worst_tokens=worst,
@@ -431,8 +436,7 @@ def ht_overwritten(buffer: Buffer, peers: Peers, asynchronous: bool, worst: int)
         ht_arrived(peers, got, first)
         ht_check(peers, local.cpu(), arrived.cpu())
         for second in FORMATS:
-            given = payload(peers, peers.rank, second)
-            given = tuple(x.to(peers.device) for x in given) if isinstance(given, tuple) else given.to(peers.device)
+            given = mine_as(peers, second)
             again, *_, event = buffer.dispatch(given, handle=handle, async_finish=asynchronous)
             event.current_stream_wait()
             spoil(given)
@@ -491,7 +495,7 @@ def ht_worst(buffer: Buffer, peers: Peers) -> None:
 
 
 def sizes(buffer: Buffer, peers: Peers) -> None:
-    """Callers that name another size in each step have few communicators, and the shapes that they asked for."""
+    """Callers that name another size in each step have few communicators, and each gets the shapes of its call."""
     case = peers.case
     x, ids, weights = peers.mine()
     for number in range(12):
@@ -541,7 +545,7 @@ def given_up(buffer: Buffer, peers: Peers) -> None:
     with mock.patch("crossdock.deep_ep.pool.MOST", 3), mock.patch.object(MoECommunicator, "is_captured", captured):
 
         def use(kind: str) -> tuple[Any, Any]:
-            rows, *_, handle, _ = ht_dispatch(buffer, peers, payload(peers, peers.rank, kind))
+            rows, *_, handle, _ = ht_dispatch(buffer, peers, mine_as(peers, kind))
             return rows, handle
 
         def dtypes() -> list[torch.dtype]:
@@ -552,7 +556,7 @@ def given_up(buffer: Buffer, peers: Peers) -> None:
         for kind in ("fp16", "fp32", "blocks"):
             use(kind)
         assert dtypes() == [torch.float16, torch.float32, torch.float8_e4m3fn]
-        ht_arrived(peers, buffer.dispatch(payload(peers, peers.rank, "tokens"), handle=handle)[0], "tokens")
+        ht_arrived(peers, buffer.dispatch(mine_as(peers, "tokens"), handle=handle)[0], "tokens")
         hits = buffer.combine(torch.ones_like(rows), handle)[0]
         del handle
         assert comm() is None, "nobody needs it any more"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from crossdock.deep_ep.agreement import Agreement, Wish
 from ep_kernels import ArgumentError, ConfigError, HandleError, PeerTimeout, StoreGroup
+from tests.waiting import until
 
 PATIENCE_S = 30.0
 
@@ -53,8 +54,7 @@ class Ranks:
         """Until rank 1's question of that step is in the store."""
         notes = self.agreements[0]._store
         notes.wait(["step"], timedelta(seconds=PATIENCE_S))
-        while int(notes.get("step")) != step:
-            pass
+        until(lambda: int(notes.get("step")) == step)
 
 
 @pytest.fixture

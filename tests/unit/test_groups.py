@@ -17,6 +17,7 @@ from ep_kernels.collectives import CollectiveConfig, Collectives
 from ep_kernels.config import Group
 from ep_kernels.errors import ConfigError, TransportError
 from tests.cases import RoutingCase, draw_seed
+from tests.waiting import until
 from tests.worlds import World
 
 PAYLOADS = [b"", b"\x00", b"rank 2 " * 5000]
@@ -157,8 +158,7 @@ def the_store_stands_still(rank: int, size: int, store: Any, kind: str) -> None:
         pid = int(store.get("pid"))
         os.kill(pid, signal.SIGSTOP)
         try:
-            while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
-                time.sleep(0.001)
+            until(lambda: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
             begin = time.monotonic()
             with pytest.raises(TransportError, match=r"the store of the group did not answer within 0.1 s"):
                 group.all_gather(b"", 0.1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import os
 import socket
 import threading
@@ -474,7 +473,8 @@ def test_set_active_names_a_rank_that_takes_nothing(boxes: list[Mailbox], monkey
     channel = SimpleNamespace(
         aborted=None, up=lambda: 6, is_quiet=lambda mask: not mask & 4, has_given_up=lambda ranks: False
     )
-    waiter: Any = SimpleNamespace(ranks=(1, 2), channel=channel)
-    member._remote = SimpleNamespace(settle=functools.partial(RemoteRanks.settle, waiter))
+    remote: Any = RemoteRanks.__new__(RemoteRanks)
+    remote._tickets, remote.channel, remote._native = dict.fromkeys((1, 2)), channel, None
+    member._remote = remote
     with pytest.raises(PeerTimeout, match=unsent):
         member.set_active([True] * SIZE, 1)

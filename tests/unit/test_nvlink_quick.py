@@ -26,6 +26,7 @@ from ep_kernels.transports.nvlink.engine import RECEIVE, SEND
 from ep_kernels.transports.nvlink.routing_state import QuickState, StateParts
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 from tests.cases import RoutingCase
+from tests.compare import freed
 from tests.emulator.silent import SilentDriver, silent_rank
 
 WIDTH, EXPERTS, TOPK, MOST = 2304, 8, 3, 6
@@ -234,12 +235,6 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "home": ({"mode": Mode.LL, "layout": Layout.EXPERT_MAJOR, "exact_combine": True}, BAD),
     "scaled": ({"mode": Mode.HT, "layout": Layout.FLAT, "exact_shapes": False, **FORMS["scaled"]}, BAD_SCALES),
 }
-
-
-def freed(tensor: torch.Tensor) -> torch.Tensor:
-    """As FSDP frees parameters."""
-    tensor.untyped_storage().resize_(0)
-    return tensor
 
 
 def traced(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import enum
 import multiprocessing as mp
@@ -17,7 +16,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.kernels import abi
@@ -27,8 +25,6 @@ from ep_kernels.network.network import Network
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink.domain import Domain
 from ep_kernels.transports.nvlink.mailbox import Mailbox
-from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember
-from ep_kernels.transports.nvlink.remote import RemoteRanks
 from ep_kernels.transports.nvlink.remote_pages import PAGE_BYTES, RemotePages
 from ep_kernels.transports.nvlink.ticket import RegionTicket
 from tests.gpu.loopback_group import LoopGroup
@@ -199,19 +195,3 @@ def test_words_that_do_not_leave_end_a_call_at_its_deadline(is_quiet: bool) -> N
     with pytest.raises(PeerTimeout) as raised:
         box.exchange([0] * EXCHANGE_WORDS, WAIT_S)
     assert raised.value.given_up
-
-
-def test_set_active_names_a_rank_for_which_rows_do_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    member = NvlinkMember(SimpleNamespace(group=SimpleNamespace(size=2, epoch=0), timeout_s=0.05), "abi")
-    remote: Any = RemoteRanks.__new__(RemoteRanks)
-    remote._tickets = {1: None}
-    remote.channel = SimpleNamespace(
-        aborted=None, up=lambda: 2, is_quiet=lambda mask: not mask & 2, has_given_up=lambda ranks: False
-    )
-    member._remote, member._device = remote, torch.device("cuda", 0)
-    member._tables = SimpleNamespace(host=SimpleNamespace(interrupted=contextlib.nullcontext))  # type: ignore[assignment]
-    member._domain = SimpleNamespace(mailbox=None)  # type: ignore[assignment]
-    with pytest.raises(PeerTimeout, match=r"set_active: rank 1 did not deliver credit .*does not leave"):
-        member.set_active([True, True], 1)
-    remote._native = None

@@ -20,6 +20,7 @@ from ep_kernels.transports.nvlink.collective_repeat import CopyPlan, KernelPlan
 from ep_kernels.transports.nvlink.repeat_records import DISTURBED, KernelRepeat, Quiet
 from tests.cases import draw_seed
 from tests.collectives.steps import same_bits
+from tests.compare import freed
 from tests.emulator.machine import Emulated, without_driver
 from tests.gpu.loopback_collectives import BOTH, LoopbackCollectives, rows
 from tests.groups import LonelyGroup
@@ -131,12 +132,6 @@ def test_conjugated_tensors_are_refused_whatever_has_been_gathered() -> None:
                 coll.all_gather(x.conj())
             with pytest.raises(ArgumentError, match="out: expected a resolved tensor"):
                 coll.all_gather(x, out=torch.empty_like(x).conj())
-
-
-def freed(tensor: torch.Tensor) -> torch.Tensor:
-    """As FSDP frees parameters."""
-    tensor.untyped_storage().resize_(0)
-    return tensor
 
 
 def test_who_has_to_look_takes_the_long_way(planned: tuple[Collectives, list[Plan]]) -> None:

@@ -108,7 +108,6 @@ telemetry()._count(_WatchedCommunicator("3", []), Samples.of([sample]))
 SCRAPE = """
 from prometheus_client import generate_latest
 from vllm.v1.metrics.prometheus import get_prometheus_registry
-from tests import tools
 print(generate_latest(get_prometheus_registry()).decode())
 """
 

@@ -127,8 +127,8 @@ CN_API int cn_join(cd::NetChannel* c, int rank, int control_fd, const int32_t* l
 }
 CN_API int cn_leave(cd::NetChannel* c, int rank, uint64_t tag) { return c->proxy->leave(c, rank, tag); }
 // Bit per rank whose connections stand; that this end has joined.
-CN_API uint64_t cn_up(cd::NetChannel* c) { return cd::Proxy::up(c, true); }
-CN_API uint64_t cn_joined(cd::NetChannel* c) { return cd::Proxy::up(c, false); }
+CN_API uint64_t cn_up(cd::NetChannel* c) { return c->established.load(std::memory_order_acquire); }
+CN_API uint64_t cn_joined(cd::NetChannel* c) { return c->joined.load(std::memory_order_acquire); }
 CN_API void cn_why(cd::NetChannel* c, int rank, cd::Text* out) { c->proxy->why(c, rank, out); }
 CN_API void cn_traffic(cd::NetChannel* c, cd::Traffic* out) { c->proxy->traffic(c, out); }
 // 1 if nothing of this rank's region is still to be read for the ranks of `mask`.

@@ -4,7 +4,6 @@
 #include <sched.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <time.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -179,8 +178,7 @@ CN_API int64_t cn_bench_stream(cd::NetChannel* c, void* here, const int32_t* ran
       continue;
     }
     if (cd::now_ns() - begun > kGiveUpNs) return -1;
-    const timespec nap{0, nap_ns};
-    if (nap_ns) nanosleep(&nap, nullptr);  // spinning would take a processor from the proxies
+    if (nap_ns) cd::nap(nap_ns);  // spinning would take a processor from the proxies
     cd::relax();
   }
   return cd::now_ns() - begun;

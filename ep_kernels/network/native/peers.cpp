@@ -192,10 +192,6 @@ void Proxy::publish(NetChannel& c) {
   c.established.store(established, std::memory_order_release);
 }
 
-uint64_t Proxy::up(const NetChannel* c, bool established) {
-  return (established ? c->established : c->joined).load(std::memory_order_acquire);
-}
-
 void Proxy::why(NetChannel* c, int rank, Text* out) {
   Hold hold(*this, kAskedNs);
   if (hold) *out = c->peers[rank].why;

@@ -70,7 +70,7 @@ struct NetChannel {
   Provider* provider;
   Outbox* outbox;
   NetPeer peers[kNetRanks];
-  std::atomic<uint64_t> joined, established;  // bit per rank, of `peers`: read without the mutex
+  std::atomic<uint64_t> joined, established;  // bit per rank whose connections this end, or both, have joined
 };
 
 struct Proxy {
@@ -88,8 +88,6 @@ struct Proxy {
   // come after `remove`, and then do nothing.
   int join(NetChannel* channel, int rank, int control_fd, const int32_t* lanes, int num_lanes);
   int leave(NetChannel* channel, int rank, uint64_t tag);  // 0, or an errno
-  // Bit per rank: this end has joined, or (`established`) both.
-  static uint64_t up(const NetChannel* channel, bool established);
   void why(NetChannel* channel, int rank, Text* out);    // why its connection ended, "" if nothing is known
   void traffic(NetChannel* channel, Traffic* out);  // `out` stays as it is while the proxy stands still
   void restart_ring(NetChannel* channel);  // of kernels, none of which runs: takes what they have pushed, empties it

@@ -13,6 +13,7 @@ from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 import torch
 
 from ep_kernels.errors import ArgumentError, ConfigError, HandleError, PeerTimeout, TransportError
+from ep_kernels.network.sending import STAYS
 from ep_kernels.transports.build import Native, native_of
 from ep_kernels.transports.library import Signature
 from ep_kernels.transports.library import load as load_library
@@ -194,7 +195,7 @@ class NativeFault(ctypes.Structure):
 
     def _end(self, why: str) -> str:
         if self.why == _UNSENT:
-            return "what this rank has for it does not leave: its own network thread stands still, or that peer does"
+            return f"{STAYS}: its own network thread stands still, or that peer does"
         if self.why != _DISCONNECTED:
             return ""
         error = why or (os.strerror(self.error) if self.error else "closed by the other end")

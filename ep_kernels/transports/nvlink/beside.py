@@ -2,7 +2,8 @@
 
 Their kernels wait for peers while they hold multiprocessors. Where those of two do not fit together and one rank begins
 with the one, its peer with the other, each waits for the other until its deadline. In which order peers begin is not
-known here; what does not fit is, and is told once, where a communicator shows on another stream than others are on.
+known here; what does not fit is, and one RuntimeWarning says so, where a communicator runs on another stream than
+others do.
 """
 
 from __future__ import annotations

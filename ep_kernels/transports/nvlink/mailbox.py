@@ -169,7 +169,11 @@ class Mailbox:
 
     def _is_over(self) -> bool:
         """Whether waits end at once: what follows says why."""
-        return self._aborted is not None or any(self._active[rank] for rank in self._given_up)
+        return self._aborted is not None or self._lost() is not None
+
+    def _lost(self) -> int | None:
+        """An active rank that was given up."""
+        return next((rank for rank in self._given_up if self._active[rank]), None)
 
     def _renew(self, deadline: float) -> None:
         """Connections with active ranks of other hosts that were lost, or that one side had parted from, are made
@@ -199,17 +203,15 @@ class Mailbox:
     def _nap(self, op: str, peer: int, block: int, deadline: float, timeout_s: float) -> None:
         """A moment of a wait for the own proxy, by which words for `peer` leave. Raises as `exchange`."""
         self.check()
-        lost, now = next((rank for rank in self._given_up if self._active[rank]), None), time.monotonic()
+        lost, now = self._lost(), time.monotonic()
         if lost is not None or now > deadline:
-            raise self._stays(op, peer if lost is None else lost, block, timeout_s - (deadline - now), lost is not None)
+            rank = peer if lost is None else lost
+            raise PeerTimeout(
+                peer=rank, op=op, phase="credit", expected=self._vouched(self._rank, block),
+                seen=self._seen(rank, block), waited_s=timeout_s - (deadline - now), given_up=lost is not None,
+                end=STAYS if lost is None else "",
+            )  # fmt: skip
         time.sleep(_FIRST_NAP_S)
-
-    def _stays(self, op: str, rank: int, block: int, waited_s: float, given_up: bool = False) -> PeerTimeout:
-        expected, seen = self._vouched(self._rank, block), self._seen(rank, block)
-        return PeerTimeout(
-            peer=rank, op=op, phase="credit", expected=expected, seen=seen, waited_s=waited_s, given_up=given_up,
-            end="" if given_up else STAYS,
-        )  # fmt: skip
 
     def _vouched(self, peer: int, block: int) -> int:
         return int(self._pages[peer][block * BLOCK_WORDS])
@@ -249,7 +251,7 @@ class Mailbox:
         self, op: str, left: Sequence[int], block: int, number: int, deadline: float, timeout_s: float
     ) -> None:
         """Raise PeerTimeout where a rank need not be waited for any longer: the deadline has passed, or it is gone."""
-        lost = next((rank for rank in self._given_up if self._active[rank]), None)
+        lost = self._lost()
         dead, now = next((peer for peer in left if self._is_dead(peer, block)), None), time.monotonic()
         if dead is None and lost is None and now <= deadline:
             return

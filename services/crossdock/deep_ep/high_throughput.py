@@ -220,7 +220,7 @@ class HighThroughput:
 
 
 def _room(num_tokens: int) -> int:
-    """M of a communicator for so many."""
+    """M of a communicator that serves `num_tokens` per rank."""
     return max(SMALLEST, 1 << (num_tokens - 1).bit_length())
 
 

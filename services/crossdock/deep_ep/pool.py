@@ -56,7 +56,7 @@ class Pool:
     def __init__(self, group: Any, settings: FrameworkConfig) -> None:
         self.group = TorchGroup(group)
         self.rank, self.size = self.group.rank, self.group.size
-        self._settings, self.timeout_s = settings, settings.timeout_s
+        self._settings = settings
         self._network: NetworkConfig | None = None
         self._places: dict[Hashable, PooledCommunicator] = {}
         self._captured: list[MoECommunicator] = []

@@ -176,11 +176,16 @@ _seen: dict[str, Any] = {}
 """What vLLM's configuration has said: it is not set while weights are loaded again."""
 
 
+def _current() -> Any:
+    """vLLM's configuration, while it is set."""
+    return getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
+
+
 def batches() -> bool:
     """Whether the low-latency backend's experts get the batched format: where DeepGEMM's masked kernels run, which skip
     empty slots; that is for weights in fp8 blocks of 128, where DeepGEMM is installed, the GPU has it, and vLLM may use
     it for experts."""
-    config = getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
+    config = _current()
     if config is not None:
         model = config.model_config
         quantized = None if model is None else getattr(model.hf_config, "quantization_config", None)
@@ -193,7 +198,7 @@ def batches() -> bool:
 def overlaps() -> bool:
     """Whether the engine has something to run between the halves of a dispatch or a combine: shared experts, or the
     other half of a batch. A model whose config names shared experts otherwise does without that overlap."""
-    config = getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
+    config = _current()
     if config is None or config.parallel_config.use_ubatching or config.model_config is None:
         return True
     model = config.model_config.hf_text_config
@@ -202,7 +207,7 @@ def overlaps() -> bool:
 
 def most_tokens() -> int:
     """M, most tokens of a rank in one step, as vLLM's scheduler has it."""
-    config = getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
+    config = _current()
     if config is not None:
         _seen["most_tokens"] = int(config.scheduler_config.max_num_batched_tokens)
     if "most_tokens" not in _seen:
@@ -219,7 +224,7 @@ def part_halves() -> list[str]:
     (FlashAttention's), the other parts reuse it with another block table: they have the sequence lengths of the
     first, and are refused, or wrong (vllm-project/vllm#48659). Other builders build it anew.
     """
-    config = getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
+    config = _current()
     if config is None or not config.parallel_config.use_ubatching:
         return []
     try:

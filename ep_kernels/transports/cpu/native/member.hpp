@@ -315,9 +315,9 @@ Status Member::wait(Want want, Seen seen, Work work) {
 template <typename Ready>
 Status Member::wait_for_proxy(Want want, uint64_t among, int peer, Ready ready) {
   const int64_t began = now_ns(), started = want.since_ns ? want.since_ns : began;
+  const auto nothing = [](int) { return uint64_t(0); };
   while (!ready()) {
     const int64_t now = now_ns();
-    const auto nothing = [](int) { return uint64_t(0); };
     if (const Status status = look(want, among, started, nothing); status != kOk) return status;
     if (const Status status = look_for_signals(now); status != kOk) return status;
     if (now - started >= timeout_ns) return fail(want, peer, 0, Why::unsent, started);
