@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ep_kernels.transports.nvlink import beside, streams
+from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember
 from ep_kernels.transports.nvlink.routing_state import Origin, QuickState, quick_handle
 from ep_kernels.transports.nvlink.streams import StreamOrder, tensors_in
 from ep_kernels.types import Mode
@@ -169,6 +170,31 @@ def used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made_with(num_blocks: int) -> StreamOrder:
     return StreamOrder(SimpleNamespace(index=0), num_blocks, 132)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limits", "usual", "blocks"),
+    [
+        ([None, None], None, 132),
+        ([24, None], None, 132),
+        ([8, 24], None, 24),
+        ([0, 16], None, 16),
+        ([0, 0], None, 1),
+        ([200, 8], None, 132),
+        ([None], 32, 32),
+        ([8], 32, 8),
+    ],
+)
+def test_blocks_of_a_member_are_the_most_of_its_operations(
+    monkeypatch: pytest.MonkeyPatch, limits: list[int | None], usual: int | None, blocks: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    member = NvlinkMember(SimpleNamespace(group=SimpleNamespace(size=2, epoch=0)), "abi")
+    assert member._enter_device(limits, usual) == 132
+    assert member._streams._num_blocks == blocks
 
 
 @pytest.mark.usefixtures("used")

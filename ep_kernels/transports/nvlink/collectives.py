@@ -105,7 +105,7 @@ class NvlinkCollectives(NvlinkMember):
 
     def allocate(self) -> bytes:
         """See `collective_base.CollectiveTransport`."""
-        num_sms = self._enter_device(max(plan.GATHER_BLOCKS, plan.REDUCE_BLOCKS))
+        num_sms = self._enter_device([self._config.num_sms], max(plan.GATHER_BLOCKS, plan.REDUCE_BLOCKS))
         self._index: int = self._device.index
         c = self._config
         self._engine = CollectiveEngine(c.group, c.timeout_s, c.pool_bytes, c.staging_bytes, self._device, num_sms)

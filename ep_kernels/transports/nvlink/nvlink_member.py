@@ -97,15 +97,14 @@ class NvlinkMember:
 
     # Life.
 
-    def _enter_device(self, usual_blocks: int | None = None) -> int:
-        """The device's multiprocessors, all of which launches may fill where the configuration does not say, or
-        `usual_blocks`."""
+    def _enter_device(self, limits: Sequence[int | None], usual_blocks: int | None = None) -> int:
+        """The device's multiprocessors. `limits`: of SMs, for each operation; None: launches fill `usual_blocks`, or
+        the device."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=self._device, dtype=torch.float32)  # makes torch's context current
         num_sms: int = torch.cuda.get_device_properties(self._device).multi_processor_count
-        wanted = self._config.num_sms
-        most = max(1, wanted) if wanted is not None else usual_blocks or num_sms
+        most = max(usual_blocks or num_sms if limit is None else max(1, limit) for limit in limits)
         self._streams = StreamOrder(self._device, min(num_sms, most), num_sms)
         return num_sms
 

@@ -66,7 +66,7 @@ class NvlinkTransport(NvlinkMember):
         from ep_kernels.transports.nvlink import driver
         from ep_kernels.transports.nvlink.gpu_boxes import CudaGpu
 
-        num_sms = self._enter_device()
+        num_sms = self._enter_device([self._config.resolved_dispatch_sms, self._config.resolved_combine_sms])
         block_bytes = driver.block_bytes(self._device.index) - plan.STATIC_BYTES
         network, boxed = self._config.network, needs_boxes(self._config.network, self._device)
         if boxed:
