@@ -161,7 +161,9 @@ def test_samples_that_a_ring_has_lost_are_counted_once() -> None:
     next_seq: dict[str, int] = {}
 
     def told(*samples: LatencySample) -> dict[str, int]:
-        member._coll = cast(Any, SimpleNamespace(samples=lambda: list(samples), set_active=lambda *_: None))
+        can = OneRank().capabilities
+        fake = SimpleNamespace(samples=lambda: list(samples), set_active=lambda *_: None, capabilities=can)
+        member._coll = cast(Any, fake)
         return lost(list(by_kind(Samples.of(member.samples()))), next_seq)
 
     exchanged = sample("exchange", "host", 900, 0)
