@@ -233,8 +233,8 @@ def line_loses_packets(place: Where, case: RoutingCase) -> None:
 
 
 def comes_back_elsewhere(place: Where, case: RoutingCase) -> None:
-    """Host b has another address in the next epoch."""
-    with place.communicator(case, timeout_s=LONG_S) as comm:
+    """Host b has another address in the next epoch; it waits there for those who still wait for it here."""
+    with place.communicator(case, timeout_s=PATIENCE_S) as comm:
         until_cut(place, comm, case)
         if place.rank != 2:
             lose(lambda: check_step(comm, next_case(case, 9)))
