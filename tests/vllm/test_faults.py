@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -46,3 +47,27 @@ def test_a_fault_is_what_the_host_knows_when_vllm_reads_it() -> None:
     assert manager.query_active_mask().tolist() == [0, 0, 1, 0]
     comms.clear()
     assert not manager.query_fault()
+
+
+@pytest.mark.parametrize(
+    ("backend", "rank", "says"),
+    [
+        ("LowLatencyManager", 0, ["deepep_v2"]),
+        ("LowLatencyManager", 1, []),
+        ("HighThroughputManager", 0, ["deepep_v2"]),
+        ("GraphManager", 0, []),
+    ],
+)
+def test_a_backend_that_was_measured_slower_warns_at_start(
+    monkeypatch: pytest.MonkeyPatch, backend: str, rank: int, says: list[str]
+) -> None:
+    from crossdock.vllm_plugin import managers
+
+    warned: list[str] = []
+    monkeypatch.setattr(managers._Base, "__init__", lambda self, *_: setattr(self, "internode", False))
+    monkeypatch.setattr(managers, "Pool", lambda *_: SimpleNamespace(rank=rank))
+    monkeypatch.setattr(managers.log, "warning", warned.append)
+    chosen: Any = getattr(managers, backend)
+    chosen(None)
+    assert [word for line in warned for word in says if f"--all2all-backend {word}" in line] == says
+    assert len(warned) == len(says)
