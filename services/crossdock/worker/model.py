@@ -18,6 +18,7 @@ from crossdock.worker.open_checkpoints import OpenCheckpoints
 from crossdock.worker.placement import FROM_CONFIG, Placement, WeightsOf
 from crossdock.worker.room import DTYPES, check_room
 from crossdock.worker.seat import ControlGroup
+from crossdock.worker.weights import FLOAT, Format
 from ep_kernels import Capabilities, CombineOrder, Layout, Mode, MoECommunicator, MoEConfig, Overflow
 from ep_kernels.bringup import fingerprint
 from ep_kernels.transports import create
@@ -70,6 +71,11 @@ class Model:
     def num_bytes(self) -> int:
         """Bytes of the experts that are loaded."""
         return self._experts.num_bytes if self._experts else 0
+
+    @property
+    def format(self) -> Format:
+        """Of the experts' weights as they are held."""
+        return FLOAT if self._widen else self.spec.format
 
     @property
     def row_bytes(self) -> tuple[int, int]:
