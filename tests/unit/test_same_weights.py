@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import torch
 
-from crossdock.worker.checkpoint import Checkpoint
+from crossdock.worker.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.comparison import WeightsComparison
+from crossdock.worker.control_client import JoinRefused
+from crossdock.worker.placement import Placement
 from crossdock.worker.same_weights import Parcel, differences, sum_of
 from crossdock.worker.seat import ControlGroup, Seat
+from crossdock.worker.work import Fault
 from ep_kernels import TransportError
 from tests.unit.moe_files import (
     Sizes,
@@ -65,6 +71,52 @@ def test_ranks_with_another_sum_are_named() -> None:
     assert found[1].startswith(
         f"weights of rank 1: expected {7:016x} as rank 0's files give, got {6:016x}: are its files"
     )
+
+
+class Compared:
+    """Rank 0 of three, and what its comparison did."""
+
+    def __init__(self, sums: list[int] | CheckpointError, active: frozenset[int] | None = None) -> None:
+        model: Any = Mock(is_read=Mock(return_value=False), sum=Mock(return_value=5))
+        model.read_all = Mock(side_effect=[(sums, 0xBEEF)] if isinstance(sums, list) else sums)
+        self.reported: list[tuple[int, Fault]] = []
+        self.comparison = WeightsComparison(model, lambda epoch, fault: self.reported.append((epoch, fault)))
+        self.seat = Seat(4, 0, 3, active)
+        self.placement = replace(Placement.blocks(3, 3, [0]), version=7)
+
+    def run(self) -> Compared:
+        parcels = [self.comparison.packing(self.placement, 0)(b""), Parcel(b"", 6), Parcel(b"", 8)]
+        self.comparison.take(self.seat, self.placement, parcels)
+        assert self.comparison.weights(7) == ""
+        asyncio.run(self.comparison.run(self.seat))
+        return self
+
+
+def test_the_digest_holds_for_the_placement_that_was_compared() -> None:
+    equal = Compared([5, 6, 8]).run()
+    assert [equal.comparison.weights(version) for version in (7, 8, None)] == ["000000000000beef", "", ""]
+    assert not equal.reported
+
+
+def test_a_rank_with_other_weights_ends_the_epoch_unless_it_is_out() -> None:
+    other = Compared([5, 7, 8]).run()
+    [(epoch, fault)] = other.reported
+    assert (epoch, other.comparison.weights(7)) == (4, "")
+    assert fault.reason.startswith("weights of rank 1: ")
+    assert not Compared([5, 7, 8], frozenset({0, 2})).run().reported
+
+
+def test_unreadable_files_compare_nothing() -> None:
+    unread = Compared(CheckpointError("written since")).run()
+    assert (unread.reported, unread.comparison.weights(7)) == ([], "")
+
+
+def test_the_others_are_refused_or_wait() -> None:
+    placement = Placement.blocks(3, 3, [0])
+    parcels = [Parcel(b"", 5, [5, 7, 8]), Parcel(b"", 6), Parcel(b"", 8)]
+    for rank, expected in ((1, JoinRefused), (2, TransportError), (0, TransportError)):
+        with pytest.raises(expected, match="weights of rank 1: "):
+            WeightsComparison(Mock(), Mock()).take(Seat(1, rank, 3), placement, parcels)
 
 
 def test_a_region_of_another_version_is_named() -> None:

@@ -26,16 +26,19 @@ class WeightsComparison:
     Args:
         model: gives the sums.
         report: called with an epoch and why it must end.
-
-    Attributes:
-        weights: of rank 0: digest of every byte of the group's experts, once all ranks were compared with its files.
     """
 
     def __init__(self, model: Model, report: Callable[[int, Fault], None]) -> None:
         self._model, self._report = model, report
         self._gathered: tuple[Placement, list[Parcel]] | None = None
         self._reading: asyncio.Future[tuple[list[int], int]] | None = None
-        self.weights = ""
+        self._weights = ""
+
+    def weights(self, version: int | None) -> str:
+        """Of rank 0: digest of every byte of the group's experts, once all ranks were compared with its files. Empty if
+        the placement that they follow has another version: then not all that they hold was compared."""
+        compared = self._gathered is not None and self._gathered[0].version == version
+        return self._weights if compared else ""
 
     def packing(self, placement: Placement, rank: int) -> Callable[[bytes], Parcel]:
         """What makes a parcel of this rank's region. Blocks: not on the event loop."""
@@ -45,7 +48,7 @@ class WeightsComparison:
     def take(self, seat: Seat, placement: Placement, parcels: list[Parcel]) -> None:
         """Compare what all ranks have published. Raises JoinRefused: this rank's weights are not those of rank 0;
         TransportError: another rank's are not."""
-        self._gathered, self.weights = (placement, parcels), ""
+        self._gathered, self._weights = (placement, parcels), ""
         wrong = differences(parcels[0].expected, parcels)
         if seat.rank in wrong:
             raise JoinRefused(wrong[seat.rank])
@@ -71,5 +74,5 @@ class WeightsComparison:
         if there:
             self._report(seat.epoch, Fault(there[0]))
             return
-        self.weights = f"{whole:016x}"
-        _log.info("all ranks have the weights of this checkpoint", weights=self.weights)
+        self._weights = f"{whole:016x}"
+        _log.info("all ranks have the weights of this checkpoint", weights=self._weights)

@@ -289,7 +289,7 @@ class _Process:
         stats.streams, buffers = self._service.num_streams, self._service.buffers
         stats.request_connections = buffers.num_connections
         stats.request_buffers = len(buffers) - stats.request_connections
-        stats.weights = self._session.comparison.weights
+        stats.weights = self._session.comparison.weights(self._mover.version if self._mover else None)
         for fingerprint, layers in self._fingerprints().items():
             stats.models.add(fingerprint=fingerprint, layers=layers)
         return stats
