@@ -203,5 +203,6 @@ def worker_of(checkpoint: Checkpoint, dtype: torch.dtype) -> FakeWorker:
         topk=spec.topk,
         dtype=wire.NAMES[dtype],
         serving=True,
+        format=spec.format.kind,
     )
     return FakeWorker(description, serve(ExpertMLPs.load(checkpoint, range(spec.num_experts), dtype=dtype)))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +15,10 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils import parametrize
 
 from crossdock.client import Client, ClientError, InvalidRequest, ModelMismatch, RemoteExperts, attach, stream
-from crossdock.client.attach import find_experts
+from crossdock.client.sites import find_experts
 from crossdock.demo.models import FAMILIES, VOCAB_SIZE, write_checkpoint
 from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.expert_mlps import ExpertMLPs
@@ -117,6 +121,110 @@ def test_detach_puts_kept_weights_back(path: Path, worker: FakeWorker) -> None:
     assert len(worker.seen) == count
 
 
+def test_an_attached_model_is_not_attached_again(path: Path, tmp_path: Path, worker: FakeWorker) -> None:
+    other = _worker(_write("mixtral", tmp_path, seed=1))
+    model, ids, again = _model(path), _ids(), f"layer 0: the model is attached already, to {worker.address}: detach"
+    with torch.no_grad():
+        expected = model(ids).logits
+        with attach(model, worker.address, keep_local=True):
+            for target, part in ((worker.address, model), (other.address, model), (worker.address, model.model)):
+                with pytest.raises(ModelMismatch, match=again):
+                    attach(part, target)
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(model(ids).logits, expected)
+        attach(model, worker.address).detach()
+    with pytest.raises(ModelMismatch, match=r"layer 0: the model was detached, .*: load the model again"):
+        attach(model, other.address)
+    other.kill()
+
+
+def test_an_attached_model_is_not_saved_copied_or_pickled(path: Path, tmp_path: Path, worker: FakeWorker) -> None:
+    model = _model(path)
+    model.save_pretrained(tmp_path / "before")
+    with attach(model, worker.address, keep_local=True):
+        for save in (model.state_dict, lambda: model.save_pretrained(tmp_path / "attached")):
+            with pytest.raises(ClientError, match=r"layer 0: .* a state_dict of the model would be without them"):
+                save()
+        for copies in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(ClientError, match=r"layer 0: .* neither copied nor pickled"):
+                copies(model)
+    assert not list((tmp_path / "attached").glob("*.safetensors"))
+    model.save_pretrained(tmp_path / "after")
+    before, after = (tmp_path / name / "model.safetensors" for name in ("before", "after"))
+    assert before.read_bytes() == after.read_bytes()
+
+
+class _Adapter(nn.Module):
+    """Around experts, as LoRA's of peft for parameters: its forward passes on whatever it gets."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self.rows = base_layer, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.base_layer(x, *args, **kwargs)
+
+
+class _SameArguments(_Adapter):
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+        return self.base_layer(hidden_states, top_k_index, top_k_weights)
+
+
+class _Scaled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1.5 * x
+
+
+def _parametrized(experts: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(experts, "down_proj", _Scaled())
+    return experts
+
+
+def _adapted_within(experts: nn.Module) -> nn.Module:
+    experts.act_fn = _Adapter(experts.act_fn)
+    return experts
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (_Adapter, "experts"),
+        (lambda experts: _Adapter(_Adapter(experts)), "experts.base_layer"),
+        (_SameArguments, "experts"),
+        (_parametrized, "experts"),
+        (_adapted_within, "experts.act_fn"),
+        (torch.compile, "experts"),
+    ],
+    ids=["adapter", "two adapters", "same arguments", "parametrized", "within", "compiled"],
+)
+def test_changed_experts_are_refused(path: Path, worker: FakeWorker, change: Any, where: str) -> None:
+    model = _model(path)
+    mlp = model.model.layers[1].mlp
+    mlp.experts = change(mlp.experts)
+    words = rf"layer 1: expected plain experts, got .* at model\.layers\.1\.mlp\.{where}: merge it .* `crossdock load`"
+    with pytest.raises(ModelMismatch, match=words):
+        attach(model, worker.address, verify=False)
+    assert not any(isinstance(module, RemoteExperts) for module in model.modules())
+
+
+def test_adapters_beside_the_experts_stay(path: Path, worker: FakeWorker) -> None:
+    model, ids = _model(path), _ids()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = _Adapter(layer.self_attn.q_proj)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with attach(model, worker.address):
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_two_models_in_one(path: Path, worker: FakeWorker) -> None:
+    both = nn.ModuleDict({"thinker": _model(path), "talker": _model(path)})
+    with pytest.raises(ModelMismatch, match=r"got thinker\..* and talker\..*: attach .* as model\.thinker"):
+        attach(both, worker.address)
+    with attach(both["thinker"], worker.address):
+        pass
+
+
 def test_a_client_of_the_caller_stays_open(path: Path, worker: FakeWorker) -> None:
     with Client(worker.address) as client:
         with attach(_model(path), client), attach(_model(path), client):
@@ -148,6 +256,38 @@ def test_one_wrong_expert_is_found(path: Path, worker: FakeWorker) -> None:
         find_experts(model)[1].module.down_proj[7].neg_()
     with pytest.raises(ModelMismatch, match="layer 1: "):
         attach(model, worker.address)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "noise", "fits"),
+    [
+        (torch.float32, 0.003, False),
+        (torch.float32, 0.0, True),
+        (torch.float16, 0.01, False),
+        (torch.bfloat16, 0.03, False),
+    ],
+)
+def test_a_fine_tune_is_found(path: Path, dtype: torch.dtype, noise: float, fits: bool) -> None:
+    """All weights of the experts changed by noise, in units of their standard deviation."""
+    worker, model = _worker(path, dtype), _model(path, dtype)
+    with torch.no_grad():
+        for site in find_experts(model):
+            for weights in site.module.parameters():
+                weights.add_(torch.randn_like(weights) * weights.std() * noise)
+    with contextlib.nullcontext() if fits else pytest.raises(ModelMismatch, match="of the worst row"):
+        attach(model, worker.address).detach()
+    worker.kill()
+
+
+def test_one_changed_expert_of_many_is_found(tmp_path: Path) -> None:
+    """Far below the limit on average over all rows."""
+    path = _write("mixtral", tmp_path, num_experts=64, topk=4)
+    worker, model = _worker(path, torch.bfloat16), _model(path, torch.bfloat16)
+    with torch.no_grad():
+        find_experts(model)[0].module.down_proj[17].mul_(1.1)
+    with pytest.raises(ModelMismatch, match="layer 0: "):
+        attach(model, worker.address)
+    worker.kill()
 
 
 @pytest.mark.parametrize(

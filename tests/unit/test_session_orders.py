@@ -5,6 +5,7 @@ while it is made, and epochs end; all of it goes on in every order."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -84,6 +85,8 @@ class Node:
         stub: Any = Calls(world.control, self.gate)
         self.client._stub = stub
         model: Any = SimpleNamespace(node=self, spec=spec, num_bytes=0, load=self.load, connect=self.connect)
+        model.sum, model.is_read, model.read_all = Mock(return_value=7), Mock(return_value=False), Mock()
+        model.read_all.return_value = [7] * R, 9
         self.mover = ExpertMover(self.client, model, Mock(), Mock(take_rows=dict))
         engine: Any = Mock(run=self.step)
         self.session = Session(self.client, model, engine, Mock(), Mock(), self.mover)
@@ -166,7 +169,8 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_thread(name: str, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         if name == "mover":
             return asyncio.ensure_future(asyncio.sleep(0))  # nothing is read here
-        return asyncio.ensure_future(function(*args))
+        made = function(*args)
+        return asyncio.ensure_future(made if inspect.isawaitable(made) else asyncio.sleep(0, made))
 
     async def to_thread(function: Any) -> Plan:
         snapshot: Snapshot = function.__self__
@@ -177,6 +181,7 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # hundreds of lives are not worth reading
     monkeypatch.setattr("crossdock.worker.session.in_thread", in_thread)
     monkeypatch.setattr("crossdock.worker.expert_mover.in_thread", in_thread)
+    monkeypatch.setattr("crossdock.worker.comparison.in_thread", in_thread)
     monkeypatch.setattr("crossdock.control.placement_service.asyncio.to_thread", to_thread)
     monkeypatch.setattr(
         "crossdock.worker.control_client.ControlPlaneChannel", lambda target, security: Mock(has_several_targets=False)

@@ -92,6 +92,14 @@ def test_weights_of_another_checkpoint_are_named() -> None:
     assert as_dict(what)["members"][1]["models"] == {"f00d" * 8: 1, "beef" * 8: 2}  # type: ignore[index]
 
 
+def test_the_digest_of_all_weights_is_shown_once_all_ranks_were_compared() -> None:
+    what = view()
+    assert "rank 0's files" not in rendered(what)
+    what.members[0].stats.weights = "0123456789abcdef"
+    assert "weights of all ranks are those of rank 0's files: 0123456789abcdef" in " ".join(rendered(what).split())
+    assert as_dict(what)["members"][0]["weights"] == "0123456789abcdef"  # type: ignore[index]
+
+
 def test_addresses_in_plain_text_that_other_hosts_reach_are_named() -> None:
     what = view()
     assert sorted(plain_text(what, "127.0.0.1:7400")) == ["a:1", "a:3"]

@@ -123,13 +123,16 @@ def _clients(view: GroupView) -> list[Text]:
 
 
 def _models(view: GroupView) -> list[Text]:
-    """Which checkpoints the layers are of, where it is not the one that the workers were started with."""
+    """Which checkpoints the layers are of, where it is not the one that the workers were started with, and whether all
+    ranks were compared."""
     held = {tuple((one.fingerprint, one.layers) for one in member.stats.models) for member in view.members}
     held.discard(())
+    whole = next((member.stats.weights for member in view.members if member.stats.weights), "")
+    same = [Text(f"weights of all ranks are those of rank 0's files: {whole}", style="dim")] if whole else []
     if held <= {((view.model, layers),) for each in held for _, layers in each}:
-        return []
+        return same
     shown = " | ".join(", ".join(f"{name[:12]} in {layers} layers" for name, layers in each) for each in sorted(held))
-    return [Text(f"weights: {shown} (started with {view.model[:12]})")]
+    return [Text(f"weights: {shown} (started with {view.model[:12]})"), *same]
 
 
 def _span(ranks: list[int]) -> str:
@@ -180,6 +183,7 @@ def _member(member: Member) -> dict[str, object]:
         "requests_total": stats.requests_total,
         "steps_total": stats.steps_total,
         "queued_requests": stats.queued_requests,
+        "weights": stats.weights,
         "models": {one.fingerprint: one.layers for one in stats.models},
         "request_buffers": stats.request_buffers,
         "request_connections": stats.request_connections,

@@ -1,6 +1,6 @@
 """Clients of the expert service: `Client` and `AsyncClient` for rows of one layer, `attach` for a whole torch model."""
 
-from crossdock.client.attach import Attached, RemoteExperts, attach
+from crossdock.client.attach import Attached, attach
 from crossdock.client.blocking import Client
 from crossdock.client.client import AsyncClient
 from crossdock.client.errors import (
@@ -12,6 +12,7 @@ from crossdock.client.errors import (
     Overloaded,
     Unavailable,
 )
+from crossdock.client.remote_experts import RemoteExperts
 
 __all__ = [
     "AsyncClient",

@@ -147,6 +147,7 @@ def check_stats(stats: pb.WorkerStats) -> None:
         raise InvalidArgument(f"stats.models: expected at most {MAX_HELD_MODELS}, got {len(stats.models)}")
     for held in stats.models:
         _name("stats.models.fingerprint", held.fingerprint)
+    _name("stats.weights", stats.weights)
     if not (math.isfinite(stats.tokens_per_s) and stats.tokens_per_s >= 0):
         raise InvalidArgument(f"stats.tokens_per_s: expected a finite number >= 0, got {stats.tokens_per_s}")
 

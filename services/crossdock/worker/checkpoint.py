@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,7 @@ class Checkpoint:
         fields["format"] = self._format
         fields["dtype"] = config.compute_dtype(stored)
         tensors = list(self._check_tensors())
+        self._digests: dict[tuple[int, int], int] = {}
         self.spec = ModelSpec(**fields, fingerprint=self._fingerprint(fields, tensors))
 
     @staticmethod
@@ -141,6 +143,38 @@ class Checkpoint:
             rows = first.rows // len(of_first)
             self._read(name, index, first, slice(part * rows, (part + 1) * rows), part, split=self._alternates)
         self._read(names.down(layer, expert), index, down, slice(None), 0, split=False)
+
+    def digest(self, layer: int, expert: int) -> int:
+        """64 bits of an expert's place, the CRC-32 of all its stored bytes, and the fingerprint. Any thread; its bytes
+        are read once.
+
+        Raises:
+            CheckpointError: the bytes cannot be read.
+        """
+        found = self._digests.get((layer, expert))
+        if found is None:
+            index, crc = expert if self._names.naming.stacked else None, 0
+            for matrix in (*self._names.first(layer, expert), self._names.down(layer, expert)):
+                for name in self._parts(matrix):
+                    stored = self._shards.read(name, index).reshape(-1)
+                    crc = zlib.crc32(stored.view(torch.uint8).numpy().data, crc)
+            text = f"{self.spec.fingerprint} {layer} {expert} {crc}"
+            found = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+            self._digests[layer, expert] = found
+        return found
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the digests of all experts are known."""
+        return len(self._digests) == len(self.spec.moe_layers) * self.spec.num_experts
+
+    def _parts(self, matrix: str) -> Iterator[str]:
+        """Names of the tensors of a matrix: its weights, scales and biases."""
+        yield matrix + self._data_suffix
+        if self._format.kind != "float":
+            yield matrix + self._format.suffix
+        if self._bias:
+            yield f"{matrix}_bias"
 
     def _read(self, name: str, index: int | None, into: Stack, rows: slice, part: int, *, split: bool) -> None:
         """One matrix into rows of `into`. split: its rows alternate between gate and up."""

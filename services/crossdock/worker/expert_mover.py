@@ -76,6 +76,11 @@ class ExpertMover:
                 held.rows.extend(counts)
         return report
 
+    @property
+    def version(self) -> int | None:
+        """Of the placement that this rank follows; None while it does not serve."""
+        return self._tables.version if self._tables is not None else None
+
     def fingerprints(self) -> dict[str, int]:
         """Number of layers by the fingerprint of their checkpoint; while this rank does not serve, of what it loaded
         at its start."""

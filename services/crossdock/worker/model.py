@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +19,9 @@ from crossdock.worker.grouped.support import compile_into
 from crossdock.worker.open_checkpoints import OpenCheckpoints
 from crossdock.worker.placement import FROM_CONFIG, Placement, WeightsOf
 from crossdock.worker.room import DTYPES, check_room
+from crossdock.worker.same_weights import sum_of
 from crossdock.worker.seat import ControlGroup
+from crossdock.worker.weights import FLOAT, Format
 from ep_kernels import Capabilities, CombineOrder, Layout, Mode, MoECommunicator, MoEConfig, Overflow
 from ep_kernels.bringup import fingerprint
 from ep_kernels.transports import create
@@ -70,6 +74,11 @@ class Model:
     def num_bytes(self) -> int:
         """Bytes of the experts that are loaded."""
         return self._experts.num_bytes if self._experts else 0
+
+    @property
+    def format(self) -> Format:
+        """Of the experts' weights as they are held."""
+        return FLOAT if self._widen else self.spec.format
 
     @property
     def row_bytes(self) -> tuple[int, int]:
@@ -139,6 +148,30 @@ class Model:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return staged
+
+    def sum(self, placement: Placement, rank: int | None = None) -> int:
+        """Of the digests of a rank's experts, or of all, with the files of this worker; reads those that were not
+        read. Blocks.
+
+        Raises:
+            CheckpointError: unreadable weights.
+        """
+        sources = {layer: self._checkpoints.open(placement.weights(layer)) for layer in self.spec.moe_layers}
+        return sum_of(
+            source.digest(layer, expert)
+            for layer, source in sources.items()
+            for expert in (range(self.spec.num_experts) if rank is None else set(placement.of_rank(layer, rank)))
+        )
+
+    def read_all(self, placement: Placement) -> tuple[list[int], int]:
+        """`sum` of each rank, and of all experts. Blocks, and gives the calling thread the lowest priority."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        return [self.sum(placement, rank) for rank in range(placement.num_ranks)], self.sum(placement)
+
+    def is_read(self, placement: Placement) -> bool:
+        """Whether `read_all` reads nothing."""
+        return all(self._checkpoints.open(placement.weights(layer)).is_read for layer in self.spec.moe_layers)
 
     def connect(self, group: ControlGroup, num_slots: int) -> MoECommunicator:
         """Build the communicator of an epoch, over slots. Blocks until the first barrier has proved every link.

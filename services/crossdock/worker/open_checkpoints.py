@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError, ModelSpec
 from crossdock.worker.placement import WeightsOf
@@ -12,7 +13,7 @@ _MAX_OTHERS = 2
 
 
 class OpenCheckpoints:
-    """One thread at a time; a loader of the former epoch may still read.
+    """For several threads: one loads, one compares; a loader of the former epoch may still read.
 
     Args:
         first: number 0.
@@ -21,6 +22,7 @@ class OpenCheckpoints:
     def __init__(self, first: Checkpoint) -> None:
         self._first = first
         self._others: dict[WeightsOf, Checkpoint] = {}
+        self._lock = threading.Lock()
 
     def open(self, weights: WeightsOf) -> Checkpoint:
         """The checkpoint, opened and compared with the first.
@@ -30,12 +32,13 @@ class OpenCheckpoints:
         """
         if not weights.number:
             return self._first
-        found = self._others.get(weights) or self._checked(weights)
-        self._others.pop(weights, None)
-        self._others[weights] = found  # last: the first are those used longest ago
-        for old in list(self._others)[:-_MAX_OTHERS]:
-            self._others.pop(old).close()
-        return found
+        with self._lock:
+            found = self._others.get(weights) or self._checked(weights)
+            self._others.pop(weights, None)
+            self._others[weights] = found  # last: the first are those used longest ago
+            for old in list(self._others)[:-_MAX_OTHERS]:
+                self._others.pop(old).close()
+            return found
 
     def close(self) -> None:
         """Unmap all."""

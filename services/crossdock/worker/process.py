@@ -49,6 +49,7 @@ from crossdock.worker.engine import Engine
 from crossdock.worker.expert_mover import ExpertMover
 from crossdock.worker.freed_memory import bound_freed_memory
 from crossdock.worker.model import Model
+from crossdock.worker.same_weights import KIND
 from crossdock.worker.service import SERVICE_NAME, ExpertService
 from crossdock.worker.session import Session
 from crossdock.worker.worker_status import WorkerStatus
@@ -279,7 +280,7 @@ class _Process:
             moe_layers=self._model.spec.moe_layers,
             communicator=[
                 control_pb2.CommunicatorSetting(name=name, value=value)
-                for name, value in self._model.communicator_settings().items()
+                for name, value in {**self._model.communicator_settings(), "weights": KIND}.items()
             ],
         )
 
@@ -288,6 +289,7 @@ class _Process:
         stats.streams, buffers = self._service.num_streams, self._service.buffers
         stats.request_connections = buffers.num_connections
         stats.request_buffers = len(buffers) - stats.request_connections
+        stats.weights = self._session.comparison.weights(self._mover.version if self._mover else None)
         for fingerprint, layers in self._fingerprints().items():
             stats.models.add(fingerprint=fingerprint, layers=layers)
         return stats
@@ -316,6 +318,7 @@ class _Process:
             rank=seat.rank if seat else 0,
             world_size=seat.size if seat else 0,
             serving=self._status.ready()[0],
+            format=self._model.format.kind,
         )
 
 

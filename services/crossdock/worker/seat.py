@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from crossdock.common import rpc
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.control_client import ControlPlaneClient, JoinRefused, View
+from crossdock.worker.same_weights import Parcel
 from ep_kernels import TransportError
 
 
@@ -33,10 +36,23 @@ class ControlGroup:
 
     It gathers once per epoch, which suffices for a communicator with `ll_max_tokens` set. Used outside of the event
     loop's thread.
+
+    Args:
+        pack: of a region, what this rank publishes with it.
+
+    Attributes:
+        parcels: of all ranks, once they are gathered.
     """
 
-    def __init__(self, seat: Seat, control: ControlPlaneClient, loop: asyncio.AbstractEventLoop) -> None:
-        self._seat, self._control, self._loop = seat, control, loop
+    def __init__(
+        self,
+        seat: Seat,
+        control: ControlPlaneClient,
+        loop: asyncio.AbstractEventLoop,
+        pack: Callable[[bytes], Parcel],
+    ) -> None:
+        self._seat, self._control, self._loop, self._pack = seat, control, loop, pack
+        self.parcels: list[Parcel] = []
 
     @property
     def rank(self) -> int:
@@ -61,14 +77,19 @@ class ControlGroup:
     async def _gather(self, payload: bytes) -> Sequence[bytes]:
         epoch = self._seat.epoch
         try:
-            await self._control.publish_region(epoch, self._seat.rank, payload)
+            packed = msgspec.msgpack.encode(self._pack(payload))
+            await self._control.publish_region(epoch, self._seat.rank, packed)
             regions = await self._control.region_table(epoch)
         except (rpc.CallError, JoinRefused) as error:
             raise TransportError(f"bring-up of epoch {epoch}: {error}") from error
         if regions is None:
             view = self._control.view
             raise TransportError(f"bring-up of epoch {epoch}: superseded by epoch {view.epoch}: {view.reason}")
-        return regions
+        try:
+            self.parcels = [msgspec.msgpack.decode(region, type=Parcel) for region in regions]
+        except msgspec.DecodeError as error:
+            raise TransportError(f"bring-up of epoch {epoch}: a region of another version: {error}") from error
+        return [parcel.region for parcel in self.parcels]
 
 
 def seat_in(view: View, control: ControlPlaneClient) -> Seat | None:

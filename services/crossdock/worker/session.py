@@ -27,6 +27,7 @@ from crossdock.common import log, rpc
 from crossdock.common.tasks import background
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker import device as devices
+from crossdock.worker.comparison import WeightsComparison
 from crossdock.worker.control_client import ControlPlaneClient, JoinRefused, View
 from crossdock.worker.device import DeviceLost
 from crossdock.worker.engine import Engine
@@ -72,6 +73,9 @@ class Session:
         status: readiness of the process.
         telemetry: counts by expert.
         mover: fetches placements and moves experts.
+
+    Attributes:
+        comparison: of the weights of all ranks.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Session:
         self._aborted = False
         self._standby_rank: int | None = None
         self._left = asyncio.Event()
+        self.comparison = WeightsComparison(model, self._report)
 
     async def run(self) -> None:
         """Join and serve, epoch after epoch, until this rank has left. Raises JoinRefused, DeviceLost."""
@@ -110,7 +115,10 @@ class Session:
             placement = await self._placement(seat)
             if placement is None:
                 continue
-            experts = await in_thread("load", self._model.load, placement, seat.rank, self._loading)
+            loading = in_thread("load", self._model.load, placement, seat.rank, self._loading)
+            if seat.active is None:  # beside the load, which reads the same bytes
+                await asyncio.gather(loading, in_thread("sum", self._model.sum, placement, seat.rank))
+            experts = await loading
             self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
             self._status.joining("exchanging regions")
             comm = await self._connect(seat, placement)
@@ -180,11 +188,13 @@ class Session:
 
     async def _connect(self, seat: Seat, placement: Placement) -> MoECommunicator | None:
         """The communicator of this epoch, after the first barrier; None on failure, which is reported."""
-        group = ControlGroup(seat, self._control, asyncio.get_running_loop())
         try:
             if seat.active is None:
+                pack = await in_thread("sum", self.comparison.packing, placement, seat.rank)
+                group = ControlGroup(seat, self._control, asyncio.get_running_loop(), pack)
                 self._comm = await in_thread("connect", self._model.connect, group, placement.num_slots)
                 self._aborted = False
+                self.comparison.take(seat, placement, group.parcels)
             else:
                 await self._continue_without_lost(seat)
             return self._comm
@@ -192,7 +202,7 @@ class Session:
             self._report(seat.epoch, Fault(str(error), (error.peer,)))
         except EpError as error:
             self._report(seat.epoch, Fault(str(error)))
-        except DeviceLost:
+        except (DeviceLost, JoinRefused):
             raise
         except Exception as error:  # out of memory, of file descriptors, ...: the next epoch may work
             _log.exception("cannot connect")
@@ -243,6 +253,7 @@ class Session:
         self._status.serving(seat)
         steps = in_thread("engine", self._engine.run, comm, membership.experts, seat.epoch, tables)
         moving = background(self._mover.run(seat, tables), "the expert mover", JoinRefused)
+        comparing = background(self.comparison.run(seat), "the comparison of weights")
         newer = asyncio.ensure_future(self._control.wait(lambda view: view.epoch > seat.epoch))
         try:
             either: set[asyncio.Future[Any]] = {steps, newer}
@@ -254,9 +265,9 @@ class Session:
             self._status.joining("re-forming: " + (ended.reason if isinstance(ended, Fault) else "ranks left"))
             await self._follow_up(ended, seat, newer, witness=witness)
         finally:
-            newer.cancel()
-            moving.cancel()
-            await asyncio.gather(moving, return_exceptions=True)
+            for task in (newer, moving, comparing):
+                task.cancel()
+            await asyncio.gather(moving, comparing, return_exceptions=True)
 
     def _end_epoch(self, newer: asyncio.Future[View], comm: MoECommunicator, seat: Seat) -> None:
         """The control plane has ended the epoch: fail the requests and stop the engine. If this rank keeps its
