@@ -139,7 +139,7 @@ async def test_a_replaced_worker_is_told_on_every_way(control: InProcess) -> Non
     new = FakeWorker(control.stub, "b/0", incarnation=2)
     await new.register()
     with pytest.raises(grpc.RpcError) as raised:
-        await watch_until(watch, pb.FAILED)
+        await watch_until(watch, pb.GROUP_STATE_UNSPECIFIED)
     assert isinstance(rpc.error_of(raised.value), rpc.AlreadyExists)
     for attempt in (old.register, old.beat, old.get_ready):
         with pytest.raises(rpc.AlreadyExists, match="newer process"):

@@ -46,6 +46,7 @@ from crossdock.worker.work import Failure, Refused, Work
 from tests.no_descriptors import processor_s
 from tests.services.cluster import Batch, E, H, K
 from tests.services.control_world import TIMEOUT_S, until
+from tests.services.fakes import FakeControl, view_of
 from tests.services.request_world import EXHAUSTED, INVALID, KIB, LATE, Guest, RemoteGuest, tensors, warm, world
 
 both_ways = pytest.mark.parametrize("way", ["shared", "tcp"])
@@ -280,7 +281,6 @@ async def test_what_a_wrong_client_gets(tmp_path: Path) -> None:
             (5, {"topk_ids": described(torch.int64, (5, K))}, "topk_ids: expected dtype"),
             (5, {"topk_ids": described(torch.int32, (6, K))}, "topk_ids: expected shape"),
             (5, {"topk_weights": described(torch.float32, (5, 1))}, "topk_weights: expected shape"),
-            (5, {"model": "x" * 64}, "model"),
         ]
         for number, (num_tokens, fields, words) in enumerate(wrong):
             answer = await guest.ask(2 + number, num_tokens, **fields)
@@ -299,6 +299,24 @@ async def test_what_a_wrong_client_gets(tmp_path: Path) -> None:
         with pytest.raises(EOFError):
             await guest.answer()
     await until(lambda: made.buffers.num_bytes == 0)
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp"])
+async def test_shares_of_another_checkpoint_are_sent_again(tmp_path: Path, way: Way) -> None:
+    """Worker 0 has switched when the share of worker 1 is served: that one is sent again."""
+    async with world(tmp_path / "0") as first, world(tmp_path / "1") as second:
+        control, batch = FakeControl(view_of([first, second])), Batch.random(6)  # type: ignore[list-item]
+        try:
+            async with AsyncClient(control.address, way=way, min_tokens_per_worker=1) as client:
+                while not (len(first.buffers) and len(second.buffers)) or first.service.num_streams:
+                    await client.forward(1, *tensors(batch))
+                first.engine.models, second.engine.models = ["new"], ["old", "new"]
+                before = len(first.engine.seen), len(second.engine.seen)
+                assert torch.equal(await client.forward(1, *tensors(batch)), 2 * batch.x)
+            assert len(second.engine.seen) == before[1] + 2
+            assert len(first.engine.seen) <= before[0] + 2, "once more if its answer was read first"
+        finally:
+            await asyncio.to_thread(control.kill)
 
 
 async def test_what_a_client_changes_after_it_was_checked_changes_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Runs in daemon threads, so that a busy event loop still answers its probes. With TLS (`SecurityConfig.http`) each
 connection uses the current certificate. A connection has `_REQUEST_S` for everything, including handshake and answer;
-above `_MAX_CONNECTIONS` the oldest one is closed for a new one.
+above `_MAX_CONNECTIONS`, or fewer where descriptors are, the oldest one is closed for a new one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from crossdock.common import descriptors
 from crossdock.common.addresses import bound_to, family_of, format_address, split_address
 from crossdock.common.log import get
 from crossdock.common.rpc import ListenError
@@ -193,7 +194,7 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             full = self._num_threads >= _MAX_THREADS
             if not full:
-                if len(self._open) >= _MAX_CONNECTIONS:
+                if len(self._open) >= descriptors.share(_MAX_CONNECTIONS, descriptors.HTTP):
                     self._end(next(iter(self._open)))
                 self._num_threads += 1
                 self._open[request] = time.monotonic() + _REQUEST_S

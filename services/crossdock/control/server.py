@@ -349,8 +349,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         if (group.phase, group.epoch) != (before.phase, before.epoch):
             self._postmortems.changed(group)
         self._measure()
-        say = log.error if group.phase is Phase.FAILED else log.info
-        say(
+        log.info(
             "group changed",
             state=group.phase.value,
             epoch=group.epoch,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from crossdock.common import descriptors, rpc
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig
 from crossdock.common.plural import counted
@@ -17,7 +18,7 @@ from crossdock.doctor.findings import Finding, Level, judge, ok, skipped, warn
 from ep_kernels import tuning
 
 _GIB = 1 << 30
-_LEAST_FILES = 1024
+_ENOUGH_FILES = descriptors.CONNECTIONS * rpc.MAX_CONNECTIONS
 _LEAST_SHM = 64 << 20
 _LEAST_CACHE = 256 << 20
 _LEAST_MEMORY = 2 << 30
@@ -28,7 +29,7 @@ class SystemFacts:
     """What this process may do.
 
     Attributes:
-        open_files: soft limit.
+        open_files: hard limit, to which servers raise their soft one; -1 = none.
         locked_bytes: soft limit of locked memory, -1 = none.
         shm_bytes: free in /dev/shm, -1 = there is none.
         memory_bytes: free to this process, its container's limit counted; -1 = unknown.
@@ -53,7 +54,7 @@ def look(
     defaults = ControlConfig()
     ports = [split_address(address)[1] for address in (defaults.listen, defaults.http_listen)]
     return SystemFacts(
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         shm_bytes=_free(shm),
         memory_bytes=_free_memory(proc, cgroup),
@@ -66,8 +67,9 @@ def look(
 def judge_system(facts: SystemFacts, *, num_ranks: int, has_gpus: bool, has_nics: bool) -> Iterator[Finding]:
     """Findings for a number of ranks on this host."""
     files = "unlimited" if facts.open_files < 0 else f"{facts.open_files}"
-    enough = facts.open_files < 0 or facts.open_files >= _LEAST_FILES
-    cause, cure = "each client, peer and stream is an open file", "ulimit -n 65536; LimitNOFILE= of a unit"
+    enough = facts.open_files < 0 or facts.open_files >= _ENOUGH_FILES
+    cause = f"servers take fewer clients with less than {_ENOUGH_FILES}: each connection and request buffer is one"
+    cure = "ulimit -Hn 65536; LimitNOFILE= of a unit"
     yield _reserve("open-files", enough, files, cause, cure)
     yield _memory(facts)
     if has_nics:

@@ -134,7 +134,7 @@ class ServedBuffer:
         """Valid until the next one. Raises DecodeError."""
         self.offer.progress()
         request, repeats = self._requests.request_of(packet)
-        self._rows = self._rows if repeats and not request.model else None  # models come and go
+        self._rows = self._rows if repeats else None
         return request
 
     def _cancel(self) -> None:
@@ -195,7 +195,7 @@ class ServedBuffer:
         if isinstance(answer, Done):  # one at a time
             rows.routing.turn()  # the step's record has its ids, and the next request may be here before it is written
             self._work = None
-            self._done.id = request_id
+            self._done.id, self._done.model = request_id, answer.model
             fill(self._done.timing, answer.timing)
             self._send_packet(self._done.SerializeToString(), rows)
         else:  # a step may still read and write its rows: it stays, so that no other request gets that memory

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from crossdock.common import descriptors
 from crossdock.protocol.request_connection import TICKET_BYTES
 
 MAX_PENDING = 64
-"""Connections that have not sent a ticket; above it the oldest is closed."""
+"""Connections that have not sent a ticket, fewer where descriptors are; above it the oldest is closed."""
 REDEEM_S = 5.0
 """Time to redeem a ticket, and to send one after connecting."""
 _PAUSE_S = 0.02
@@ -59,7 +60,7 @@ class TicketListener:
             time.sleep(_PAUSE_S)
             return
         sock.setblocking(False)
-        if len(self._pending) >= MAX_PENDING:
+        if len(self._pending) >= descriptors.share(MAX_PENDING, descriptors.TICKETS):
             self._drop(next(iter(self._pending))).close()
         pending = _Pending(sock, time.monotonic() + REDEEM_S)
         self._pending[pending] = None
