@@ -641,6 +641,37 @@ async def test_without_free_descriptors_the_thread_sleeps_and_accepts_later(tmp_
             os.close(fds[0])
 
 
+async def test_a_connection_that_cannot_be_accepted_keeps_the_reader_of_requests_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took, accept = list[float](), ticket_listener.TicketListener._accept
+
+    def timed(listener: ticket_listener.TicketListener) -> None:
+        began = time.monotonic()
+        accept(listener)
+        took.append(time.monotonic() - began)
+
+    monkeypatch.setattr(ticket_listener.TicketListener, "_accept", timed)
+    async with world(tmp_path) as made, Guest(made) as guest:
+        offer = await guest.call.read()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            processor_s(threading.current_thread(), lambda: stranger.connect(f"\0{offer.socket}"))
+    assert 1 <= len(took) <= 4, "one attempt in a quarter of a second"
+    assert sum(took) < 0.2
+
+
+async def test_a_buffer_of_a_byte_counts_as_the_least_one(tmp_path: Path) -> None:
+    async with world(tmp_path, max_shared_bytes=8 * buffer_server.LEAST_BYTES) as made:
+        guests = [await Guest(made, num_bytes=1).redeem(), await Guest(made, num_bytes=1).redeem()]
+        assert made.buffers.num_bytes == 2 * buffer_server.LEAST_BYTES
+        guests.append(Guest(made, num_bytes=1))
+        with pytest.raises(grpc.RpcError, match="num_bytes: expected at most"):
+            await guests[2].call.read()
+        for guest in guests:
+            await guest.__aexit__()
+    await until(lambda: made.buffers.num_bytes == 0)
+
+
 @both_kinds
 async def test_a_bug_ends_the_buffer_that_met_it_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind

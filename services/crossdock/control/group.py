@@ -42,6 +42,7 @@ from crossdock.control.group_state import (
     Ready,
     Refusal,
     Refuse,
+    RefusedWorker,
     Register,
     Settings,
     Slow,
@@ -58,6 +59,8 @@ MAX_SORTED_ON_ARRIVAL = 64
 """While the first group gathers, members are sorted into ranks at each arrival up to this number; beyond it they get
 preliminary ranks in the order of arrival, since sorting at each arrival would cost R^2 log R."""
 
+_LONGEST = 400
+"""Characters of a refusal that are shown."""
 MAX_PAUSE_S = 10.0
 """Longest pause between two epochs; see `pause_s`."""
 
@@ -235,6 +238,11 @@ def _slow(group: Group, event: Slow, now: float) -> Result:
     return _quarantine(group, blame.replaceable(group, event), now)
 
 
+def _refused(group: Group, event: RefusedWorker, now: float) -> Result:
+    wanted = not group.full or group.member(event.uid) is not None
+    return (replace(group, refused=replace(event, message=event.message[:_LONGEST])) if wanted else group), ()
+
+
 def _tick(group: Group, event: Tick, now: float) -> Result:
     group = replace(_forgive_pause(group, now - group.ticked_at), ticked_at=now)
     group = blame.expire(cordon.expire(group, now), now)
@@ -263,6 +271,7 @@ def _time_out(group: Group, now: float) -> Result:
 
 _RULES: dict[type[Any], Callable[[Group, Any, float], Result]] = {
     Register: _register,
+    RefusedWorker: _refused,
     Waits: lambda group, event, now: (cordon.add_spare(group, event.worker, now), ()),
     PublishRegion: _publish_region,
     Ready: _ready,
@@ -311,7 +320,7 @@ def _add(group: Group, event: Register, now: float) -> Group:
     joined = group.member(worker.uid)
     missing = group.settings.world_size - len(group.members)
     reason = f"{joined} joined" + (f": waiting for {missing} of {group.settings.world_size}" if missing else "")
-    group = replace(group, reason=reason, num_failed_epochs=0)
+    group = replace(group, reason=reason, refused=None, num_failed_epochs=0)
     if prior is None:
         return group
     if not group.recovering and prior.epoch >= group.epoch:
@@ -404,4 +413,4 @@ def _visible(group: Group) -> tuple[Any, ...]:
     """The parts of the state whose change is published; leases, reports and single regions are not. The membership is
     unchanged as long as `positions` is the same object."""
     members = id(group.members.positions)
-    return group.phase, group.epoch, group.sealed, group.recovering, group.reason, group.bars, members
+    return group.phase, group.epoch, group.sealed, group.recovering, group.why, group.bars, members

@@ -250,8 +250,17 @@ class Group:
     bars: tuple[Bar, ...] = ()
     spares: tuple[Spare, ...] = ()
     """In the order of their last request."""
+    refused: RefusedWorker | None = None
+    """The last one that wanted an empty slot, or that of its uid; None once a worker has joined."""
     leap: int = 0
     """Distance from numbers that other control planes may have counted, different in each one; see recovery.py."""
+
+    @property
+    def why(self) -> str:
+        """`reason`, and why a worker was refused that is missing: what views and errors show."""
+        if self.refused is None or self.full or self.member(self.refused.uid) is not None:
+            return self.reason
+        return f"{self.reason}; refused: {self.refused.message}"
 
     @property
     def recovering(self) -> bool:
@@ -300,6 +309,14 @@ class Waits:
     """A compatible worker was refused because the group is full: it is a spare."""
 
     worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedWorker:
+    """A worker can never be a member as it is configured."""
+
+    uid: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +380,7 @@ class Tick:
     """Time has advanced. Expected at least four times per lease."""
 
 
-Event = Register | Waits | PublishRegion | Ready | Heartbeat | Leave | Cordon | Uncordon | Slow | Tick
+Event = Register | Waits | RefusedWorker | PublishRegion | Ready | Heartbeat | Leave | Cordon | Uncordon | Slow | Tick
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,8 +105,6 @@ class Leadership:
         if self.elector is not None:
             self._health.set(False, SERVICE_NAME)
             self.elector.start()
-            elector = self.elector
-            alive.expect("elector", lambda: elector.alive)
 
     async def close(self) -> None:
         """Release the lease, after the service was stopped."""
@@ -174,7 +172,6 @@ async def _nodes(config: KubernetesConfig, alive: Liveness, closing: contextlib.
     closing.callback(nodes.close)
     if not await asyncio.to_thread(nodes.start):
         log.warning("starting without node labels", why=nodes.trouble)
-    alive.expect("nodes", lambda: nodes.alive)
     return nodes
 
 

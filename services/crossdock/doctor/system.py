@@ -13,6 +13,7 @@ from pathlib import Path
 from crossdock.common import descriptors, rpc
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig
+from crossdock.common.free_memory import free_memory
 from crossdock.common.plural import counted
 from crossdock.doctor.findings import Finding, Level, judge, ok, skipped, warn
 from ep_kernels import tuning
@@ -57,7 +58,7 @@ def look(
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         shm_bytes=_free(shm),
-        memory_bytes=_free_memory(proc, cgroup),
+        memory_bytes=-1 if (free := free_memory(proc, cgroup)) is None else free,
         num_cpus=len(os.sched_getaffinity(0)),
         cache_bytes=_cache(tuning.cache_dir(None)),
         busy_ports=tuple(port for port in ports if not _is_free(port)),
@@ -136,17 +137,6 @@ def _cache(folder: Path | None) -> int:
             return _free(folder)
     except OSError:
         return -1
-
-
-def _free_memory(proc: Path, cgroup: Path) -> int:
-    free = -1
-    try:
-        lines = (proc / "meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-        limit, used = ((cgroup / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        return free if limit == "max" else min(free, int(limit) - int(used))
-    except (OSError, ValueError, StopIteration):
-        return free
 
 
 def _is_free(port: int) -> bool:

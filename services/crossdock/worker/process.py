@@ -151,7 +151,6 @@ class _Process:
         server, address = await self._listen()
         try:
             self._liveness = Liveness(lagged=self._metrics.event_loop_lag_seconds.observe)
-            self._liveness.expect("telemetry", lambda: self._telemetry.alive)
             registry, trouble = self._metrics.registry, self._liveness.trouble
             http = serve_http(self._config.http_listen, registry, self._ready, self._security, trouble)
         except ListenError:

@@ -11,6 +11,7 @@ import functools
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
@@ -91,9 +92,9 @@ class ServedBuffer:
         except EOFError:
             pass
         except DecodeError as error:
-            _log.warning("request buffer ended: unreadable request", why=str(error))
+            _log.seldom("request buffer ended: unreadable request", why=str(error))
         except Exception:  # the client would wait for an answer
-            _log.exception("request buffer ended")
+            _log.seldom("request buffer ended; this is a bug", traceback=traceback.format_exc().strip())
         work = self._work
         self._close()
         if work is not None:
