@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -774,6 +775,11 @@ def test_shares_of_another_checkpoint_are_sent_again(control: FakeControl, worke
         service.forward(0, *_batch(1))  # streams are open: the call that follows stays in this thread
         y = service.forward(1, x, ids, weights) if way == "by thread" else asyncio.run(by_coroutine())
     torch.testing.assert_close(y, x + 101)
+
+
+def test_no_negative_time_is_shown() -> None:
+    late = WorkerStream.late(SimpleNamespace(_where=lambda: "worker a:1"), -0.258)  # type: ignore[arg-type]
+    assert str(late) == "worker a:1: no answer within 0.000 s"
 
 
 def test_the_fingerprint_travels(workers: list[FakeWorker]) -> None:
