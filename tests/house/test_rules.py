@@ -78,6 +78,17 @@ def test_kernel_lines_keep_their_width() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_servers_start_only_threads_that_are_watched() -> None:
+    """`common`, `control` and `worker` are in processes with /livez, which names a HelperThread that ended."""
+    faults = [
+        f"{name_of(path)}: {call}"
+        for part in ("common", "control", "worker")
+        for path in files(f"services/crossdock/{part}")
+        for call in re.findall(r"\bthreading\.Thread\((?!\w*\):)|\bimport Thread\b", text_of(path))
+    ]
+    assert [fault for fault in faults if "helper_thread" not in fault] == []
+
+
 def test_nothing_is_left_unfinished() -> None:
     faults = [
         f"{name_of(path)}:{number} {line.strip()}"

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -270,7 +271,7 @@ def test_calls_by_an_open_stream_stay_in_their_thread_and_what_fails_is_sent_aga
         (grpc.StatusCode.RESOURCE_EXHAUSTED, public.Overloaded),
         (grpc.StatusCode.DEADLINE_EXCEEDED, public.DeadlineExceeded),
         (grpc.StatusCode.INVALID_ARGUMENT, public.InvalidRequest),
-        (grpc.StatusCode.FAILED_PRECONDITION, public.InvalidRequest),
+        (grpc.StatusCode.FAILED_PRECONDITION, public.ModelMismatch),
         (grpc.StatusCode.INTERNAL, public.ClientError),
     ],
 )
@@ -747,6 +748,38 @@ def test_close_does_not_wait_for_a_group_that_never_serves(workers: list[FakeWor
         with pytest.raises(public.ClientError, match="closed"):
             future.result(TIMEOUT_S)
     control.kill()
+
+
+@pytest.mark.parametrize("way", ["by thread", "by coroutine"])
+def test_shares_of_another_checkpoint_are_sent_again(control: FakeControl, workers: list[FakeWorker], way: str) -> None:
+    """Worker 0 has switched when the others answer; each answer says whose rows it has."""
+
+    def made_by(model: str) -> Callable[[expert_pb2.ForwardRequest], expert_pb2.ForwardResponse]:
+        def behave(request: expert_pb2.ForwardRequest) -> expert_pb2.ForwardResponse:
+            answer = echo(request)
+            rows = wire.decode(answer.y, name="y", dtypes=[torch.float32], ndim=2) + 100 * (model == "new")
+            return expert_pb2.ForwardResponse(y=wire.encode(rows), model=model)
+
+        return behave
+
+    for worker in workers[1:]:
+        worker.behave = _first(made_by("old"), then=made_by("new"))
+    workers[0].behave = made_by("new")
+    x, ids, weights = _batch(4 * 64)
+
+    async def by_coroutine() -> torch.Tensor:
+        async with AsyncClient(control.address, way="grpc") as service:
+            return await service.forward(1, x, ids, weights)
+
+    with Client(control.address, way="grpc") as service:
+        service.forward(0, *_batch(1))  # streams are open: the call that follows stays in this thread
+        y = service.forward(1, x, ids, weights) if way == "by thread" else asyncio.run(by_coroutine())
+    torch.testing.assert_close(y, x + 101)
+
+
+def test_no_negative_time_is_shown() -> None:
+    late = WorkerStream.late(SimpleNamespace(_where=lambda: "worker a:1"), -0.258)  # type: ignore[arg-type]
+    assert str(late) == "worker a:1: no answer within 0.000 s"
 
 
 def test_the_fingerprint_travels(workers: list[FakeWorker]) -> None:

@@ -139,13 +139,30 @@ async def test_a_replaced_worker_is_told_on_every_way(control: InProcess) -> Non
     new = FakeWorker(control.stub, "b/0", incarnation=2)
     await new.register()
     with pytest.raises(grpc.RpcError) as raised:
-        await watch_until(watch, pb.FAILED)
+        await watch_until(watch, pb.GROUP_STATE_UNSPECIFIED)
     assert isinstance(rpc.error_of(raised.value), rpc.AlreadyExists)
     for attempt in (old.register, old.beat, old.get_ready):
         with pytest.raises(rpc.AlreadyExists, match="newer process"):
             await attempt()
     view = await newest_view(control.stub)
     assert (view.state, view.epoch, list(view.broken_ranks)) == (pb.EXCHANGING, 2, [1])
+
+
+async def test_a_group_without_a_rank_says_why_its_successor_was_refused(control: InProcess) -> None:
+    """Also one that came before the lease of the former process had ended, and has stopped for good."""
+    workers = await form(control.stub, "a/0", "b/0", "c/0")
+    with pytest.raises(rpc.FailedPrecondition, match="model: expected"):
+        await FakeWorker(control.stub, "c/0", incarnation=2).register(model="other")
+    assert "refused" not in (await newest_view(control.stub)).reason
+    await control.stub.Leave(pb.LeaveRequest(worker=workers[2].id))
+    why = "rank 2 (c/0) left; refused: worker c/0: model: expected 'm' as rank 0 (a/0) has, got 'other'"
+    for viewer in (None, workers[0].id):
+        assert (await newest_view(control.stub, *[viewer] * bool(viewer))).reason == why
+    with pytest.raises(rpc.FailedPrecondition, match="model: expected"):
+        await FakeWorker(control.stub, "d/0").register(model="third")
+    assert (await newest_view(control.stub)).reason.endswith("got 'third'")
+    await FakeWorker(control.stub, "c/0", incarnation=3).register()
+    assert (await newest_view(control.stub)).reason == "rank 2 (c/0) joined"
 
 
 async def test_refusals_have_the_status_that_tells_what_to_do(control: InProcess) -> None:

@@ -53,7 +53,7 @@ async def test_it_serves_without_torch_and_stops_on_sigterm(process: ControlProc
         await watch.read()
         code, errors = process.terminate()
         with pytest.raises(grpc.RpcError) as raised:
-            await watch_until(watch, pb.FAILED)
+            await watch_until(watch, pb.GROUP_STATE_UNSPECIFIED)
         assert isinstance(rpc.error_of(raised.value), rpc.Unavailable)
     assert code == 0
     assert "Traceback" not in errors
@@ -79,7 +79,7 @@ async def test_kill_and_restart_while_serving_disturbs_nobody(process: ControlPr
             assert (await watch.read()).epoch == 2
             process.kill()
             with pytest.raises(grpc.RpcError) as raised:
-                await watch_until(watch, pb.FAILED)
+                await watch_until(watch, pb.GROUP_STATE_UNSPECIFIED)
             assert isinstance(rpc.error_of(raised.value), rpc.Unavailable)
             process.start(process.addresses.address)
             for worker in reversed(workers):

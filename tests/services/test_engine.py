@@ -20,7 +20,10 @@ import torch.distributed as dist
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.worker import engine as engine_module
 from crossdock.worker.engine import Engine
-from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Work
+from crossdock.worker.expert_tables import ExpertTables
+from crossdock.worker.placement import Placement, WeightsOf
+from crossdock.worker.steps import Step
+from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Slice, Work
 from crossdock.worker.worker_telemetry import WorkerTelemetry
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
 from ep_kernels.transports.cpu.native import OPS
@@ -270,6 +273,35 @@ def test_long_requests_are_cut_and_short_ones_pass_them(ranks: list[Rank]) -> No
     answer = long.work.timing
     assert answer.steps >= 11
     assert answer.queue_ns > 0
+
+
+@pytest.mark.parametrize("pinned", ["", "old", "new"])
+def test_a_layer_that_switches_before_the_step_serves_no_request_that_expects_the_former_weights(
+    monkeypatch: pytest.MonkeyPatch, pinned: str
+) -> None:
+    telemetry = WorkerTelemetry(WorkerMetrics(), (H * 4, H * 4))
+    engine, asked, taken = Engine(M, telemetry), Asked(3), list[Work]()
+    asked.work.model = pinned
+    tables = ExpertTables(Placement(1, R, {0: tuple(range(E))}), E, 0, None, mask=None, fingerprint="old")
+    monkeypatch.setattr(engine, "_tables", tables)
+    engine.open()
+    engine.submit(asked.work)
+    tables._weights[0] = WeightsOf(1, "", "new")
+
+    class Stepping:
+        def step(self, layer: int, max_tokens: int, slices: list[Slice]) -> None:
+            taken.extend(piece.work for piece in slices)
+
+    engine._step(cast(Any, Stepping()), Step(0, M))
+    telemetry.close()
+    if pinned == "old":
+        failure = asked.failure()
+        assert failure.code is grpc.StatusCode.FAILED_PRECONDITION
+        assert failure.message == "model: expected new, which layer 0 has, got old"
+        assert not taken
+    else:
+        assert taken == [asked.work]
+        assert asked.work.model == "new"
 
 
 def test_no_tokens_no_step(ranks: list[Rank]) -> None:

@@ -46,6 +46,7 @@ from crossdock.worker.work import Failure, Refused, Work
 from tests.no_descriptors import processor_s
 from tests.services.cluster import Batch, E, H, K
 from tests.services.control_world import TIMEOUT_S, until
+from tests.services.fakes import FakeControl, view_of
 from tests.services.request_world import EXHAUSTED, INVALID, KIB, LATE, Guest, RemoteGuest, tensors, warm, world
 
 both_ways = pytest.mark.parametrize("way", ["shared", "tcp"])
@@ -280,7 +281,6 @@ async def test_what_a_wrong_client_gets(tmp_path: Path) -> None:
             (5, {"topk_ids": described(torch.int64, (5, K))}, "topk_ids: expected dtype"),
             (5, {"topk_ids": described(torch.int32, (6, K))}, "topk_ids: expected shape"),
             (5, {"topk_weights": described(torch.float32, (5, 1))}, "topk_weights: expected shape"),
-            (5, {"model": "x" * 64}, "model"),
         ]
         for number, (num_tokens, fields, words) in enumerate(wrong):
             answer = await guest.ask(2 + number, num_tokens, **fields)
@@ -299,6 +299,24 @@ async def test_what_a_wrong_client_gets(tmp_path: Path) -> None:
         with pytest.raises(EOFError):
             await guest.answer()
     await until(lambda: made.buffers.num_bytes == 0)
+
+
+@pytest.mark.parametrize("way", ["shared", "tcp"])
+async def test_shares_of_another_checkpoint_are_sent_again(tmp_path: Path, way: Way) -> None:
+    """Worker 0 has switched when the share of worker 1 is served: that one is sent again."""
+    async with world(tmp_path / "0") as first, world(tmp_path / "1") as second:
+        control, batch = FakeControl(view_of([first, second])), Batch.random(6)  # type: ignore[list-item]
+        try:
+            async with AsyncClient(control.address, way=way, min_tokens_per_worker=1) as client:
+                while not (len(first.buffers) and len(second.buffers)) or first.service.num_streams:
+                    await client.forward(1, *tensors(batch))
+                first.engine.models, second.engine.models = ["new"], ["old", "new"]
+                before = len(first.engine.seen), len(second.engine.seen)
+                assert torch.equal(await client.forward(1, *tensors(batch)), 2 * batch.x)
+            assert len(second.engine.seen) == before[1] + 2
+            assert len(first.engine.seen) <= before[0] + 2, "once more if its answer was read first"
+        finally:
+            await asyncio.to_thread(control.kill)
 
 
 async def test_what_a_client_changes_after_it_was_checked_changes_nothing(tmp_path: Path) -> None:
@@ -621,6 +639,37 @@ async def test_without_free_descriptors_the_thread_sleeps_and_accepts_later(tmp_
             _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, sock, 1, 1)
             assert len(fds) == 1
             os.close(fds[0])
+
+
+async def test_a_connection_that_cannot_be_accepted_keeps_the_reader_of_requests_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took, accept = list[float](), ticket_listener.TicketListener._accept
+
+    def timed(listener: ticket_listener.TicketListener) -> None:
+        began = time.monotonic()
+        accept(listener)
+        took.append(time.monotonic() - began)
+
+    monkeypatch.setattr(ticket_listener.TicketListener, "_accept", timed)
+    async with world(tmp_path) as made, Guest(made) as guest:
+        offer = await guest.call.read()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            processor_s(threading.current_thread(), lambda: stranger.connect(f"\0{offer.socket}"))
+    assert 1 <= len(took) <= 4, "one attempt in a quarter of a second"
+    assert sum(took) < 0.2
+
+
+async def test_a_buffer_of_a_byte_counts_as_the_least_one(tmp_path: Path) -> None:
+    async with world(tmp_path, max_shared_bytes=8 * buffer_server.LEAST_BYTES) as made:
+        guests = [await Guest(made, num_bytes=1).redeem(), await Guest(made, num_bytes=1).redeem()]
+        assert made.buffers.num_bytes == 2 * buffer_server.LEAST_BYTES
+        guests.append(Guest(made, num_bytes=1))
+        with pytest.raises(grpc.RpcError, match="num_bytes: expected at most"):
+            await guests[2].call.read()
+        for guest in guests:
+            await guest.__aexit__()
+    await until(lambda: made.buffers.num_bytes == 0)
 
 
 @both_kinds

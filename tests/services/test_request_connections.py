@@ -104,7 +104,6 @@ async def test_a_ticket_is_for_the_way_that_it_was_offered_for(tmp_path: Path) -
         (5, {"topk_ids": described(torch.int64, (5, K))}, "topk_ids: expected dtype"),
         (5, {"topk_ids": described(torch.int32, (6, K))}, "topk_ids: expected shape"),
         (5, {"topk_weights": described(torch.float32, (5, 1))}, "topk_weights: expected shape"),
-        (5, {"model": "x" * 64}, "model"),
     ],
 )
 async def test_a_message_is_refused_before_its_tensors_come(

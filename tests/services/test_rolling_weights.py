@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossdock.client import Client
+from crossdock.client import Client, ModelMismatch
+from crossdock.client.buffer_pool import Way
 from crossdock.common import rpc
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
@@ -27,6 +28,7 @@ from tests.services.cluster import ANSWER_S, FORM_S, LAYERS, TEST_S, Batch, Clus
 
 pytestmark = pytest.mark.timeout(TEST_S)
 Tensors = dict[str, torch.Tensor]
+WAYS: tuple[Way, ...] = ("shared", "tcp", "grpc")
 
 
 class World:
@@ -80,13 +82,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 class Asking:
-    """Threads that ask without a pause; every answer must be that of one of two checkpoints, as a whole. Many need
-    more than one step."""
+    """Threads that ask without a pause, by each way; every answer must be that of one of two checkpoints, as a whole.
+    Many need more than one step, or both workers."""
 
     def __init__(self, target: str, before: Tensors, after: Tensors) -> None:
-        self._client, self._known, self._stop = Client(target), (before, after), threading.Event()
+        self._clients = [Client(target, way=way, min_tokens_per_worker=16) for way in WAYS]
+        self._known, self._stop = (before, after), threading.Event()
         self.counts, self.wrong = [0, 0], list[object]()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(3)]
+        self._threads = [threading.Thread(target=self._ask, args=(client,)) for client in self._clients]
 
     def __enter__(self) -> Asking:
         for thread in self._threads:
@@ -97,13 +100,14 @@ class Asking:
         self._stop.set()
         for thread in self._threads:
             thread.join()
-        self._client.close()
+        for client in self._clients:
+            client.close()
 
-    def _ask(self) -> None:
+    def _ask(self, client: Client) -> None:
         while not self._stop.is_set():
             batch = Batch.random(int(torch.randint(1, 40, ())), 1 + int(torch.randint(0, LAYERS - 1, ())))
             try:
-                y = self._client.forward(batch.layer, batch.x, batch.ids, batch.weights, timeout_s=ANSWER_S).double()
+                y = client.forward(batch.layer, batch.x, batch.ids, batch.weights, timeout_s=ANSWER_S).double()
             except Exception as error:
                 self.wrong.append(error)
                 return
@@ -133,6 +137,40 @@ def test_no_request_fails_and_none_is_wrong_while_weights_change(world: World) -
         while asking.counts[1] < before + 20 and not asking.wrong:
             time.sleep(0.01)
     assert not asking.wrong
+    check_all(world, tensors)
+
+
+def test_who_expects_a_checkpoint_gets_no_rows_of_another(world: World) -> None:
+    old, (path, tensors) = world.tensors, world.checkpoint()
+    refused, wrong = dict[Way, str](), list[object]()
+
+    def ask(way: Way, client: Client) -> None:
+        while way not in refused and not wrong:
+            batch = Batch.random(9, LAYERS - 1)
+            try:
+                y = client.forward(batch.layer, batch.x, batch.ids, batch.weights, timeout_s=ANSWER_S).double()
+            except ModelMismatch as error:
+                refused[way] = str(error)
+            except Exception as error:
+                wrong.append(error)
+            else:
+                if not torch.allclose(y, batch.expected(old), rtol=1e-4, atol=1e-4):
+                    wrong.append(batch)
+
+    with Client(world.group.supervisor.control_address) as client:
+        fingerprint = client.describe().model
+    clients = {way: Client(world.group.supervisor.control_address, way=way, model=fingerprint) for way in WAYS}
+    threads = [threading.Thread(target=ask, args=each) for each in clients.items()]
+    for thread in threads:
+        thread.start()
+    world.load(path)
+    assert world.until_settled().startswith("loaded in")
+    for thread in threads:
+        thread.join()
+    for client in clients.values():
+        client.close()
+    assert not wrong
+    assert all("expected" in words and f"got {fingerprint}" in words for words in refused.values())
     check_all(world, tensors)
 
 

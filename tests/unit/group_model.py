@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from crossdock.control import blame
-from crossdock.control.group import new_group, step
+from crossdock.control.group import MAX_PAUSE_S, new_group, step
 from crossdock.control.group_state import (
     Effect,
     Event,
@@ -131,9 +131,9 @@ class World:
         return [peer for peer in self.peers if peer.alive and peer.stage == "serving"]
 
 
-def start(size: int, budget: Budget, max_failed: int = 2, *, elastic: bool = False, experts: bool = False) -> World:
+def start(size: int, budget: Budget, *, elastic: bool = False, experts: bool = False) -> World:
     """Nothing has happened yet; as many workers as slots."""
-    settings = Settings(size, LEASE_S, FORM_S, RECOVER_S, max_failed, elastic)
+    settings = Settings(size, LEASE_S, FORM_S, RECOVER_S, elastic)
     peers = tuple(Peer(f"h/{local}") for local in range(size))
     return World(calm(new_group(settings, 0.0)), peers, budget, Side() if experts else None)
 
@@ -143,7 +143,10 @@ def calm(group: Group) -> Group:
     members = group.members.each(lambda m: replace(m, lease_until=LEASE_S, num_blamed=0))
     until = None if group.recover_until is None else RECOVER_S
     held = tuple(replace(one, at=0.0) for one in group.blames if one.epoch == group.epoch)
-    return replace(group, members=members, recover_until=until, since=0.0, ticked_at=0.0, blames=held)
+    failed = min(group.num_failed_epochs, 3)  # more make a longer pause, no more
+    return replace(
+        group, members=members, recover_until=until, since=0.0, ticked_at=0.0, blames=held, num_failed_epochs=failed
+    )
 
 
 def moves(world: World, *, disturbed: bool = True) -> Iterator[tuple[str, World]]:
@@ -156,6 +159,8 @@ def moves(world: World, *, disturbed: bool = True) -> Iterator[tuple[str, World]
             yield f"{peer.uid} starts anew", _put(world, Peer(peer.uid, peer.incarnation + 1))
     if world.group.recovering:
         yield "recovery ends", _tick(world, RECOVER_S)
+    elif world.group.phase is Phase.FORMING and world.group.full:
+        yield "the pause ends", _tick(world, MAX_PAUSE_S)
     if world.side is not None and world.side.plan is not None:
         yield "a plan is made", replace(world, side=world.side.planned(world.group))
     if _all_can_switch(world):

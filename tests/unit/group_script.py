@@ -46,6 +46,7 @@ from crossdock.control.group_state import (
     Ready,
     Refusal,
     Refuse,
+    RefusedWorker,
     Register,
     Settings,
     Tick,
@@ -54,6 +55,8 @@ from crossdock.control.group_state import (
     Worker,
 )
 from crossdock.control.ranks import NetworkPlace, Place
+
+_NEVER = (Refusal.MIXED_GROUP, Refusal.NAME_TAKEN)
 
 
 def show(group: Group) -> str:
@@ -65,7 +68,7 @@ def show(group: Group) -> str:
     extra += f" active={sorted(group.active)}" if group.active is not None else ""
     extra += f" barred={[f'{bar.uid} {bar.cause}' for bar in group.bars]}" if group.bars else ""
     recovering = " (recovering)" if group.recovering else ""
-    return f"{group.phase.value} epoch {group.epoch}{recovering} [{members}]{extra} -- {group.reason}"
+    return f"{group.phase.value} epoch {group.epoch}{recovering} [{members}]{extra} -- {group.why}"
 
 
 class Replay:
@@ -132,7 +135,9 @@ class Replay:
         self.group, effects = step(self.group, Register(worker, prior), self.now)
         lines = [self._render(effect) for effect in effects]
         full = any(isinstance(effect, Refuse) and effect.refusal is Refusal.GROUP_FULL for effect in effects)
-        return lines + (self._take(Waits(worker)) if full else [])
+        never = [effect.message for effect in effects if isinstance(effect, Refuse) and effect.refusal in _NEVER]
+        more = [Waits(worker)] if full else [RefusedWorker(uid, message) for message in never]
+        return lines + [line for event in more for line in self._take(event) if line != "ok"]
 
     def _do_cordon(self, words: list[str], named: dict[str, str]) -> list[str]:
         found = cordon.named(self.group, words[0])

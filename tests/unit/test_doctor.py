@@ -157,7 +157,7 @@ def test_the_memory_of_a_container_is_what_counts(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:  9000000 kB\n")
     assert system.look(proc=tmp_path, cgroup=tmp_path).memory_bytes == 9000000 << 10
     (tmp_path / "memory.max").write_text("3000000\n")
-    (tmp_path / "memory.current").write_text("1000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000000\n")
     assert system.look(proc=tmp_path, cgroup=tmp_path).memory_bytes == 2000000
     assert system.look(proc=tmp_path / "no", shm=tmp_path / "no").shm_bytes == -1
 

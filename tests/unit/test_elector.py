@@ -122,7 +122,7 @@ def test_whoever_is_told_of_a_change_cannot_end_the_thread(
     elector._run_now.set()
     wait(lambda: elector.leader == "b:1")
     read_again(elector, leases)
-    assert elector.alive
+    assert elector._thread.is_alive()
     assert [record.message for record in caplog.records] == ["the elector continues after an error; this is a bug"]
 
 
@@ -136,7 +136,7 @@ def test_whoever_counts_failures_cannot_end_the_thread(
     monkeypatch.setattr(leases, "read", breaks)
     monkeypatch.setattr(elector, "_failed", breaks)
     read_again(elector, leases)
-    assert elector.alive
+    assert elector._thread.is_alive()
 
 
 def test_one_that_never_stood_for_election_is_closed(leases: LeaseStore) -> None:

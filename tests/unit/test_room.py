@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from crossdock.cli import app
 from crossdock.common.config import WorkerConfig
+from crossdock.common.free_memory import free_memory
 from crossdock.worker import room
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.expert_mlps import ExpertMLPs
@@ -60,12 +61,21 @@ def test_a_worker_refuses_before_it_loads(path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_a_container_leaves(tmp_path: Path) -> None:
-    assert room._left_in_container(tmp_path) > 1 << 60
+    """By cgroup v2, then v1."""
+    assert free_memory(tmp_path, tmp_path) is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   8 kB\n")
+    assert free_memory(tmp_path, tmp_path) == 8192
     (tmp_path / "memory.stat").write_text("anon 1000\nfile 70000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert room._left_in_container(tmp_path) > 1 << 60
+    assert free_memory(tmp_path, tmp_path) == 8192
     (tmp_path / "memory.max").write_text("5000\n")
-    assert room._left_in_container(tmp_path) == 4000
+    assert free_memory(tmp_path, tmp_path) == 4000
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.stat").write_text("cache 70000\nrss 1\ntotal_rss 1500\n")
+    (tmp_path / "memory/memory.limit_in_bytes").write_text(f"{(1 << 63) - 4096}\n")
+    assert free_memory(tmp_path, tmp_path) == 4000
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("4500\n")
+    assert free_memory(tmp_path, tmp_path) == 3000
 
 
 def test_the_command_shows_it(path: Path) -> None:

@@ -124,10 +124,10 @@ def test_a_thread_that_is_behind_costs_no_memory(monkeypatch: pytest.MonkeyPatch
         telemetry.step(step())
     assert telemetry._queue.qsize() <= 8
     assert dropped(metrics) >= 11, "one is being counted, eight wait"
-    assert telemetry.alive
+    assert telemetry._thread.is_alive()
     hold.set()
     telemetry.close()
-    assert not telemetry.alive
+    assert not telemetry._thread.is_alive()
 
 
 def of_op(op: str, seq: int) -> LatencySample:

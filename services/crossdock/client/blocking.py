@@ -88,6 +88,8 @@ class Client:
         out = self._read(call) if call is not None else self._streamed(batch)
         if out is None:
             out = self._run(self._client.by_stream(batch, call.refused if call is not None else None))
+        if batch.stale():
+            self._run(self._client.unmix(batch, out))
         return out if x.is_cpu else out.to(x.device)
 
     def _check_process(self) -> None:

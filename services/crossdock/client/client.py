@@ -39,6 +39,7 @@ from crossdock.client.shares import (
     Share,
     check,
     check_timeout,
+    cut,
     most_tokens,
     on_host,
     read_rows,
@@ -74,7 +75,7 @@ class AsyncClient:
             it has replicas), or of one worker.
         retry: retry Unavailable and Overloaded until the deadline.
         min_tokens_per_worker: see MIN_TOKENS_PER_WORKER.
-        model: expected fingerprint of the service; empty: any.
+        model: fingerprint of the only checkpoint whose rows are wanted; empty: any.
         security: certificates and token, for example from `load_security`; None: plain text.
         way: of the tensors. auto: memory shared with workers of this host, a TCP connection to others, or else gRPC;
             shared, tcp: this one or gRPC; grpc: gRPC alone. With `security` there is no tcp, which is plain text.
@@ -155,6 +156,7 @@ class AsyncClient:
             DeadlineExceeded: no answer within timeout_s.
             Overloaded: the service refused more work (with retry: until the deadline).
             NotAllowed: the service does not know this caller.
+            ModelMismatch: the layer has another checkpoint than `model` of this client.
         """
         check(layer, x, topk_ids, topk_weights, timeout_s)
         if x.shape[0] == 0:
@@ -164,11 +166,12 @@ class AsyncClient:
         out = await self.finish(call) if call is not None else None
         if out is None:
             out = await self.by_stream(batch, call.refused if call is not None else None)
+        await self.unmix(batch, out)
         return out.to(x.device)
 
     def batch_of(self, layer: int, parts: Parts, timeout_s: float) -> ForwardCall:
         """One call; its shares begin at the next worker."""
-        return ForwardCall(layer, parts, time.monotonic() + min(timeout_s, MAX_TIMEOUT_S), next(self._turns))
+        return ForwardCall(layer, parts, time.monotonic() + min(timeout_s, MAX_TIMEOUT_S), next(self._turns), {})
 
     def begin(self, batch: ForwardCall) -> DirectCall | None:
         """Send a batch through request buffers, if there is one for each share now. Any thread."""
@@ -186,11 +189,11 @@ class AsyncClient:
                 call_in_loop(self._pool.loop, self._open_buffer, service, share.worker, num_bytes)
             else:
                 found.append((share, buffer))
-        call = DirectCall(self._pool, batch.deadline, found)
+        call = DirectCall(self._pool, batch, found)
         if len(found) < len(shares):
             call.give_back()
             return None
-        return call if call.send(batch.layer, batch.parts, self._model) else None
+        return call if call.send(self._model) else None
 
     async def finish(self, call: DirectCall) -> torch.Tensor | None:
         """The rows of a begun call; None: it failed in a way that another worker, or a later time, may cure."""
@@ -230,8 +233,18 @@ class AsyncClient:
                 self._directory.recheck()
         await _all([self._share(batch, share, out, error) for share, error in failed.items()])
 
+    async def unmix(self, batch: ForwardCall, out: torch.Tensor) -> None:
+        """Compute shares again that a switch of the layer's checkpoint has parted from the others, until all rows are
+        of one. Raises ClientError."""
+        while stale := batch.stale():
+            for share in stale:
+                del batch.models[share]
+            requests = [request for share in stale for request in cut(share, most_tokens(batch.parts))]
+            await _all([self._share(batch, request, out, None) for request in requests])
+
     async def by_stream(self, batch: ForwardCall, refused: Overloaded | None = None) -> torch.Tensor:
         """The rows of a batch over gRPC, with retries. refused: it was, before; so this is a retry already."""
+        batch.models.clear()
         parts, left_s, knows_workers = batch.parts, max(0.0, batch.deadline - time.monotonic()), self._kept is not None
         service, out = await self._until(self._service, left_s), rows_like(parts[0])
         call = self.begin(batch) if not knows_workers else None  # its first call opens buffers, too
@@ -314,6 +327,7 @@ class AsyncClient:
         response = await self._until(attempt, batch.deadline - time.monotonic(), failed)
         self._budget.answered()
         read_rows(response, out[rows])
+        batch.models[share] = response.message.model
 
     async def _wait_for_budget(self, refused: Overloaded, deadline: float) -> None:
         """Wait for a token of the retry budget. Raises `refused` at the deadline."""

@@ -12,7 +12,7 @@ import torch
 from crossdock.client.buffer_pool import BufferPool, ready
 from crossdock.client.errors import DeadlineExceeded, Overloaded, Unavailable
 from crossdock.client.opened_buffer import RequestBuffer
-from crossdock.client.shares import Parts, Share, rows_like
+from crossdock.client.shares import ForwardCall, Share, rows_like
 
 QUIET_S = 1.0
 """Without an answer for so long, the worker is probed."""
@@ -23,7 +23,7 @@ class DirectCall:
 
     Args:
         pool: of the buffers.
-        deadline: monotonic seconds.
+        batch: the call.
         shares: of the batch, each with its buffer.
 
     Attributes:
@@ -31,15 +31,15 @@ class DirectCall:
         out: [T, H], filled by `read` or `finish`; there once it was sent.
     """
 
-    def __init__(self, pool: BufferPool, deadline: float, shares: list[tuple[Share, RequestBuffer]]) -> None:
+    def __init__(self, pool: BufferPool, batch: ForwardCall, shares: list[tuple[Share, RequestBuffer]]) -> None:
         self.refused: Overloaded | None = None
         self.out: torch.Tensor
-        self._pool, self._deadline = pool, deadline
+        self._pool, self._batch, self._deadline = pool, batch, batch.deadline
         self._waiting, self._is_sent = shares, False
 
-    def send(self, layer: int, parts: Parts, model: str) -> bool:
+    def send(self, model: str) -> bool:
         """Send all shares. False: a worker is gone."""
-        left_s = self._deadline - time.monotonic()
+        layer, parts, left_s = self._batch.layer, self._batch.parts, self._deadline - time.monotonic()
         try:
             for share, buffer in self._waiting:  # workers that are told together serve them in one step
                 whole = len(self._waiting) == 1
@@ -72,6 +72,7 @@ class DirectCall:
                 rows = self.out if whole else self.out[share.start : share.stop]
                 if buffer.read_into(rows, until - time.monotonic()):
                     self._waiting.pop()
+                    self._batch.models[share] = buffer.model
                     self._pool.give_back(buffer)
                 elif time.monotonic() >= until:
                     return False

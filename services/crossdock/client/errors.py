@@ -6,7 +6,7 @@
     ├── DeadlineExceeded        no answer before the deadline; also a TimeoutError
     ├── InvalidRequest          a request that can never work: shape, dtype, layer, ids; also a ValueError
     ├── NotAllowed              the caller is unknown, or lacks the required role
-    └── ModelMismatch           the service serves another model than the attached one; also a ValueError
+    └── ModelMismatch           the service has another model than the attached or wanted one; also a ValueError
 
 `Unavailable` and `Overloaded` are retried by clients until the deadline.
 """
@@ -55,7 +55,8 @@ class NotAllowed(ClientError):
 
 
 class ModelMismatch(ClientError, ValueError):
-    """The service serves another model than the attached one."""
+    """The service serves another model than the attached one, or a layer has another checkpoint than the one that
+    `model` of the client names."""
 
 
 _BY_CODE: dict[grpc.StatusCode, type[ClientError]] = {
@@ -63,7 +64,7 @@ _BY_CODE: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
-    grpc.StatusCode.FAILED_PRECONDITION: InvalidRequest,
+    grpc.StatusCode.FAILED_PRECONDITION: ModelMismatch,
     grpc.StatusCode.UNIMPLEMENTED: InvalidRequest,
     grpc.StatusCode.UNAUTHENTICATED: NotAllowed,
     grpc.StatusCode.PERMISSION_DENIED: NotAllowed,

@@ -54,6 +54,7 @@ class RequestBuffer(ABC):
         end: called once when it is closed.
 
     Attributes:
+        model: fingerprint of the checkpoint that made the last answer.
         opened_at, used_at: when it was opened, and given back last, monotonic seconds.
     """
 
@@ -65,7 +66,7 @@ class RequestBuffer(ABC):
         self._poll.register(sock, select.POLLIN)
         self._id, self._requests = 0, RepeatedRequests()
         self._shape: tuple[torch.dtype, int, int, int] | None = None
-        self.closed = False
+        self.closed, self.model = False, ""
 
     @property
     def is_sending(self) -> bool:
@@ -118,6 +119,7 @@ class RequestBuffer(ABC):
             raise from_answer(response.error)
         if response.id != self._id:
             raise Unavailable(f"worker {self.address}: expected the answer to request {self._id}, got {response.id}")
+        self.model = response.model
 
     def _gone(self) -> Unavailable:
         return Unavailable(f"worker {self.address}: the request buffer was closed")

@@ -38,12 +38,19 @@ class ForwardCall(NamedTuple):
         parts: x [T, H], topk_ids [T, K], topk_weights float32 [T, K] on the host; T > 0.
         deadline: monotonic seconds.
         turn: number of the call, which says where its first share goes.
+        models: fingerprint of the checkpoint that made each share, in the order of the answers.
     """
 
     layer: int
     parts: Parts
     deadline: float
     turn: int
+    models: dict[Share, str]
+
+    def stale(self) -> list[Share]:
+        """Shares of another checkpoint than the last answer's; workers of older releases name none."""
+        known = {share: model for share, model in self.models.items() if model} if len(self.models) > 1 else {}
+        return [share for share, model in known.items() if model != list(known.values())[-1]]
 
 
 class Share(NamedTuple):
@@ -68,11 +75,14 @@ def split(num_tokens: int, num_workers: int, first: int, max_tokens: int, min_to
     if parts == 1 and num_tokens <= max_tokens:
         return [Share(first % num_workers, 0, num_tokens)]
     bounds = [part * num_tokens // parts for part in range(parts + 1)]
-    return [
-        Share((first + part) % num_workers, start, min(start + max_tokens, bounds[part + 1]))
-        for part in range(parts)
-        for start in range(bounds[part], bounds[part + 1], max_tokens)
-    ]
+    shares = [Share((first + part) % num_workers, bounds[part], bounds[part + 1]) for part in range(parts)]
+    return [request for share in shares for request in cut(share, max_tokens)]
+
+
+def cut(share: Share, max_tokens: int) -> list[Share]:
+    """The share as requests of at most that many tokens."""
+    starts = range(share.start, share.stop, max_tokens)
+    return [Share(share.worker, start, min(start + max_tokens, share.stop)) for start in starts]
 
 
 def most_tokens(parts: Sequence[torch.Tensor]) -> int:

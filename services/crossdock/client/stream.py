@@ -162,7 +162,7 @@ class WorkerStream:
 
     def late(self, timeout_s: float) -> DeadlineExceeded:
         """The error of a request that was not answered in time."""
-        return DeadlineExceeded(f"{self._where()}: no answer within {timeout_s:.3f} s")
+        return DeadlineExceeded(f"{self._where()}: no answer within {max(0.0, timeout_s):.3f} s")
 
     def release(self) -> None:
         """Close the stream once no request is in flight: requests go by buffers. A later one opens another stream.

@@ -119,7 +119,9 @@ class StreamCall:
                 share, stream, _, answer = self._sent[0]
                 left_s = self._batch.deadline - time.monotonic()
                 try:
-                    read_rows(answered(answer.result(max(0.0, left_s))), self.out[share.start : share.stop])
+                    response = answered(answer.result(max(0.0, left_s)))
+                    read_rows(response, self.out[share.start : share.stop])
+                    self._batch.models[share] = response.message.model
                     self._credit()
                 except (Unavailable, Overloaded) as error:
                     failed[share] = error

@@ -82,7 +82,6 @@ _SCHEME = "Bearer "
 _KEPT_CALLERS = 8192
 _KEPT_PATTERNS = 256
 _OTHERS = 256
-_SAY_S = 1.0
 
 
 def authorizer_of(
@@ -196,7 +195,6 @@ class CallAuthorizer:
         self.reading, self.streaming = (PermitPool(limits.reading, limits.reading_per_peer) for _ in range(2))
         self._waiting = PermitPool(limits.waiting, limits.waiting_per_peer)
         self._refused = refused or (lambda why: None)
-        self._said_at = float("-inf")
 
     def authorize(self, method: str, context: Any, *, streams: bool = False) -> CallPermits:
         """Authorize a call before its request is read; sets CALLER and CALL_PERMITS for the handler.
@@ -261,12 +259,9 @@ class CallAuthorizer:
             raise ResourceExhausted(f"calls: expected at most {limiter.rate:g} a second of one caller, got more")
 
     def record_refusal(self, why: str, method: str, message: str, context: Any) -> None:
-        """Count a refusal and log it, at most once per `_SAY_S`."""
+        """Count a refusal and log it."""
         self._refused(why)
-        now = time.monotonic()
-        if now - self._said_at >= _SAY_S:
-            self._said_at = now
-            log.warning("call refused", method=method, why=message, peer=host_of(context))
+        log.seldom("call refused", method=method, why=message, peer=host_of(context))
 
     def caller_of(self, context: Any) -> Caller:
         """The caller and its roles. Raises Unauthenticated: a required token is missing or unknown."""

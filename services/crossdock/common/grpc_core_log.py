@@ -29,6 +29,7 @@ from pathlib import Path
 
 from crossdock.common import log as logs
 from crossdock.common import stderr_filter
+from crossdock.common.helper_thread import HelperThread
 from crossdock.common.metrics import Counter
 
 log = logs.get(__name__)
@@ -124,7 +125,7 @@ class _Relay:
         logs.write_to(self._direct)
         os.dup2(write, 2)
         os.close(write)
-        self._thread = threading.Thread(target=self._run, name="crossdock-grpc-lines", daemon=True)
+        self._thread = HelperThread("gRPC log lines", self._run)
         self._thread.start()
 
     def close(self) -> None:

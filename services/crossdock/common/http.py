@@ -2,7 +2,7 @@
 
 Runs in daemon threads, so that a busy event loop still answers its probes. With TLS (`SecurityConfig.http`) each
 connection uses the current certificate. A connection has `_REQUEST_S` for everything, including handshake and answer;
-above `_MAX_CONNECTIONS` the oldest one is closed for a new one.
+above `_MAX_CONNECTIONS`, or fewer where descriptors are, the oldest one is closed for a new one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from crossdock.common import descriptors
 from crossdock.common.addresses import bound_to, family_of, format_address, split_address
+from crossdock.common.helper_thread import HelperThread
 from crossdock.common.log import get
 from crossdock.common.rpc import ListenError
 from crossdock.common.security import Security
@@ -60,7 +62,7 @@ class HttpServer:
         self._server = server
         self.address = format_address(server.host, int(server.server_address[1]))
         self.https = server.security is not None
-        self._thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.5}, daemon=True)
+        self._thread = HelperThread("http", server.serve_forever, poll_interval=0.5)
         self._thread.start()
 
     def close(self) -> None:
@@ -185,7 +187,7 @@ class _Server(ThreadingHTTPServer):
             return context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False), client
         except Exception as error:  # a faulty connection must not stop the server
             accepted.close()
-            log.warning("http connection refused", client=client, error=error)
+            log.seldom("http connection refused", client=client, error=error)
             raise OSError(str(error)) from error
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -193,7 +195,7 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             full = self._num_threads >= _MAX_THREADS
             if not full:
-                if len(self._open) >= _MAX_CONNECTIONS:
+                if len(self._open) >= descriptors.share(_MAX_CONNECTIONS, descriptors.HTTP):
                     self._end(next(iter(self._open)))
                 self._num_threads += 1
                 self._open[request] = time.monotonic() + _REQUEST_S

@@ -1,10 +1,12 @@
-"""State of /livez: the event loop must run, and essential threads and tasks must be alive."""
+"""State of /livez: the event loop must run, essential tasks must be alive, and no helper thread ended by an error."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
+
+from crossdock.common import helper_thread
 
 BEAT_S, STALLED_S = 1.0, 10.0
 """Interval of the event loop's heartbeat, and the silence after which the process counts as dead."""
@@ -34,7 +36,7 @@ class Liveness:
         silent_s = self._clock() - self._beat_at
         if silent_s > STALLED_S:
             return f"the event loop has been blocked for {silent_s:.0f} s"
-        dead = [name for name, is_alive in list(self._parts.items()) if not is_alive()]
+        dead = [name for name, is_alive in list(self._parts.items()) if not is_alive()] + helper_thread.ended()
         return f"{', '.join(dead)}: ended" if dead else ""
 
     def let_end(self) -> None:

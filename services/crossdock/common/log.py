@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 import traceback
 from logging.handlers import RotatingFileHandler, WatchedFileHandler
@@ -25,11 +26,16 @@ _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 _bound: dict[str, object] = {}
 
 
+SELDOM_S = 1.0
+"""Least time between two lines of one event that callers can cause at will."""
+
+
 class Logger:
     """Writes events of one module. Keyword arguments become fields of the line."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
+        self._lock, self._seldom = threading.Lock(), dict[str, tuple[float, int]]()
 
     def debug(self, event: str, **fields: object) -> None:
         """Detail for developers."""
@@ -42,6 +48,16 @@ class Logger:
     def warning(self, event: str, **fields: object) -> None:
         """A handled problem."""
         self._write(logging.WARNING, event, fields)
+
+    def seldom(self, event: str, **fields: object) -> None:
+        """`warning` of an event that a caller can cause at will: at most one line in `SELDOM_S`; the next one has the
+        number of those before it that were left out."""
+        with self._lock:
+            now, (said_at, left_out) = time.monotonic(), self._seldom.get(event, (float("-inf"), 0))
+            is_due = now - said_at >= SELDOM_S
+            self._seldom[event] = (now, 0) if is_due else (said_at, left_out + 1)
+        if is_due:
+            self._write(logging.WARNING, event, fields | ({"left_out": left_out} if left_out else {}))
 
     def error(self, event: str, **fields: object) -> None:
         """A problem with consequences."""

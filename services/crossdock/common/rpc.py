@@ -7,7 +7,6 @@ here).
 from __future__ import annotations
 
 import asyncio
-import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ import tenacity
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from crossdock.common import descriptors
 from crossdock.common.access import CallAuthorizer
 from crossdock.common.addresses import format_address, split_address
 from crossdock.common.call_errors import (
@@ -83,7 +83,7 @@ MAX_SENT_BYTES = 64 << 20
 
 
 MAX_CONNECTIONS = 4096
-"""Connections of one server, if the limit of open files is at least twice that."""
+"""Connections of one server, if the limit of open files is high enough (descriptors.py)."""
 
 
 class ListenError(OSError):
@@ -318,10 +318,9 @@ def _server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
 
 def _guard_options() -> list[tuple[str, Any]]:
     """Limits of a server with untrusted clients; the permits of the authorizer bound the rest."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return [
         ("grpc.max_concurrent_streams", 128),  # of one connection
-        ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, max(1, files // 2))),
+        ("grpc.max_allowed_incoming_connections", descriptors.share(MAX_CONNECTIONS, descriptors.CONNECTIONS)),
         ("grpc.max_connection_idle_ms", 300_000),  # without any call
         ("grpc.max_connection_age_ms", 1_800_000),  # +-10 %: an expired certificate is noticed by then
         ("grpc.max_connection_age_grace_ms", 600_000),  # time for open calls to end by themselves

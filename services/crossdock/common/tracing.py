@@ -27,6 +27,7 @@ from typing import Any
 import grpc
 
 import crossdock
+from crossdock.common.helper_thread import HelperThread
 from crossdock.common.settings import TracingConfig
 
 TRACEPARENT = "traceparent"
@@ -168,7 +169,7 @@ class Tracer:
 
     def close(self) -> None:
         """Export what is left, as far as the collector takes it in time."""
-        thread = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
+        thread = HelperThread("traces", self._provider.shutdown)
         thread.start()
         thread.join(_CLOSE_S)
 

@@ -1,14 +1,14 @@
 """The group as a pure state machine: `step(group, event, now) -> (group, effects)`. No I/O, no clock, no thread.
 
     FORMING ──every slot taken──▶ EXCHANGING ──all regions published, all ready──▶ SERVING
-       ▲                              │  │                                            │
-       │  slot empty    epoch broken: │  └── too often in a row ──▶ FAILED            │
-       └──────────────── epoch + 1 ◀──┴───────────────────────────────────────────────┘
+       ▲                              │                                               │
+       └──────────────── epoch + 1 ◀──┴── slot empty, or epoch broken ────────────────┘
 
 An epoch is one table of regions. It is *sealed* when the last region is published: from then on members map each
 other's memory, and any change of a member (lost, left, replaced, reported silent) ends the epoch, once. Before that no
 member has used the table, so members may leave or be replaced within the epoch. So the loss of one worker costs exactly
-one epoch, in whatever order its lease, its peers' reports and its successor arrive.
+one epoch, in whatever order its lease, its peers' reports and its successor arrive. Epochs that break before they
+served are followed by others for ever, after a pause (`pause_s`) while the members stay the same.
 
 A new process has no memory. For `recover_s` it collects the memory of workers (`Prior`). If all of them agree, the
 group continues at the same epoch; else one begins above every reported epoch, by a leap (`recovery.epoch_above`).
@@ -42,6 +42,7 @@ from crossdock.control.group_state import (
     Ready,
     Refusal,
     Refuse,
+    RefusedWorker,
     Register,
     Settings,
     Slow,
@@ -57,6 +58,11 @@ Result = tuple[Group, tuple[Effect, ...]]
 MAX_SORTED_ON_ARRIVAL = 64
 """While the first group gathers, members are sorted into ranks at each arrival up to this number; beyond it they get
 preliminary ranks in the order of arrival, since sorting at each arrival would cost R^2 log R."""
+
+_LONGEST = 400
+"""Characters of a refusal that are shown."""
+MAX_PAUSE_S = 10.0
+"""Longest pause between two epochs; see `pause_s`."""
 
 
 class _Refused(Exception):
@@ -143,8 +149,8 @@ def _publish_region(group: Group, event: PublishRegion, now: float) -> Result:
     member = _require(group, event, event.epoch)
     if not event.region:
         raise _Refused(Refusal.BAD_VALUE, "region: expected some bytes, got none")
-    if not group.placed or group.phase is Phase.FAILED:
-        raise _Refused(Refusal.WRONG_PHASE, f"region: ranks are not final, or the group has failed: {group.reason}")
+    if not group.placed:
+        raise _Refused(Refusal.WRONG_PHASE, f"region: ranks are not final: {group.reason}")
     if group.sealed and event.region != member.region:
         raise _Refused(Refusal.WRONG_PHASE, f"region: {member} has published another one in epoch {group.epoch}")
     return _update(group, replace(member, region=event.region, lease_until=now + group.settings.lease_s)), ()
@@ -152,7 +158,7 @@ def _publish_region(group: Group, event: PublishRegion, now: float) -> Result:
 
 def _ready(group: Group, event: Ready, now: float) -> Result:
     member = _require(group, event, event.epoch)
-    if not group.sealed or group.phase is Phase.FAILED:
+    if not group.sealed:
         raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} cannot be ready before all regions are published")
     if group.active is not None and member.rank not in group.active:
         raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} is not active in epoch {group.epoch}")
@@ -232,6 +238,11 @@ def _slow(group: Group, event: Slow, now: float) -> Result:
     return _quarantine(group, blame.replaceable(group, event), now)
 
 
+def _refused(group: Group, event: RefusedWorker, now: float) -> Result:
+    wanted = not group.full or group.member(event.uid) is not None
+    return (replace(group, refused=replace(event, message=event.message[:_LONGEST])) if wanted else group), ()
+
+
 def _tick(group: Group, event: Tick, now: float) -> Result:
     group = replace(_forgive_pause(group, now - group.ticked_at), ticked_at=now)
     group = blame.expire(cordon.expire(group, now), now)
@@ -260,6 +271,7 @@ def _time_out(group: Group, now: float) -> Result:
 
 _RULES: dict[type[Any], Callable[[Group, Any, float], Result]] = {
     Register: _register,
+    RefusedWorker: _refused,
     Waits: lambda group, event, now: (cordon.add_spare(group, event.worker, now), ()),
     PublishRegion: _publish_region,
     Ready: _ready,
@@ -278,7 +290,7 @@ def _advance(group: Group, now: float) -> Group:
         if not recovery.is_complete(group) and now < group.recover_until:
             return group
         group = recovery.decide(group, now)
-    if group.phase is Phase.FORMING and group.full:
+    if group.phase is Phase.FORMING and group.full and now - group.since >= pause_s(group.num_failed_epochs):
         if not group.placed:
             group = replace(group, members=with_first_ranks(group.members, group.settings.world_size))
         owners = tuple(member.worker.place for member in group.members)
@@ -308,7 +320,7 @@ def _add(group: Group, event: Register, now: float) -> Group:
     joined = group.member(worker.uid)
     missing = group.settings.world_size - len(group.members)
     reason = f"{joined} joined" + (f": waiting for {missing} of {group.settings.world_size}" if missing else "")
-    group = replace(group, reason=reason, num_failed_epochs=0)
+    group = replace(group, reason=reason, refused=None, num_failed_epochs=0)
     if prior is None:
         return group
     if not group.recovering and prior.epoch >= group.epoch:
@@ -322,8 +334,7 @@ def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Gr
     group = blame.forget(group, (member.uid for member in gone))
     if (left := elastic.survivors(group, ranks)) is not None:
         return elastic.continue_with(group, left, gone, reason, ranks, now)
-    broke = group.sealed or group.phase is Phase.FAILED
-    lost = frozenset(ranks)
+    broke, lost = group.sealed, frozenset(ranks)
     members = Members(member for member in group.members if member.rank not in lost)
     if not members:  # the next workers may be an entirely different set
         group = replace(group, placed=False, owners=(None,) * group.settings.world_size)
@@ -346,11 +357,16 @@ def _break_epoch(group: Group, reason: str, ranks: tuple[int, ...], now: float, 
     if group.phase is Phase.EXCHANGING:  # what waited for a silent rank at length took its time, and may heal
         waited = silent and bool(ranks) and now - group.since >= group.settings.lease_s
         failed = group.num_failed_epochs + (0 if waited else 1)
+    if pause := pause_s(failed):
+        reason = f"{failed} epochs broke in a row, the next begins in {pause:g} s; the last: {reason}"
     group = raise_epoch(group, group.epoch + 1, now)
-    group = replace(group, reason=reason, broken_ranks=ranks, num_failed_epochs=failed)
-    if failed < group.settings.max_failed_epochs:
-        return group
-    return replace(group, phase=Phase.FAILED, reason=f"{failed} epochs broke in a row; the last: {reason}")
+    return replace(group, reason=reason, broken_ranks=ranks, num_failed_epochs=failed)
+
+
+def pause_s(num_failed_epochs: int) -> float:
+    """Pause before the next epoch of unchanged members, after so many that broke before they served: a shortage of a
+    worker may pass."""
+    return min(MAX_PAUSE_S, 0.1 * 2.0 ** min(num_failed_epochs - 2, 10)) if num_failed_epochs > 1 else 0.0
 
 
 def _forgive_pause(group: Group, pause: float) -> Group:
@@ -397,4 +413,4 @@ def _visible(group: Group) -> tuple[Any, ...]:
     """The parts of the state whose change is published; leases, reports and single regions are not. The membership is
     unchanged as long as `positions` is the same object."""
     members = id(group.members.positions)
-    return group.phase, group.epoch, group.sealed, group.recovering, group.reason, group.bars, members
+    return group.phase, group.epoch, group.sealed, group.recovering, group.why, group.bars, members

@@ -10,12 +10,12 @@ from crossdock.control.ranks import Claim, NetworkPlace, Place, Slot, assign_fir
 
 
 class Phase(enum.Enum):
-    """State of the group; the names are those of `GroupState` in control.proto."""
+    """State of the group; the names are those of `GroupState` in control.proto, which also has states of older
+    releases."""
 
     FORMING = "FORMING"
     EXCHANGING = "EXCHANGING"
     SERVING = "SERVING"
-    FAILED = "FAILED"
 
 
 class Refusal(enum.Enum):
@@ -41,8 +41,6 @@ class Settings:
     lease_s: float
     form_timeout_s: float
     recover_s: float
-    max_failed_epochs: int = 8
-    """Failed epochs in a row, of unchanged members, before FAILED; not those that waited `lease_s` for a rank."""
     elastic: bool = False
     """The remaining ranks continue without a lost one; see elastic.py."""
     blame_epochs: int = 3
@@ -219,8 +217,8 @@ def with_first_ranks(members: Sequence[Member], world_size: int) -> Members:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The whole state. Invariant: EXCHANGING, SERVING and FAILED have a member in every slot,
-    or (`active`) in each active one."""
+    """The whole state. Invariant: EXCHANGING and SERVING have a member in every slot, or (`active`) in each
+    active one."""
 
     settings: Settings
     phase: Phase
@@ -239,6 +237,8 @@ class Group:
     """When `phase` or `epoch` changed."""
     ticked_at: float
     num_failed_epochs: int
+    """Epochs in a row, of unchanged members, that broke before they served; not those that waited `lease_s` for a
+    rank."""
     reason: str
     broken_ranks: tuple[int, ...]
     """Ranks that were lost, replaced or reported silent since the last epoch."""
@@ -250,8 +250,17 @@ class Group:
     bars: tuple[Bar, ...] = ()
     spares: tuple[Spare, ...] = ()
     """In the order of their last request."""
+    refused: RefusedWorker | None = None
+    """The last one that wanted an empty slot, or that of its uid; None once a worker has joined."""
     leap: int = 0
     """Distance from numbers that other control planes may have counted, different in each one; see recovery.py."""
+
+    @property
+    def why(self) -> str:
+        """`reason`, and why a worker was refused that is missing: what views and errors show."""
+        if self.refused is None or self.full or self.member(self.refused.uid) is not None:
+            return self.reason
+        return f"{self.reason}; refused: {self.refused.message}"
 
     @property
     def recovering(self) -> bool:
@@ -300,6 +309,14 @@ class Waits:
     """A compatible worker was refused because the group is full: it is a spare."""
 
     worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedWorker:
+    """A worker can never be a member as it is configured."""
+
+    uid: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +380,7 @@ class Tick:
     """Time has advanced. Expected at least four times per lease."""
 
 
-Event = Register | Waits | PublishRegion | Ready | Heartbeat | Leave | Cordon | Uncordon | Slow | Tick
+Event = Register | Waits | RefusedWorker | PublishRegion | Ready | Heartbeat | Leave | Cordon | Uncordon | Slow | Tick
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ from typing import Any, TypeVar
 from kubernetes.client import ApiClient, ApiException, Configuration
 from kubernetes.config import ConfigException, load_incluster_config, load_kube_config
 
+from crossdock.common.helper_thread import HelperThread
+
 CONNECT_S = 5.0
 """Connect timeout, independent of the deadline of the call."""
 FRESH_S = 60.0
@@ -92,7 +94,7 @@ class ApiServer:
             if self._thread.is_alive():
                 raise TimeoutError(f"no answer of the API server within {timeout_s:.1f} s: an earlier call is stuck")
         answer: Future[T] = Future()
-        thread = threading.Thread(target=self._run, args=(call, answer, timeout_s), name="crossdock-kube", daemon=True)
+        thread = HelperThread("kubernetes", self._run, call, answer, timeout_s)
         thread.start()
         self._thread = thread  # not sooner: one that could not be started cannot be joined by the next call
         wait([answer], max(0.0, ends - time.monotonic()))

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from crossdock.common import log as logs
 from crossdock.common import rpc
+from crossdock.common.helper_thread import HelperThread
 from crossdock.control import election
 from crossdock.control.election import RENEWALS_PER_LEASE, Lease, State
 from crossdock.control.group_state import Group
@@ -78,7 +79,7 @@ class Elector:
         self._stop, self._run_now = threading.Event(), threading.Event()
         self.trouble = ""
         self._noted_term, self._ignore_until = 0, float("-inf")
-        self._thread = threading.Thread(target=self._run, name="crossdock-elector", daemon=True)
+        self._thread = HelperThread("elector", self._run)
 
     @property
     def term(self) -> int:
@@ -124,11 +125,6 @@ class Elector:
             except Exception as error:
                 log.warning("lease not released", error=error)
         self._store.close()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
 
     def _run(self) -> None:
         pause_s = self._state.lease_s / RENEWALS_PER_LEASE

@@ -20,6 +20,7 @@ from kubernetes.client import ApiClient, CoreV1Api
 from kubernetes.watch import Watch
 
 from crossdock.common import log as logs
+from crossdock.common.helper_thread import HelperThread
 from crossdock.common.settings import KubernetesConfig
 from crossdock.control.discovery import Labels
 from crossdock.control.kube import ApiError, ApiServer, Timeouts
@@ -69,7 +70,7 @@ class Nodes:
         self.trouble = "not started"
         self._server = ApiServer(config.kubeconfig)
         self._listed, self._stop = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="crossdock-nodes", daemon=True)
+        self._thread = HelperThread("nodes", self._run)
 
     def start(self, wait_s: float = FIRST_LIST_S) -> bool:
         """Start; returns whether the first list arrived within `wait_s`."""
@@ -82,11 +83,6 @@ class Nodes:
         self._server.close()
         if self._thread.is_alive():
             self._thread.join(1.0)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
 
     def _run(self) -> None:
         pause_s, version = _PAUSES_S[0], ""

@@ -31,7 +31,7 @@ class Postmortems:
 
     def changed(self, group: Group) -> None:
         """Keep a change of the group."""
-        change = pb.GroupChange(unix_s=time.time(), epoch=group.epoch, state=group.phase.value, reason=group.reason)
+        change = pb.GroupChange(unix_s=time.time(), epoch=group.epoch, state=group.phase.value, reason=group.why)
         self._changes.append(change)
 
     def message(self) -> pb.PostmortemsResponse:

@@ -13,8 +13,8 @@ from collections.abc import Coroutine
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from crossdock.common import descriptors, rpc
 from crossdock.common import log as logs
-from crossdock.common import rpc
 from crossdock.common.access import authorizer_of
 from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.call_limits import WAITING_PER_PEER, CallLimits
@@ -53,6 +53,7 @@ def run_control(config: ControlConfig) -> int:
     a bug (the log has the error); 2 an address, certificate or token cannot be used, or the extra `control` is needed
     and not installed."""
     logs.setup(config.log, role="control")
+    descriptors.raise_limit()
     if (config.election or config.kubernetes) and find_spec("kubernetes") is None:
         log.error("election and kubernetes need the extra: pip install 'crossdock[control]'", missing="kubernetes")
         return EXIT_BAD_CONFIG
@@ -104,8 +105,6 @@ class Leadership:
         if self.elector is not None:
             self._health.set(False, SERVICE_NAME)
             self.elector.start()
-            elector = self.elector
-            alive.expect("elector", lambda: elector.alive)
 
     async def close(self) -> None:
         """Release the lease, after the service was stopped."""
@@ -173,7 +172,6 @@ async def _nodes(config: KubernetesConfig, alive: Liveness, closing: contextlib.
     closing.callback(nodes.close)
     if not await asyncio.to_thread(nodes.start):
         log.warning("starting without node labels", why=nodes.trouble)
-    alive.expect("nodes", lambda: nodes.alive)
     return nodes
 
 

@@ -31,6 +31,7 @@ from crossdock.control.group_state import (
     Publish,
     Refusal,
     Refuse,
+    RefusedWorker,
     Settings,
     Tick,
     Uncordon,
@@ -155,6 +156,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
                 raise
             response.barred.CopyFrom(barred.to_message(bar, self._clock(), self._id))
             return False
+        except (rpc.FailedPrecondition, rpc.AlreadyExists) as error:
+            self._apply(RefusedWorker(worker.uid, str(error)))
+            raise
         return True
 
     async def PublishRegion(self, request: pb.PublishRegionRequest, context: Any) -> pb.PublishRegionResponse:
@@ -349,14 +353,13 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         if (group.phase, group.epoch) != (before.phase, before.epoch):
             self._postmortems.changed(group)
         self._measure()
-        say = log.error if group.phase is Phase.FAILED else log.info
-        say(
+        log.info(
             "group changed",
             state=group.phase.value,
             epoch=group.epoch,
             members=f"{len(group.members)}/{group.settings.world_size}",
             regions="complete" if group.sealed else "missing",
-            reason=group.reason,
+            reason=group.why,
         )
         gathering = _is_gathering(before) and _is_gathering(group) and group.epoch == before.epoch
         self._watchers.notify(full=group.full, wait=gathering)

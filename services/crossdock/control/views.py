@@ -226,7 +226,7 @@ def _headline(group: Group, version: int, placement: int) -> pb.GroupView:
         epoch=group.epoch,
         state=group.phase.value,
         world_size=group.settings.world_size,
-        reason=group.reason,
+        reason=group.why,
         lost_ranks=group.lost_ranks if len(group.members) < group.settings.world_size else (),
         version=version,
         model=group.members[0].worker.model if group.members else "",

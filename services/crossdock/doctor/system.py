@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from crossdock.common import descriptors, rpc
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig
+from crossdock.common.free_memory import free_memory
 from crossdock.common.plural import counted
 from crossdock.doctor.findings import Finding, Level, judge, ok, skipped, warn
 from ep_kernels import tuning
 
 _GIB = 1 << 30
-_LEAST_FILES = 1024
+_ENOUGH_FILES = descriptors.CONNECTIONS * rpc.MAX_CONNECTIONS
 _LEAST_SHM = 64 << 20
 _LEAST_CACHE = 256 << 20
 _LEAST_MEMORY = 2 << 30
@@ -28,7 +30,7 @@ class SystemFacts:
     """What this process may do.
 
     Attributes:
-        open_files: soft limit.
+        open_files: hard limit, to which servers raise their soft one; -1 = none.
         locked_bytes: soft limit of locked memory, -1 = none.
         shm_bytes: free in /dev/shm, -1 = there is none.
         memory_bytes: free to this process, its container's limit counted; -1 = unknown.
@@ -53,10 +55,10 @@ def look(
     defaults = ControlConfig()
     ports = [split_address(address)[1] for address in (defaults.listen, defaults.http_listen)]
     return SystemFacts(
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         shm_bytes=_free(shm),
-        memory_bytes=_free_memory(proc, cgroup),
+        memory_bytes=-1 if (free := free_memory(proc, cgroup)) is None else free,
         num_cpus=len(os.sched_getaffinity(0)),
         cache_bytes=_cache(tuning.cache_dir(None)),
         busy_ports=tuple(port for port in ports if not _is_free(port)),
@@ -66,8 +68,9 @@ def look(
 def judge_system(facts: SystemFacts, *, num_ranks: int, has_gpus: bool, has_nics: bool) -> Iterator[Finding]:
     """Findings for a number of ranks on this host."""
     files = "unlimited" if facts.open_files < 0 else f"{facts.open_files}"
-    enough = facts.open_files < 0 or facts.open_files >= _LEAST_FILES
-    cause, cure = "each client, peer and stream is an open file", "ulimit -n 65536; LimitNOFILE= of a unit"
+    enough = facts.open_files < 0 or facts.open_files >= _ENOUGH_FILES
+    cause = f"servers take fewer clients with less than {_ENOUGH_FILES}: each connection and request buffer is one"
+    cure = "ulimit -Hn 65536; LimitNOFILE= of a unit"
     yield _reserve("open-files", enough, files, cause, cure)
     yield _memory(facts)
     if has_nics:
@@ -134,17 +137,6 @@ def _cache(folder: Path | None) -> int:
             return _free(folder)
     except OSError:
         return -1
-
-
-def _free_memory(proc: Path, cgroup: Path) -> int:
-    free = -1
-    try:
-        lines = (proc / "meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-        limit, used = ((cgroup / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        return free if limit == "max" else min(free, int(limit) - int(used))
-    except (OSError, ValueError, StopIteration):
-        return free
 
 
 def _is_free(port: int) -> bool:

@@ -17,11 +17,12 @@ Letters: T tokens, H hidden size, K experts per token.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import fcntl
 import functools
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ MAX_PACKET_BYTES = 4096
 """Most bytes of a message without data; longer error texts are cut."""
 MAX_BUFFER_BYTES = 16 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
 _ALIGN = 64
 _SHAPES = 256
 """Number of request shapes whose places are cached."""
@@ -127,18 +130,20 @@ class RequestRows:
 
 
 class RequestMemory:
-    """Memory of this process alone, pages of zeros; it lives until the last tensor made of it dies.
+    """Memory, pages of zeros; it lives until the last tensor made of it dies.
 
     Args:
         num_bytes: size.
-        mapping: where it is; None: made here.
+        fd: of a memfd to map, which is not kept; -1: memory of this process alone.
 
     Raises:
         OSError: there is no room.
     """
 
-    def __init__(self, num_bytes: int, mapping: mmap.mmap | None = None) -> None:
-        self._mapping = mmap.mmap(-1, num_bytes) if mapping is None else mapping
+    def __init__(self, num_bytes: int, fd: int = -1) -> None:
+        self._mapping = _mapped(num_bytes, fd)
+        with torch.inference_mode(False):
+            self._all = torch.frombuffer(self._mapping, dtype=torch.uint8).numpy().data
         self.num_bytes = num_bytes
         self._rows: tuple[tuple[object, ...], RequestRows] | None = None
 
@@ -155,7 +160,7 @@ class RequestMemory:
             places = Places.of(num_tokens, hidden, topk, dtype.itemsize)
             wide, few = (num_tokens, hidden), (num_tokens, topk)
             x_bytes, few_bytes = num_tokens * hidden * dtype.itemsize, 4 * num_tokens * topk
-            y, chosen = self.tensor(dtype, wide, places.y), memoryview(self._mapping)[places.ids : places.y]
+            y, chosen = self.tensor(dtype, wide, places.y), self._all[places.ids : places.y]
             sent = (
                 self._bytes(places.x, x_bytes),
                 self._bytes(places.ids, few_bytes),
@@ -179,11 +184,23 @@ class RequestMemory:
 
     def give_back(self) -> None:
         """Free the pages, also where another process still maps them."""
-        with contextlib.suppress(OSError):  # then they go with the last mapping
-            self._mapping.madvise(mmap.MADV_REMOVE)
+        address = ctypes.c_void_p(ctypes.addressof(self._mapping))
+        _LIBC.madvise(address, ctypes.c_size_t(self.num_bytes), mmap.MADV_REMOVE)  # else they go with the last mapping
 
     def _bytes(self, start: int, count: int) -> memoryview:
-        return memoryview(self._mapping)[start : start + count]
+        return self._all[start : start + count]
+
+
+def _mapped(num_bytes: int, fd: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """Shared memory without a descriptor: `mmap.mmap` would keep a copy of `fd`. Raises OSError."""
+    flags = mmap.MAP_SHARED | (mmap.MAP_ANONYMOUS if fd < 0 else 0)
+    length, access = ctypes.c_size_t(num_bytes), mmap.PROT_READ | mmap.PROT_WRITE
+    address = _LIBC.mmap(None, length, access, flags, fd, ctypes.c_long(0))
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), f"request buffer: cannot map {num_bytes} bytes")
+    mapping = (ctypes.c_ubyte * num_bytes).from_address(address)
+    weakref.finalize(mapping, _LIBC.munmap, ctypes.c_void_p(address), length).atexit = False
+    return mapping
 
 
 class SharedMemory(RequestMemory):
@@ -200,7 +217,7 @@ class SharedMemory(RequestMemory):
     def __init__(self, fd: int, num_bytes: int) -> None:
         if os.fstat(fd).st_size < num_bytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
             raise OSError(f"request buffer: expected {num_bytes} sealed bytes")
-        super().__init__(num_bytes, mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED))
+        super().__init__(num_bytes, fd)
 
     @staticmethod
     def make(num_bytes: int) -> tuple[SharedMemory, int]:

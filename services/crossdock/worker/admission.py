@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,21 +42,20 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestValidator:
-    """Checks requests for one model, served in `dtype`. `fingerprints`: of the checkpoints that its layers are of;
-    None: the model's own."""
+    """Checks requests for one model, served in `dtype`, but for the fingerprint that a request expects: its layer may
+    get another checkpoint before its step (engine.py)."""
 
     spec: ModelSpec
     dtype: torch.dtype
-    fingerprints: Callable[[], Collection[str]] | None = None
 
     def validate(self, request: expert_pb2.ForwardRequest, data: Mapping[str, memoryview] | None = None) -> Tokens:
-        """Check and unpack. Raises Refused: INVALID_ARGUMENT, or FAILED_PRECONDITION for another model.
+        """Check and unpack. Raises Refused: INVALID_ARGUMENT.
 
         Args:
             request: what came in.
             data: bytes of its tensors, by field; None: those in the message.
         """
-        self._check_model(request)
+        self._check_layer(request)
         try:
             x, ids, weights = self._in_message(request, data or {})
         except wire.WireError as error:
@@ -67,7 +66,7 @@ class RequestValidator:
     def rows_in(self, request: expert_pb2.ForwardRequest, memory: RequestMemory) -> RequestRows:
         """Places of a request's tensors in its buffer's memory; the request is checked but for what is in
         them. Raises Refused, as `validate`."""
-        self._check_model(request)
+        self._check_layer(request)
         try:
             return self._in_memory(request, memory)
         except wire.WireError as error:
@@ -84,15 +83,9 @@ class RequestValidator:
             self._check_values(routing.ids, routing.weights)
         return Tokens(shared.x, routing.ids, routing.weights)
 
-    def _check_model(self, request: expert_pb2.ForwardRequest) -> None:
-        spec = self.spec
-        if request.model:
-            known = self.fingerprints() if self.fingerprints is not None else (spec.fingerprint,)
-            if request.model not in known:
-                message = f"model: expected {' or '.join(sorted(known))}, got {request.model[:64]}"
-                raise Refused(Failure(grpc.StatusCode.FAILED_PRECONDITION, message))
-        if request.layer not in spec.moe_layers:
-            raise _invalid(f"layer: expected one of {_ranges(spec.moe_layers)}, got {request.layer}")
+    def _check_layer(self, request: expert_pb2.ForwardRequest) -> None:
+        if request.layer not in self.spec.moe_layers:
+            raise _invalid(f"layer: expected one of {_ranges(self.spec.moe_layers)}, got {request.layer}")
 
     def _in_message(
         self, request: expert_pb2.ForwardRequest, data: Mapping[str, memoryview]

@@ -17,7 +17,7 @@ def response_of(request_id: int, answer: Done | Failure) -> expert_pb2.ForwardRe
             epoch=answer.epoch,
         )
         return expert_pb2.ForwardResponse(id=request_id, error=error)
-    message = expert_pb2.ForwardResponse(id=request_id)
+    message = expert_pb2.ForwardResponse(id=request_id, model=answer.model)
     fill(message.timing, answer.timing)
     return message
 

@@ -60,5 +60,5 @@ class Backend:
         y, first_column = (None, None) if shared is None else (shared.y, shared.first_column)
         return Work(
             client, request.layer, x, ids, weights, deadline_ns, now_ns, reply, stream,
-            y=y, first_column=first_column, trace=trace,
+            y=y, first_column=first_column, trace=trace, model=request.model,
         )  # fmt: skip

@@ -8,10 +8,10 @@ that has them. Requests are read by the thread of the steps while it is awake (`
 that waits for all sockets.
 
 What a client of this host can do to its memory: change it at any time, so x is only ever read as numbers, and ids and
-weights are copied before they are checked; not resize it, for it is sealed. A buffer's bytes count, from the offer
-until the call ends, against `max_shared_bytes` and a quarter of that for one client; then the pages are freed, even if
-the client maps them still. A client that sends without reading answers loses its buffer, and so does one whose request
-has failed after it was queued: a step may be writing rows of it.
+weights are copied before they are checked; not resize it, for it is sealed. A buffer's bytes, at least `LEAST_BYTES`,
+count from the offer until the call ends against `max_shared_bytes` and a quarter of that for one client; then the pages
+are freed, even if the client maps them still. A client that sends without reading answers loses its buffer, and so does
+one whose request has failed after it was queued: a step may be writing rows of it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import functools
 import secrets
 import selectors
 import socket
-import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Hashable
 
 from crossdock.common import log, rpc
 from crossdock.common.addresses import bound_to, family_of, format_address, split_address
+from crossdock.common.helper_thread import HelperThread, go_on
 from crossdock.common.tasks import call_in_loop
 from crossdock.protocol.request_buffer import MAX_BUFFER_BYTES, RequestMemory, SharedMemory, host_identity
 from crossdock.protocol.request_connection import REDEEMED, TICKET_BYTES, prepare
@@ -40,6 +41,8 @@ from crossdock.worker.ticket_listener import MAX_PENDING, REDEEM_S, TicketListen
 
 _log = log.get(__name__)
 
+LEAST_BYTES = 64 << 10
+"""Counted of a smaller buffer: it costs a descriptor, a call and, of TCP, the kernel's buffers in any case."""
 SHARE_OF_CLIENT = 4
 """One client gets this part of `max_shared_bytes`."""
 TICK_S = 0.25
@@ -100,7 +103,8 @@ class RequestBuffers:
             self._listen_here()
         ticket, until = secrets.token_bytes(TICKET_BYTES), time.monotonic() + REDEEM_S
         offer = Offer(client, request.num_bytes, tcp, progress, asyncio.get_running_loop(), until)
-        self._held[client] = self._held.get(client, 0) + offer.num_bytes
+        charge = _charge(request)
+        self._held[client] = self._held.get(client, 0) + charge
         self._offers[ticket] = offer
         response = expert_pb2.OpenBufferResponse(ticket=ticket, num_bytes=offer.num_bytes)
         if tcp:
@@ -114,7 +118,7 @@ class RequestBuffers:
             offer.ended.set()  # before the look at its socket: the thread looks in the other order
             if offer.sock is not None:
                 end(offer.sock)
-            self._held[client] -= offer.num_bytes
+            self._held[client] -= charge
             if not self._held[client]:
                 del self._held[client]
 
@@ -137,10 +141,11 @@ class RequestBuffers:
         if not 0 < request.num_bytes <= MAX_BUFFER_BYTES:
             raise rpc.InvalidArgument(f"num_bytes: expected 1..{MAX_BUFFER_BYTES}, got {request.num_bytes}")
         most, held = self._max_bytes // SHARE_OF_CLIENT, self._held.get(client, 0)
-        if held + request.num_bytes > most or self.num_bytes + request.num_bytes > self._max_bytes:
+        asked = _charge(request)
+        if held + asked > most or self.num_bytes + asked > self._max_bytes:
             raise rpc.ResourceExhausted(
                 f"num_bytes: expected at most {most} shared with one client and {self._max_bytes} in all, this would "
-                f"make it {held + request.num_bytes} and {self.num_bytes + request.num_bytes}"
+                f"make it {held + asked} and {self.num_bytes + asked}"
             )
         return not is_here
 
@@ -160,25 +165,24 @@ class RequestBuffers:
         self._listeners.append(TicketListener(sock, self._selector, redeem))
         if len(self._listeners) == 1:
             self._selector.register(self.request_sockets, selectors.EVENT_READ, self.request_sockets.poll_selected)
-            threading.Thread(target=self._run, name="request buffers", daemon=True).start()
+            HelperThread("request buffers", go_on, self._turn).start()
 
     # The thread.
 
-    def _run(self) -> None:
-        while True:
-            for key, _ in self._selector.select(TICK_S):
-                self._safely(key.data)
-            now = time.monotonic()
-            if now - self._looked_at >= TICK_S:
-                self._looked_at = now
-                self.request_sockets.poll()  # a step may take long
-                self._safely(functools.partial(self._expire, now))
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(TICK_S):
+            self._safely(key.data)
+        now = time.monotonic()
+        if now - self._looked_at >= TICK_S:
+            self._looked_at = now
+            self._safely(self.request_sockets.poll)  # a step may take long
+            self._safely(functools.partial(self._expire, now))
 
     def _safely(self, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception:  # one buffer must not end the others, nor this thread
-            _log.exception("request buffer failed")
+            _log.seldom("request buffer failed", traceback=traceback.format_exc().strip())
 
     def _redeem(self, tcp: bool, ticket: bytes, sock: socket.socket) -> None:
         """A connection with a ticket gets its buffer."""
@@ -231,6 +235,11 @@ class RequestBuffers:
                 call_in_loop(offer.loop, offer.ended.set)
         for buffer in list(self._open):
             buffer.expire(now)
+
+
+def _charge(request: expert_pb2.OpenBufferRequest) -> int:
+    """Bytes that a buffer counts."""
+    return max(LEAST_BYTES, request.num_bytes)
 
 
 def _tcp_listener(host: str, port: int) -> socket.socket:

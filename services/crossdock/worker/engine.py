@@ -11,6 +11,7 @@ Failures:
 * The experts of a rank raise: it sends NaN so that no peer waits, and reports `failed` in the next exchange. A rank
   that got no NaN has answered by then, rightly. The step of one that did is unconfirmed: it answers after that
   exchange, INTERNAL, or with its rows if nobody failed (NaN may be what an expert computed). The group continues.
+* A request expects a checkpoint that its layer does not have when a step takes it: FAILED_PRECONDITION.
 * A peer is silent or gone, the epoch ended, or the communicator fails otherwise: all requests here are answered
   UNAVAILABLE (or with the failure of `close`), `run` returns the fault, and the session forms the next epoch.
 """
@@ -311,10 +312,22 @@ class Engine:
                 work.timing = Timing(now_ns - work.arrived_ns)
                 if work.trace is not None:
                     request_trace.taken(work, now_ns)
-        route = self._tables.route(plan.layer) if self._tables is not None else None
+        if self._tables is None:
+            return stepper.step(plan.layer, plan.max_tokens, slices)
+        fingerprint, route = self._tables.fingerprint(plan.layer), self._tables.route(plan.layer)
+        slices = [piece for piece in slices if self._is_of(piece.work, fingerprint)]
         if route is not None and route.lost:
             slices = [piece for piece in slices if not self._is_lost(piece.work, plan.layer, route)]
         return stepper.step(plan.layer, plan.max_tokens, slices)
+
+    def _is_of(self, work: Work, fingerprint: str) -> bool:
+        """Whether a request takes rows of that checkpoint; if not, it is answered."""
+        if work.model not in ("", fingerprint):
+            message = f"model: expected {fingerprint}, which layer {work.layer} has, got {work.model[:64]}"
+            self.withdraw(work, Failure(grpc.StatusCode.FAILED_PRECONDITION, message))
+            return False
+        work.model = fingerprint
+        return True
 
     def _is_lost(self, work: Work, layer: int, route: SlotMap) -> bool:
         """Whether a request needs an expert that only lost ranks held; if so, it is answered."""
@@ -354,7 +367,7 @@ class Engine:
                 if rows is not work.y:  # combine has not written them there
                     work.y[piece.start : piece.stop] = rows
             if piece.is_last:
-                self._answer([work], Done(work.y, work.timing))
+                self._answer([work], Done(work.y, work.timing, work.model))
 
     def _clear_running(self) -> None:
         """No step is running."""

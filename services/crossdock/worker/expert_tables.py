@@ -62,6 +62,7 @@ class ExpertTables:
         rank: this rank.
         experts: loaded as `placement` says; None: this rank has no slots.
         mask: by rank, whether it takes part in this epoch; None: all ranks.
+        fingerprint: of checkpoint 0, that of the config.
         on_switch: called per switched layer with the copies loaded by this rank and the duration in nanoseconds.
     """
 
@@ -73,7 +74,9 @@ class ExpertTables:
         experts: ExpertMLPs | None,
         on_switch: Callable[[int, int], None] = lambda num_loaded, took_ns: None,
         mask: Sequence[bool] | None = None,
+        fingerprint: str = "",
     ) -> None:
+        self._fingerprint = fingerprint
         self._num_experts, self._rank, self._experts, self._on_switch = num_experts, rank, experts, on_switch
         self._rows = dict(placement.layers)
         self._weights = {layer: placement.weights(layer) for layer in placement.layers}
@@ -174,6 +177,10 @@ class ExpertTables:
     def route(self, layer: int) -> SlotMap | None:
         """Slot map of a layer in the next step."""
         return self._routes.get(layer)
+
+    def fingerprint(self, layer: int) -> str:
+        """Of the checkpoint whose weights a layer has in the next step."""
+        return self._weights[layer].fingerprint or self._fingerprint
 
     def held(self, layer: int) -> tuple[int, ...]:
         """The experts of this rank's slots in the next step."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
-import threading
 import time
 from pathlib import Path
+
+from crossdock.common.helper_thread import HelperThread, go_on
 
 KEPT_BYTES = 16 << 20
 """Growth at which all free memory is given back."""
@@ -33,18 +35,17 @@ def bound_freed_memory() -> None:
         libc.mallopt(_M_ARENA_MAX, _ARENAS)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _TOP_BYTES)
-        threading.Thread(target=_look, args=(give_back,), name="freed memory", daemon=True).start()
+        HelperThread("freed memory", go_on, functools.partial(_look, give_back, [resident_bytes()])).start()
 
 
-def _look(give_back: ctypes._NamedFuncPointer) -> None:
-    least = resident_bytes()
-    while True:
-        time.sleep(_LOOK_S)
-        now = resident_bytes()
-        if now > least + KEPT_BYTES:
-            give_back(0)
-            now = least = resident_bytes()
-        least = min(least, now)
+def _look(give_back: ctypes._NamedFuncPointer, least: list[int]) -> None:
+    """least: resident memory, the least since memory was given back last. Raises OSError: no descriptor is free."""
+    time.sleep(_LOOK_S)
+    now = resident_bytes()
+    if now > least[0] + KEPT_BYTES:
+        give_back(0)
+        now = least[0] = resident_bytes()
+    least[0] = min(least[0], now)
 
 
 def resident_bytes() -> int:

@@ -23,7 +23,7 @@ from typing import NoReturn
 import grpc.aio
 import torch
 
-from crossdock.common import log, rpc
+from crossdock.common import descriptors, log, rpc
 from crossdock.common.access import RateLimiter, authorizer_of
 from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.call_limits import CallLimits
@@ -64,7 +64,8 @@ _FLUSH_S = 3.0
 """Time for clients to read the last answers after this worker has left."""
 _STOP_GRACE_S = 1.0
 _MAX_CALLS = 1024
-"""Concurrent streams and other calls; one peer gets a quarter."""
+"""Concurrent streams, request buffers and other calls, fewer where descriptors are (descriptors.py); one peer gets a
+quarter."""
 
 _log = log.get(__name__)
 
@@ -73,6 +74,7 @@ def run_worker(config: WorkerConfig) -> int:
     """Serve until drained; returns the exit code. Blocks."""
     identity = Identity.from_env()
     log.setup(config.log, host=identity.hostname, local_rank=config.local_rank)
+    descriptors.raise_limit()
     torch.set_num_threads(config.torch_threads or 1)  # threads of threads.py take it from here
     bound_freed_memory()
     try:
@@ -150,7 +152,6 @@ class _Process:
         server, address = await self._listen()
         try:
             self._liveness = Liveness(lagged=self._metrics.event_loop_lag_seconds.observe)
-            self._liveness.expect("telemetry", lambda: self._telemetry.alive)
             registry, trouble = self._metrics.registry, self._liveness.trouble
             http = serve_http(self._config.http_listen, registry, self._ready, self._security, trouble)
         except ListenError:
@@ -217,14 +218,14 @@ class _Process:
         return is_ready, text if self._status.is_serving else self._spare() or text
 
     async def _listen(self) -> tuple[grpc.aio.Server, str]:
-        limits = CallLimits.of(self._config.max_message_bytes, _MAX_CALLS)
+        limits = CallLimits.of(self._config.max_message_bytes, descriptors.share(_MAX_CALLS, descriptors.CALLS))
         authorizer = authorizer_of(self._security, self._config.max_calls_per_s, self._metrics, limits)
         server = await rpc.server(
             self._config.max_message_bytes, self._health, observe=self._metrics.observe_rpc, authorizer=authorizer
         )
         backend = Backend(
             self._config,
-            RequestValidator(self._model.spec, self._model.dtype, self._fingerprints),
+            RequestValidator(self._model.spec, self._model.dtype),
             self._engine,
             self._telemetry,
             self._budget,

@@ -11,6 +11,7 @@ import contextlib
 import select
 import socket
 import threading
+import traceback
 from collections.abc import Callable
 
 from crossdock.common import log
@@ -65,7 +66,7 @@ class RequestSockets:
                     if read is not None:
                         read()
                 except Exception:  # one socket must not end the others
-                    _log.exception("a request socket failed")
+                    _log.seldom("a request socket failed", traceback=traceback.format_exc().strip())
         finally:
             self._reading.release()
 

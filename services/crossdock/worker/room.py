@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from crossdock.common.free_memory import free_memory
 from crossdock.worker.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.expert_mlps import expert_bytes
 
@@ -91,18 +92,8 @@ def available_bytes(device: torch.device) -> int:
     """Free memory of a GPU, or of this host and of the container around this process."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return min(int(fields["MemAvailable"].split()[0]) << 10, _left_in_container(Path("/sys/fs/cgroup")))
-
-
-def _left_in_container(cgroup: Path) -> int:
-    """What the limit of cgroup v2 leaves beside memory that cannot be dropped; huge without a limit."""
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        return int(limit) - int(stat["anon"]) if limit != "max" else 1 << 62
-    except (OSError, KeyError, ValueError):
-        return 1 << 62
+    found = free_memory()
+    return 1 << 62 if found is None else found
 
 
 def _gib(num_bytes: int) -> str:

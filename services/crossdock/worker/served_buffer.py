@@ -11,6 +11,7 @@ import functools
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
@@ -91,9 +92,9 @@ class ServedBuffer:
         except EOFError:
             pass
         except DecodeError as error:
-            _log.warning("request buffer ended: unreadable request", why=str(error))
+            _log.seldom("request buffer ended: unreadable request", why=str(error))
         except Exception:  # the client would wait for an answer
-            _log.exception("request buffer ended")
+            _log.seldom("request buffer ended; this is a bug", traceback=traceback.format_exc().strip())
         work = self._work
         self._close()
         if work is not None:
@@ -134,7 +135,7 @@ class ServedBuffer:
         """Valid until the next one. Raises DecodeError."""
         self.offer.progress()
         request, repeats = self._requests.request_of(packet)
-        self._rows = self._rows if repeats and not request.model else None  # models come and go
+        self._rows = self._rows if repeats else None
         return request
 
     def _cancel(self) -> None:
@@ -195,7 +196,7 @@ class ServedBuffer:
         if isinstance(answer, Done):  # one at a time
             rows.routing.turn()  # the step's record has its ids, and the next request may be here before it is written
             self._work = None
-            self._done.id = request_id
+            self._done.id, self._done.model = request_id, answer.model
             fill(self._done.timing, answer.timing)
             self._send_packet(self._done.SerializeToString(), rows)
         else:  # a step may still read and write its rows: it stays, so that no other request gets that memory

@@ -206,7 +206,7 @@ class _Stream:
                 self._take(request)
                 request = None  # noqa: PLW2901  (the next one may take long)
         except Exception as error:
-            _log.warning("stream ended: unreadable request", error=error)
+            _log.seldom("stream ended: unreadable request", error=error)
             self._events.put_nowait(rpc.InvalidArgument(f"request: not a ForwardRequest ({type(error).__name__})"))
         finally:
             del request  # an exception raised here keeps this frame alive
@@ -363,7 +363,7 @@ class _Stream:
         queue_s = answer.timing.queue_ns * 1e-9 if isinstance(answer, Done) else 0.0
         why, trace = "" if isinstance(answer, Done) else answer.message, pending.work.trace
         if why:
-            write = _log.warning if code is grpc.StatusCode.INTERNAL else _log.debug
+            write = _log.seldom if code is grpc.StatusCode.INTERNAL else _log.debug
             traced = {} if trace is None else {"trace": trace.trace_id}
             where = {"layer": pending.work.layer, "client": self.client, **traced}
             write("request failed", request=request_id, code=code.name, why=why, **where)

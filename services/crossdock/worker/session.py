@@ -128,7 +128,9 @@ class Session:
             if await self._report_ready(seat, placement) and await self._is_serving(seat):
                 self._control.serving(seat.epoch)
                 num_experts, switched = self._model.spec.num_experts, self._telemetry.switched
-                tables = ExpertTables(placement, num_experts, seat.rank, experts, switched, seat.mask)
+                tables = ExpertTables(
+                    placement, num_experts, seat.rank, experts, switched, seat.mask, self._model.spec.fingerprint
+                )
                 return Membership(seat, comm, experts, tables)
             self._engine.close(failure_of(self._control.view))
 

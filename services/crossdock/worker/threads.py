@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+
+from crossdock.common.helper_thread import HelperThread
 
 Result = TypeVar("Result")
 
@@ -49,5 +50,5 @@ def in_thread(name: str, function: Callable[..., Result], *args: Any) -> asyncio
         else:
             report(result, None)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    HelperThread(name, run).start()
     return future

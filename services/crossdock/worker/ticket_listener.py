@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from crossdock.common import descriptors
 from crossdock.protocol.request_connection import TICKET_BYTES
 
 MAX_PENDING = 64
-"""Connections that have not sent a ticket; above it the oldest is closed."""
+"""Connections that have not sent a ticket, fewer where descriptors are; above it the oldest is closed."""
 REDEEM_S = 5.0
 """Time to redeem a ticket, and to send one after connecting."""
-_PAUSE_S = 0.02
-"""After a connection that could not be accepted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,21 +44,26 @@ class TicketListener:
     ) -> None:
         self._sock, self._selector, self._redeem = sock, selector, redeem
         self._pending: dict[_Pending, None] = {}
-        selector.register(sock, selectors.EVENT_READ, self._accept)
+        self._accepts = False
+        self.expire(0.0)
 
     def expire(self, now: float) -> None:
-        """Close connections that are past their deadline."""
+        """Close connections that are past their deadline, and accept more again."""
+        if not self._accepts:
+            self._accepts = True
+            self._selector.register(self._sock, selectors.EVENT_READ, self._accept)
         for pending in [each for each in self._pending if now > each.until]:
             self._drop(pending).close()
 
     def _accept(self) -> None:
         try:
             sock, _ = self._sock.accept()
-        except OSError:  # no descriptor is free, for instance: the connection waits
-            time.sleep(_PAUSE_S)
+        except OSError:  # no descriptor is free, for instance: the connection waits, and nobody else does
+            self._accepts = False
+            self._selector.unregister(self._sock)
             return
         sock.setblocking(False)
-        if len(self._pending) >= MAX_PENDING:
+        if len(self._pending) >= descriptors.share(MAX_PENDING, descriptors.TICKETS):
             self._drop(next(iter(self._pending))).close()
         pending = _Pending(sock, time.monotonic() + REDEEM_S)
         self._pending[pending] = None

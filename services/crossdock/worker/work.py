@@ -39,10 +39,11 @@ _NO_TIME = Timing()
 
 
 class Done(NamedTuple):
-    """The answer: y [T, H], dtype of x."""
+    """The answer: y [T, H], dtype of x. `model`: fingerprint of the checkpoint that made it."""
 
     y: torch.Tensor
     timing: Timing
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Work:
         stream: of the client; its requests are served in order within a layer, streams of one client take turns.
         answered: True once `reply` was called (or must not be any more).
         trace: of the request; None: not traced.
+        model: fingerprint of the checkpoint that its sender expects, empty: any; of the layer's, once a step took it.
         num_tokens: T.
     """
 
@@ -100,6 +102,7 @@ class Work:
     timing: Timing = _NO_TIME
     answered: bool = False
     trace: RequestTrace | None = None
+    model: str = ""
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

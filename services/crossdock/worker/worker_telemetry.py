@@ -19,6 +19,7 @@ import grpc
 import torch
 
 from crossdock.common import log
+from crossdock.common.helper_thread import HelperThread
 from crossdock.common.metrics import Counter, WorkerMetrics
 from crossdock.common.operation_counts import OperationCounts, by_kind, lost
 from crossdock.common.tracing import RequestTrace
@@ -131,7 +132,7 @@ class WorkerTelemetry:
         self._expert_ids: tuple[int, ...] = ()
         self._expert_bytes = 0
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._drain, name="telemetry", daemon=True)
+        self._thread = HelperThread("telemetry", self._drain)
         self._thread.start()
 
     def loaded(self, num_bytes: int) -> None:
@@ -232,11 +233,6 @@ class WorkerTelemetry:
         self._closing.set()
         self._queue.put(None)
         self._thread.join(timeout=5)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
 
     def _put(self, record: _Record) -> bool:
         """Queue a record, or drop it if the queue is full: False."""

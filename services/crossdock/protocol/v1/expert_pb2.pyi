@@ -75,18 +75,20 @@ class ForwardRequest(_message.Message):
     def __init__(self, id: _Optional[int] = ..., layer: _Optional[int] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., cancel: bool = ..., model: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
-    __slots__ = ("id", "y", "error", "timing", "turn_over")
+    __slots__ = ("id", "y", "error", "timing", "turn_over", "model")
     ID_FIELD_NUMBER: _ClassVar[int]
     Y_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     TURN_OVER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     id: int
     y: Tensor
     error: Error
     timing: Timing
     turn_over: bool
-    def __init__(self, id: _Optional[int] = ..., y: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., turn_over: bool = ...) -> None: ...
+    model: str
+    def __init__(self, id: _Optional[int] = ..., y: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., turn_over: bool = ..., model: _Optional[str] = ...) -> None: ...
 
 class OpenBufferRequest(_message.Message):
     __slots__ = ("host", "num_bytes", "tcp")

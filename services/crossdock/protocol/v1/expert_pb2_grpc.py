@@ -72,7 +72,8 @@ class ExpertServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Forward(self, request_iterator, context):
-        """Many requests on one stream, answered in any order. A request may be up to 64 MiB; T may exceed the step size.
+        """Many requests on one stream, answered in any order. A request may have `max_message_bytes` of the
+        worker, 2 MiB by default; T may exceed the step size.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,29 @@
+"""File descriptors of this process, and the parts of them that its clients may hold.
+
+Parts are chosen so that all together leave seven sixteenths of the limit for everything else: regions and connections
+of the next epoch, files of checkpoints, the log.
+"""
+
+from __future__ import annotations
+
+import resource
+
+CONNECTIONS, CALLS, HTTP, TICKETS = 4, 4, 32, 64
+"""Parts (one in so many) of gRPC connections; of calls, each of which may hold a request buffer; of HTTP connections;
+and of connections of one listener that have sent no ticket, two listeners."""
+_MOST = 1 << 20
+"""Soft limit that is asked for."""
+
+
+def raise_limit() -> None:
+    """Raise this process's soft limit of open files to the hard one. Child processes inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def share(most: int, part: int) -> int:
+    """`most`, or one in `part` of the descriptors if those are fewer; at least 1."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return most if limit == resource.RLIM_INFINITY else max(1, min(most, limit // part))
