@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig, HostConfig, load
 from crossdock.common.security import load_security
 from tests import tools
+from tests.house.chart import leaves
 from tests.house.tree import ROOT
 
 CHART = ROOT / "helm" / "crossdock"
@@ -37,51 +39,64 @@ def test_the_default_values_keep_to_the_schema() -> None:
     assert faults_of(values()) == []
 
 
-@pytest.mark.parametrize(
-    ("part", "wrong"),
-    [
-        ("control", {"config": {"leas_s": 1}}),
-        ("control", {"config": {"world_size": 3}}),
-        ("worker", {"config": {"dtype": "int3"}}),
-        ("worker", {"config": {"listen": "a:1"}}),
-        ("worker", {"config": {"request_port": 9000}}),  # it is 7800, or none with tls
-        ("worker", {"numWorkers": 0}),
-        ("worker", {"modle": {}}),
-        ("worker", {"gpus": -1}),
-        ("worker", {"hosts": 0}),
-        ("worker", {"workload": "Deployment"}),
-        ("worker", {"spread": "yes"}),
-        ("worker", {"config": {"network": {"provider": "udp"}}}),
-        ("worker", {"config": {"network": {"domain": "a"}}}),
-        ("worker", {"config": {"network": {"advertise": "10.0.0.1"}}}),
-        ("worker", {"config": {"network": {"listen": "0.0.0.0:1"}}}),
-        ("worker", {"gpuResource": "gpu"}),
-        ("worker", {"resourceClaims": [{"resourceClaimTemplateName": "a"}]}),
-        ("worker", {"extraVolumes": {"name": "a"}}),
-        ("control", {"podLabels": {"a": 1}}),
-        ("worker", {"podLabels": {"app.kubernetes.io/component": "moe"}}),
-        ("worker", {"stopTimeoutSeconds": 86401}),
-        ("worker", {"nodeSelector": {"gpu": True}}),
-        ("serviceAccount", {"crate": True}),
-        ("networkPolicy", {"clients": {"podSelector": {}}}),
-        ("networkPolicy", {"clients": [{}]}),
-        ("monitoring", {"podMonitor": "auto"}),
-        ("monitoring", {"interval": "15"}),
-        ("image", {"pullPolicy": "Sometimes"}),
-        ("tls", {"duration": "a day"}),
-        ("tls", {"issuer": {"nmae": "a"}}),
-        ("tls", {"http": True}),
-    ],
-)
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("control", {"config": {"leas_s": 1}}),
+    ("control", {"config": {"world_size": 3}}),
+    ("worker", {"config": {"dtype": "int3"}}),
+    ("worker", {"config": {"listen": "a:1"}}),
+    ("worker", {"config": {"request_port": 9000}}),  # it is 7800, or none with tls
+    ("worker", {"numWorkers": 0}),
+    ("worker", {"modle": {}}),
+    ("worker", {"gpus": -1}),
+    ("worker", {"hosts": 0}),
+    ("worker", {"workload": "Deployment"}),
+    ("worker", {"spread": "yes"}),
+    ("worker", {"config": {"network": {"provider": "udp"}}}),
+    ("worker", {"config": {"network": {"domain": "a"}}}),
+    ("worker", {"config": {"network": {"advertise": "10.0.0.1"}}}),
+    ("worker", {"config": {"network": {"listen": "0.0.0.0:1"}}}),
+    ("worker", {"gpuResource": "gpu"}),
+    ("worker", {"resourceClaims": [{"resourceClaimTemplateName": "a"}]}),
+    ("worker", {"extraVolumes": {"name": "a"}}),
+    ("control", {"podLabels": {"a": 1}}),
+    ("worker", {"extraEnv": [{"name": "A", "value": 1}]}),
+    ("worker", {"extraVolumeMounts": [{"mountPath": "/a"}]}),
+    ("worker", {"startupProbe": {"periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 1, "httpGet": {}}}),
+    ("worker", {"tmp": {"sizeLimt": "1Gi"}}),
+    ("worker", {"stopTimeoutSeconds": 86401}),
+    ("worker", {"nodeSelector": {"gpu": True}}),
+    ("serviceAccount", {"crate": True}),
+    ("networkPolicy", {"clients": {"podSelector": {}}}),
+    ("networkPolicy", {"clients": [{}]}),
+    ("monitoring", {"podMonitor": "auto"}),
+    ("monitoring", {"interval": "15"}),
+    ("image", {"pullPolicy": "Sometimes"}),
+    ("tls", {"duration": "a day"}),
+    ("tls", {"issuer": {"nmae": "a"}}),
+    ("tls", {"http": True}),
+]
+
+
+@pytest.mark.parametrize(("part", "wrong"), WRONG)
 def test_wrong_values_are_refused(part: str, wrong: dict[str, Any]) -> None:
     given = values()
     given[part] = {**given[part], **wrong}
     assert len(faults_of(given)) == 1
 
 
+def test_a_value_that_is_taken_away_is_refused() -> None:
+    """An empty `key:` of YAML, or `--reuse-values` of a chart that had no such value yet."""
+    for path, default in leaves(values()):
+        given = values()
+        *parents, leaf = path.split(".")
+        part = functools.reduce(dict.__getitem__, parents, given)
+        del part[leaf]
+        assert faults_of(given) == ([] if default is None else [f"'{leaf}' is a required property"]), path
+
+
 def test_a_network_policy_is_on_by_default_and_no_example_turns_it_off() -> None:
     for given in (values(), *(yaml.safe_load(path.read_text()) for path in (CHART / "examples").glob("*.yaml"))):
-        assert given["networkPolicy"].get("enabled", True)
+        assert given.get("networkPolicy", {}).get("enabled", True)
     assert values()["networkPolicy"] == {"enabled": True, "clients": [], "scrapers": []}
 
 
@@ -166,7 +181,7 @@ def test_monitoring_is_rendered_where_the_cluster_knows_it_or_on_demand() -> Non
 def test_examples_keep_to_the_schema_and_pass_pod_security(example: Path) -> None:
     """But for the one capability that locks memory, which RDMA needs and root alone is given."""
     made = render("--values", str(example), "--set", "worker.workload=StatefulSet")
-    locks = "rdma" in yaml.safe_load(example.read_text())["worker"]
+    locks = "resource" in yaml.safe_load(example.read_text())["worker"].get("rdma", {})
     for name in ("Deployment/moe-control", "StatefulSet/moe-worker"):
         pod = made[name]["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"]
@@ -338,8 +353,18 @@ def test_only_a_control_plane_that_reads_nodes_is_given_rights() -> None:
         ("worker.numWorkers=0", "numWorkers"),
         ("worker.nmuWorkers=3", "nmuWorkers"),
         ("control.config.lease_s=none", "lease_s"),
-        ("worker.config=null", "missing property 'config'"),
         ("tls=null", "missing property 'tls'"),
+        ("worker.stopTimeoutSeconds=86401", "stopTimeoutSeconds': maximum: got 86,401, want 86,400"),
+        ("worker.model.path=/a", "worker.model.path: expected a directory inside the volume, without /"),
+        ("worker.model.path=a/../../b", "and without .., got a/../../b"),
+        (
+            r"worker.podLabels.app\.kubernetes\.io/component=x",
+            "worker.podLabels: expected none of the labels that the chart sets, got app.kubernetes.io/component",
+        ),
+        ("worker.extraEnv[0].name=POD_IP", "worker.extraEnv: expected none of the names that the chart uses (POD_IP"),
+        ("worker.extraVolumes[0].name=tmp", "worker.extraVolumes: expected none of the names that the chart uses"),
+        ("control.extraVolumes[0].name=tls", "control.extraVolumes: expected none of the names that the chart uses"),
+        ("fullnameOverride=Moe", "expected a letter, then letters, digits and -"),
     ],
 )
 def test_contradictions_are_told_in_words(flags: str, words: str) -> None:
@@ -360,11 +385,30 @@ def test_a_release_after_which_no_service_can_be_named_is_refused(name: str) -> 
 
 
 @needs_helm
-def test_what_is_given_as_null_or_looks_like_no_text_is_rendered() -> None:
-    emptied = ("worker.resources=null", "worker.affinity=null", "networkPolicy.clients=null", "worker.hosts=2")
-    made = render(*(part for flag in emptied for part in ("--set", flag)), name="true")
+def test_null_is_the_default_or_refused_by_its_name() -> None:
+    made = render()
+    for path, default in leaves(values()):
+        if default is None:
+            assert render("--set", f"{path}=null") == made, path
+        else:
+            assert f"missing property '{path.rpartition('.')[2]}'" in refused("moe", "--set", f"{path}=null"), path
+
+
+@needs_helm
+def test_a_release_whose_name_looks_like_no_text_is_rendered() -> None:
+    made = render("--set", "worker.resources.requests=null", name="true")
     assert made["Deployment/true-control"]["metadata"]["labels"]["app.kubernetes.io/instance"] == "true"
     assert made["StatefulSet/true-worker"]["spec"]["template"]["spec"]["containers"][0]["resources"] == {}
+
+
+@needs_helm
+def test_a_wrong_value_is_refused_with_its_place() -> None:
+    """Messages of helm's own reader of the schema, which loses the place under some of its keywords."""
+    for part, wrong in WRONG:
+        (name,) = wrong
+        if name != "podLabels":
+            given = refused("moe", "--set-json", f"{part}={json.dumps(wrong)}")
+            assert f"at '/{part}/{name}" in given or f"additional properties '{name}' not allowed" in given, given
 
 
 @needs_helm

@@ -175,11 +175,31 @@ def test_alerts_name_metrics_and_states_that_exist() -> None:
 
 def test_each_alert_has_a_runbook_that_is_there_and_knows_its_group() -> None:
     for rule in alerts():
-        path, _, anchor = rule["annotations"]["runbook"].partition("#")
-        titles = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE)
+        address, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        base, _, path = address.partition("/docs/")
+        assert base == "https://crossdock.example"
+        titles = re.findall(r"^#+ (.+)$", (ROOT / "docs" / path).read_text(), re.MULTILINE)
         assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, rule["alert"]
-        by = re.findall(r"(?:sum|max|min|group)\b(?! by \(job)(?! on)", rule["expr"])
-        assert not by, f"{rule['alert']}: aggregates over groups"
+
+
+def test_what_is_added_up_is_added_up_by_group() -> None:
+    """The scrape job is the scraper's: with annotations one job has the pods of all groups."""
+    for rule in rules():
+        by = re.findall(r"\b(?:sum|max|min|avg|group)\b(?! by \(namespace, job, group\b)(?=[ (]+\w)", rule["expr"])
+        assert not by, f"{rule}: aggregates over groups"
+
+
+def test_each_alert_is_tried_with_two_groups_of_one_scrape_job() -> None:
+    tried: dict[str, set[str]] = {}
+    for test in read("deploy/prometheus/rules_test.yaml")["tests"]:
+        series = [one["series"] for one in test["input_series"]]
+        assert all('job="pods", namespace="n", group="' in one for one in series), test["name"]
+        for one in test.get("alert_rule_test", ()):
+            groups = {re.findall(r'group="(\w+)"', name)[0] for name in series}
+            told = {alert["exp_labels"].get("group") for alert in one.get("exp_alerts", ())}
+            if told and None not in told and told < groups:
+                tried.setdefault(one["alertname"], set()).update(told)
+    assert tried.keys() == {rule["alert"] for rule in alerts()}
 
 
 @tools.needs("promtool")

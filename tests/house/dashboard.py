@@ -1,6 +1,6 @@
 """The Grafana dashboard, made from our table of metrics: an expression that names a metric we do not export is refused.
 
-`make schema` writes it for the chart and for the compose file. `$job` chooses the scrape jobs, one for each group.
+`make schema` writes it for the chart and for the compose file. `$group` chooses one group: groups are not added up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = "{{instance}} {{process}}"
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: its queries are (expression, legend); METRIC{...} in them gets the job's filter. Kinds of ours:
+    """One panel: its queries are (expression, legend); METRIC{...} in them gets the group's filter. Kinds of ours:
     `matrix`, a table with a coloured cell for each pair of labels `rank` and `peer`; `epochs`, a state-timeline."""
 
     title: str
@@ -360,12 +360,12 @@ def exported() -> set[str]:
 
 
 def _filtered(expression: str, known: set[str]) -> str:
-    """With the job's filter at every metric; raises ValueError for a metric that nobody exports."""
+    """With the group's filter at every metric; raises ValueError for a metric that nobody exports."""
 
     def one(match: re.Match[str]) -> str:
         if match[1] not in known:
             raise ValueError(f"dashboard: expected an exported metric, got {match[1]}")
-        inside = ", ".join(filter(None, ['job=~"$job"', match[2]]))
+        inside = ", ".join(filter(None, ['job=~"$job"', 'group="$group"', match[2]]))
         return f"{match[1]}{{{inside}}}"
 
     named = set(re.findall(r"\bcrossdock_\w+", expression))
@@ -456,22 +456,18 @@ def _as_timeline(made: dict[str, Any]) -> None:
     made["options"] = {"mergeValues": True, "showValue": "auto", "rowHeight": 0.8}
 
 
+def _variable(name: str, query: str) -> dict[str, Any]:
+    """One value of a label, chosen by hand; the first one at the start."""
+    asked = {"query": {"query": query, "refId": f"{name}s"}, "definition": query, "refresh": 2, "sort": 1}
+    return {"name": name, "label": name.capitalize(), "type": "query", "datasource": SOURCE, **asked}
+
+
 def dashboard_json() -> str:
     """The dashboard as Grafana imports it."""
     datasource = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
-    job = {
-        "name": "job",
-        "label": "Job",
-        "type": "query",
-        "datasource": SOURCE,
-        "query": {"query": "label_values(crossdock_build_info, job)", "refId": "jobs"},
-        "definition": "label_values(crossdock_build_info, job)",
-        "multi": True,
-        "includeAll": True,
-        "current": {"text": ["All"], "value": ["$__all"]},
-        "refresh": 2,
-        "sort": 1,
-    }
+    every = {"multi": True, "includeAll": True, "current": {"text": ["All"], "value": ["$__all"]}}
+    job = _variable("job", "label_values(crossdock_build_info, job)") | every
+    group = _variable("group", 'label_values({__name__=~"crossdock_build_info|crossdock_ep_.+", job=~"$job"}, group)')
     board = {
         "uid": "crossdock",
         "title": "Crossdock",
@@ -481,7 +477,7 @@ def dashboard_json() -> str:
         "refresh": "10s",
         "time": {"from": "now-15m", "to": "now"},
         "timezone": "browser",
-        "templating": {"list": [datasource, job]},
+        "templating": {"list": [datasource, job, group]},
         "panels": list(_panels()),
     }
     return json.dumps(board, indent=1) + "\n"

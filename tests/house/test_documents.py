@@ -20,7 +20,7 @@ METRICS = {
     for metrics in (WorkerMetrics(), ControlMetrics(), HostMetrics(), FrameworkMetrics())
     for declared in metrics.declarations()
 }
-FROM_PROMETHEUS = {"job", "instance", "process", "le"}
+FROM_PROMETHEUS = {"job", "group", "namespace", "instance", "process", "le"}
 """Labels that a scrape, or the page of a host, adds."""
 OPTIONS = {
     name: {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts} | {"--help"}

@@ -29,7 +29,7 @@ KNOWN_ROOTS = SYSTEM_ROOTS | OWN_ROOTS | SERVER_ROOTS
 ABSOLUTE_PATH = re.compile(r"(?<![\w)\]}>/.:*$~%<\\-])/([a-z][\w-]*)/[\w.-]+")
 HOSTS = {
     "www.apache.org", "keepachangelog.com", "semver.org", "json-schema.org", "arxiv.org", "github.com",
-    "www.w3.org",
+    "www.w3.org", "crossdock.example",
     "kubernetes.default.svc", "deb.debian.org", "localhost", "127.0.0.1", "control", "prometheus", "worker",
     "collector", "host",
 }  # fmt: skip

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
+from crossdock.common.config import DEFAULT_GROUP
 from crossdock.common.http import serve_http
 from crossdock.common.settings import TracingConfig
 from crossdock.demo.hosts import become
@@ -168,7 +169,7 @@ def traces(server: Prometheus, path: Path) -> Iterator[str]:
 def host_page(supervisor: Supervisor) -> Iterator[str]:
     """The page of a host, as `crossdock up` serves it: where."""
     names = [child.name for child in supervisor.children]
-    page = HostMetricsPage(supervisor.metrics, names, supervisor.addresses, None)
+    page = HostMetricsPage(supervisor.metrics, names, supervisor.addresses, None, DEFAULT_GROUP)
     made = serve_http("127.0.0.1:0", page, lambda: (True, "ok"))
     try:
         yield made.address

@@ -43,12 +43,15 @@ Answers = dict[str, Any]
 
 
 def queries(title: str) -> list[tuple[str, str]]:
-    """Expressions and legends of a panel of the dashboard, for all jobs."""
+    """Expressions and legends of a panel of the dashboard, for all groups."""
     panels = json.loads(dashboard.dashboard_json())["panels"]
     (panel,) = [one for one in panels if one["title"] == title]
     return [
-        (target["expr"].replace("$__rate_interval", WINDOW).replace('job=~"$job"', 'job=~".+"'), target["legendFormat"])
-        for target in panel["targets"]
+        (
+            one["expr"].replace("$__rate_interval", WINDOW).replace('"$job"', '".+"').replace('"$group"', '"default"'),
+            one["legendFormat"],
+        )
+        for one in panel["targets"]
     ]
 
 

@@ -232,7 +232,7 @@ class Cluster:
     def metric(self, rank: int, name: str) -> float:
         """A sample from a worker's /metrics."""
         lines = self.page(rank, "metrics").splitlines()
-        return float(next(line for line in lines if line.startswith(f"crossdock_{name} ")).split()[-1])
+        return float(next(line for line in lines if line.startswith(f"crossdock_{name}{{")).split()[-1])
 
     @contextlib.contextmanager
     def killed(self, *ranks: int) -> Iterator[None]:

@@ -47,7 +47,7 @@ async def test_it_serves_without_torch_and_stops_on_sigterm(process: ControlProc
     async with rpc.aio_channel(process.addresses.address) as channel:
         stub = control_pb2_grpc.ControlPlaneStub(channel)
         workers = await form(stub, "a/0", "a/1")
-        assert 'crossdock_group_state{state="SERVING"} 1.0' in get(process, "/metrics")[1]
+        assert 'crossdock_group_state{group="default",state="SERVING"} 1.0' in get(process, "/metrics")[1]
         assert 'method="Register"' in get(process, "/metrics")[1]
         watch = stub.Watch(pb.WatchRequest(worker=workers[0].id))
         await watch.read()

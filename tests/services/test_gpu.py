@@ -201,9 +201,9 @@ def taken(group: Cluster, rank: int) -> dict[str, float]:
     def total(pattern: str) -> float:
         return sum(map(float, re.findall(rf"^crossdock_{pattern} (\S+)$", text, re.M)))
 
-    ended, lost = 'operation_duration_seconds_count{.*op="%s",.*phase="total".*}', 'samples_dropped_total{op="%s"}'
+    ended, lost = 'operation_duration_seconds_count{.*op="%s",.*phase="total".*}', 'samples_dropped_total{.*op="%s"}'
     operations = {op: total(ended % op) + total(lost % op) for op in ("exchange", "dispatch", "combine")}
-    return {"step": total("steps_total"), **operations}
+    return {"step": total("steps_total{.*}"), **operations}
 
 
 @pytest.mark.parametrize("transport", ["cpu", pytest.param("nvlink", marks=pytest.mark.gpu(NUM_WORKERS))])

@@ -72,7 +72,9 @@ def test_failed_handshakes_are_few_lines_of_our_format_and_a_count(tmp_path: Pat
 
 def handshakes(http: str) -> float:
     text = ask_http(http, "/metrics", TIMEOUT_S)[1]
-    found = re.search(r'^crossdock_grpc_core_log_lines_total\{topic="handshake"\} (\S+)', text, re.MULTILINE)
+    found = re.search(
+        r'^crossdock_grpc_core_log_lines_total\{group="default",topic="handshake"\} (\S+)', text, re.MULTILINE
+    )
     return float(found[1]) if found else 0.0
 
 

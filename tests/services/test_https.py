@@ -16,7 +16,7 @@ import pytest
 from crossdock.cli import certs
 from crossdock.common.addresses import split_address
 from crossdock.common.announce import Addresses
-from crossdock.common.http import HttpServer, ask_http, serve_http
+from crossdock.common.http import HttpServer, ask_http, page_of, serve_http
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.common.security import Security, load_security
 from crossdock.host.run import readiness
@@ -42,7 +42,7 @@ def security(folder: Path, part: str, **fields: object) -> Security:
 
 @contextmanager
 def served(guard: Security) -> Iterator[HttpServer]:
-    server = serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (True, "because"), guard)
+    server = serve_http("127.0.0.1:0", page_of(WorkerMetrics().registry), lambda: (True, "because"), guard)
     try:
         yield server
     finally:

@@ -120,7 +120,7 @@ def page_of(address: str) -> dict[str, dict[str, float]]:
     assert status == 200
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if not set(sample.labels) - {"process"}:
+            if not set(sample.labels) - {"process", "group"}:
                 found.setdefault(sample.name, {})[sample.labels.get("process", "")] = sample.value
     return found
 

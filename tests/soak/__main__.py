@@ -94,7 +94,7 @@ def look(scene: Scene, began: float) -> list[Sample]:
 def _look_once(scene: Scene, name: str, began: float) -> Sample:
     seen = meter(scene.pids()[name])
     _, text = ask_http(scene.http(name), "/metrics", _CALL_S)
-    line = next(line for line in text.splitlines() if line.startswith("crossdock_event_loop_tasks "))
+    line = next(line for line in text.splitlines() if line.startswith("crossdock_event_loop_tasks{"))
     at_s = time.monotonic() - began
     return Sample(round(at_s, 1), name, seen.rss_mib, seen.fds, seen.threads, float(line.split()[1]))
 

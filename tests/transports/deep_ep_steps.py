@@ -601,7 +601,7 @@ def last_counts(buffer: Buffer, peers: Peers) -> tuple[float | None, int]:
     """(tokens that are counted, tokens that were sent) of Buffers that end at once."""
     from crossdock.deep_ep.exporter import telemetry
 
-    labels = {"rank": str(peers.rank), "op": "dispatch", "mode": "ht"}
+    labels = {"group": "default", "rank": str(peers.rank), "op": "dispatch", "mode": "ht"}
     before = telemetry().metrics.registry.get_sample_value("crossdock_ep_tokens_total", labels) or 0
     for _ in range(3):
         other = Buffer(dist.group.WORLD)

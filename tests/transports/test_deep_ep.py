@@ -204,7 +204,7 @@ except AttributeError as error:
 
 LOST = PeerTimeout(peer=2, op="combine", phase="payload", expected=2, seen=1, waited_s=1.0, gone=True)
 SAMPLE = LatencySample("dispatch", "ll", 1, 7, 0, 1000, (0, 2000, 500), 4000)
-SAMPLE_LABELS = {"rank": "3", "op": "dispatch", "mode": "ll"}
+SAMPLE_LABELS = {"group": "default", "rank": "3", "op": "dispatch", "mode": "ll"}
 
 
 class Broken:
@@ -266,14 +266,14 @@ def test_a_communicator_that_cannot_be_asked_ends_no_watch(caplog: pytest.LogCap
     odd.error, good.error = ValueError("odd"), LOST
     for each in (odd, good):
         guard.watch(each)  # type: ignore[arg-type]
-        counts.watch(each, "", traffic=False)  # type: ignore[arg-type]
+        counts.watch(each, FrameworkConfig())  # type: ignore[arg-type]
     for now[0] in (0.0, GRACE_S, 2 * GRACE_S):
         guard.look()
         counts.collect()
     assert said == [f"crossdock: rank 3: {LOST}"]
     value = counts.metrics.registry.get_sample_value
     assert value("crossdock_ep_tokens_total", SAMPLE_LABELS) == 21
-    assert value("crossdock_ep_rows_dropped_total", {"rank": "3"}) == 5
+    assert value("crossdock_ep_rows_dropped_total", {"group": "default", "rank": "3"}) == 5
     labels = {**SAMPLE_LABELS, "phase": "total", "transport": "nvlink"}
     assert value("crossdock_ep_operation_duration_seconds_count", labels) == 3
     told = [record for record in caplog.records if "odd" in str(record.__dict__.get("crossdock_fields"))]
@@ -303,21 +303,21 @@ def test_a_process_that_cannot_say_why_it_ends_ends() -> None:
 
 def test_samples_become_metrics(caplog: pytest.LogCaptureFixture) -> None:
     made = FrameworkTelemetry()
-    about = _WatchedCommunicator("1", [])
+    about = _WatchedCommunicator(("default", "1"), [])
     made._count(about, Samples.of([SAMPLE]))
     made._count(about, Samples.of([dataclasses.replace(SAMPLE, seq=SAMPLE.seq + 3)]))
     value = made.metrics.registry.get_sample_value
-    assert value("crossdock_ep_samples_dropped_total", {"rank": "1", "op": "dispatch"}) == 2
-    labels = {"rank": "1", "op": "dispatch", "mode": "ll"}
+    assert value("crossdock_ep_samples_dropped_total", {"group": "default", "rank": "1", "op": "dispatch"}) == 2
+    labels = {"group": "default", "rank": "1", "op": "dispatch", "mode": "ll"}
     assert value("crossdock_ep_tokens_total", labels) == 14
     assert value(
         "crossdock_ep_operation_duration_seconds_sum", labels | {"phase": "wait", "transport": "cpu"}
     ) == pytest.approx(4e-6)
-    waited = {"rank": "1", "op": "dispatch", "peer": "2"}
+    waited = {"group": "default", "rank": "1", "op": "dispatch", "peer": "2"}
     assert value("crossdock_ep_peer_wait_seconds_total", waited) == pytest.approx(1e-6)
     made._serve("127.0.0.1:0")
     with urllib.request.urlopen(f"http://{made.address}/metrics", timeout=10) as answer:
-        assert b'crossdock_ep_tokens_total{mode="ll",op="dispatch",rank="1"} 14.0' in answer.read()
+        assert b'crossdock_ep_tokens_total{group="default",mode="ll",op="dispatch",rank="1"} 14.0' in answer.read()
     other = FrameworkTelemetry()
     other._serve(made.address)
     assert other.address == "", "taken: said in the log, and the engine goes on"
@@ -325,13 +325,16 @@ def test_samples_become_metrics(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_arrived_becomes_metrics() -> None:
-    made, about = FrameworkTelemetry(), _WatchedCommunicator("1", [0, 0, 0])
+    made, about = FrameworkTelemetry(), _WatchedCommunicator(("default", "1"), [0, 0, 0])
     for received in ([4, 2, 0], None, [9, 2, 1]):
         made._count_received(about, received, row_bytes=100)
     value = made.metrics.registry.get_sample_value
 
     def told(name: str) -> list[float | None]:
-        return [value(f"crossdock_ep_received_{name}_total", {"rank": "1", "peer": peer}) for peer in "012"]
+        return [
+            value(f"crossdock_ep_received_{name}_total", {"group": "default", "rank": "1", "peer": peer})
+            for peer in "012"
+        ]
 
     assert told("tokens") == [9, 2, 1]
     assert told("bytes") == [900, None, 100], "what stays on its rank does not travel"
@@ -340,11 +343,11 @@ def test_what_arrived_becomes_metrics() -> None:
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_silent_peer_is_counted(counted: bool) -> None:
     def value() -> float:
-        labels = {"rank": "1", "peer": "2"}
+        labels = {"group": "g", "rank": "1", "peer": "2"}
         return telemetry().metrics.registry.get_sample_value("crossdock_ep_peer_timeouts_total", labels) or 0
 
     before = value()
     lost = PeerTimeout(peer=2, op="dispatch", phase="counts", expected=2, seen=1, waited_s=1.0)
-    with pytest.raises(PeerTimeout), CountingTimeouts(1, FrameworkConfig(metrics=counted)):
+    with pytest.raises(PeerTimeout), CountingTimeouts(1, FrameworkConfig(metrics=counted, group="g")):
         raise lost
     assert value() - before == counted

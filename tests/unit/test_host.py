@@ -10,7 +10,7 @@ from rich.console import Console
 
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, HostConfig, WorkerConfig
-from crossdock.common.http import HttpServer, serve_http
+from crossdock.common.http import HttpServer, page_of, serve_http
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.settings import SecurityConfig
 from crossdock.host import run as host
@@ -28,7 +28,7 @@ class Answers:
 
     def __init__(self) -> None:
         self.ready = (True, "SERVING")
-        self.http: HttpServer = serve_http("127.0.0.1:0", HostMetrics().registry, lambda: self.ready)
+        self.http: HttpServer = serve_http("127.0.0.1:0", page_of(HostMetrics().registry), lambda: self.ready)
 
     @property
     def addresses(self) -> Addresses:

@@ -10,16 +10,15 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 
 import pytest
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from crossdock.common.announce import Addresses
-from crossdock.common.http import HttpServer, serve_http
+from crossdock.common.http import HttpServer, labelled, page_of, serve_http
 from crossdock.common.metrics import ControlMetrics, DeclaredMetrics, HostMetrics, WorkerMetrics
 from crossdock.host import pages
-from crossdock.host.pages import HostMetricsPage, labelled, merged
+from crossdock.host.pages import HostMetricsPage, merged
 
 NAMES = ["control", "worker-0", "worker-1"]
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -33,12 +32,12 @@ class Bed:
         self.metrics: dict[str, DeclaredMetrics] = {
             "control": ControlMetrics(), "worker-0": WorkerMetrics(), "worker-1": WorkerMetrics(),
         }  # fmt: skip
-        self.servers = {name: serve(metrics.registry) for name, metrics in self.metrics.items()}
+        self.servers = {name: serve(page_of(metrics.registry, "g")) for name, metrics in self.metrics.items()}
         self.where = {name: Addresses("unused:1", server.address) for name, server in self.servers.items()}
         self.host = HostMetrics()
         for name in NAMES:
             self.host.process_up.labels(process=name).set(1)
-        self.page = HostMetricsPage(self.host, NAMES, lambda: dict(self.where), None)
+        self.page = HostMetricsPage(self.host, NAMES, lambda: dict(self.where), None, "g")
 
     def worker(self, number: int) -> WorkerMetrics:
         found = self.metrics[f"worker-{number}"]
@@ -50,12 +49,12 @@ class Bed:
         return {(s.name, frozenset(s.labels.items())): s.value for f in parse(text) for s in f.samples}
 
 
-def serve(page: CollectorRegistry | Callable[[str], tuple[bytes, str]]) -> HttpServer:
+def serve(page: Callable[[str], tuple[bytes, str]]) -> HttpServer:
     return serve_http("127.0.0.1:0", page, lambda: (True, "ok"))
 
 
 def of(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
-    return name, frozenset(labels.items())
+    return name, frozenset({**labels, "group": "g"}.items())
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ def test_every_series_of_every_process_is_there_once(bed: Bed) -> None:
     assert {found[of("crossdock_process_scraped", process=name)] for name in NAMES} == {1}
     assert of("process_start_time_seconds") in found
     wanted = {
-        (sample.name, frozenset({**sample.labels, "process": name}.items()))
+        (sample.name, frozenset({**sample.labels, "process": name, "group": "g"}.items()))
         for name, metrics in bed.metrics.items()
         for family in parse(choose_encoder("")[0](metrics.registry).decode())
         for sample in family.samples
@@ -148,7 +147,7 @@ def test_scrapers_that_come_together_share_a_page() -> None:
         return f"# HELP a b\n# TYPE a gauge\na {len(asked)}\n".encode(), "text/plain"
 
     server = serve(slow)
-    page = HostMetricsPage(HostMetrics(), ["w"], lambda: {"w": Addresses("unused:1", server.address)}, None)
+    page = HostMetricsPage(HostMetrics(), ["w"], lambda: {"w": Addresses("unused:1", server.address)}, None, "g")
     found: list[bytes] = []
     scrapers = [threading.Thread(target=lambda: found.append(page("")[0])) for _ in range(8)]
     scrapers[0].start()
@@ -168,10 +167,10 @@ def test_scrapers_that_come_together_share_a_page() -> None:
 def test_a_label_comes_first_and_comments_stay() -> None:
     page = '# HELP a of x 1\n# TYPE a gauge\na 1\na{b="x{y} z"} 2\n'
     page += '# HELP c d\n# TYPE c counter\nc_total{e="f"} 3 # {t="u"} 1 2\n'
-    once = labelled(page, "p")
+    once = labelled(page, "process", "p")
     assert once.splitlines()[2:4] == ['a{process="p"} 1', 'a{process="p",b="x{y} z"} 2']
     assert once.splitlines()[6] == 'c_total{process="p",e="f"} 3 # {t="u"} 1 2'
-    both = merged([once, labelled(page, "q")])
+    both = merged([once, labelled(page, "process", "q")])
     assert [line for line in both.splitlines() if line.startswith("# TYPE")] == ["# TYPE a gauge", "# TYPE c counter"]
     assert both.splitlines().index("# HELP c d") > both.splitlines().index('a{process="q"} 1')
     assert merged([once + "# EOF\n", once + "# EOF\n"]).endswith("1 2\n# EOF\n")

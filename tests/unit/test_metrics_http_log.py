@@ -23,7 +23,7 @@ from crossdock.common import log as logs
 from crossdock.common.addresses import split_address
 from crossdock.common.config import LogConfig
 from crossdock.common.framework_metrics import FrameworkMetrics
-from crossdock.common.http import HttpServer, serve_http
+from crossdock.common.http import HttpServer, page_of, serve_http
 from crossdock.common.metrics import STEP_BUCKETS, ControlMetrics, HostMetrics, WorkerMetrics
 from crossdock.common.rpc import ListenError
 from tests.no_descriptors import processor_s
@@ -49,7 +49,7 @@ class State:
 
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
-    made = serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (State.ready, "because"))
+    made = serve_http("127.0.0.1:0", page_of(WorkerMetrics().registry), lambda: (State.ready, "because"))
     yield made
     made.close()
 
@@ -112,7 +112,7 @@ def test_many_values_at_once_are_counted_as_one_by_one() -> None:
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
 @pytest.mark.parametrize("everywhere", ["0.0.0.0", "[::]"])
 def test_every_interface_is_every_family(everywhere: str) -> None:
-    made = serve_http(f"{everywhere}:0", WorkerMetrics().registry, lambda: (True, ""))
+    made = serve_http(f"{everywhere}:0", page_of(WorkerMetrics().registry), lambda: (True, ""))
     host, _, port = made.address.rpartition(":")
     assert host == everywhere
     assert [get(f"{loopback}:{port}", "/livez")[0] for loopback in ("127.0.0.1", "[::1]")] == [200, 200]
@@ -121,14 +121,14 @@ def test_every_interface_is_every_family(everywhere: str) -> None:
 
 def test_every_interface_of_a_host_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
-    made = serve_http("[::]:0", WorkerMetrics().registry, lambda: (True, ""))
+    made = serve_http("[::]:0", page_of(WorkerMetrics().registry), lambda: (True, ""))
     assert get(f"127.0.0.1:{split_address(made.address)[1]}", "/livez")[0] == 200
     made.close()
 
 
 def test_listening_asks_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getfqdn", lambda *_: pytest.fail("looked up a name"))
-    serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (True, "")).close()
+    serve_http("127.0.0.1:0", page_of(WorkerMetrics().registry), lambda: (True, "")).close()
 
 
 def test_the_three_paths(server: HttpServer) -> None:
@@ -149,7 +149,7 @@ def test_other_paths_and_methods_are_refused(server: HttpServer) -> None:
 
 def test_livez_tells_what_is_dead() -> None:
     trouble = ""
-    made = serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (True, ""), trouble=lambda: trouble)
+    made = serve_http("127.0.0.1:0", page_of(WorkerMetrics().registry), lambda: (True, ""), trouble=lambda: trouble)
     try:
         assert get(made.address, "/livez") == (200, "ok\n")
         trouble = "telemetry: ended"
@@ -162,7 +162,7 @@ async def test_a_loop_that_is_blocked_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(liveness, "BEAT_S", 0.01)
     monkeypatch.setattr(liveness, "STALLED_S", 0.2)
     alive = liveness.Liveness()
-    made = serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (True, ""), trouble=alive.trouble)
+    made = serve_http("127.0.0.1:0", page_of(WorkerMetrics().registry), lambda: (True, ""), trouble=alive.trouble)
     try:
         assert (await asyncio.to_thread(get, made.address, "/livez"))[0] == 200
         time.sleep(0.5)  # blocks the loop
@@ -181,7 +181,7 @@ async def test_a_loop_that_is_blocked_is_told(monkeypatch: pytest.MonkeyPatch) -
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpServer]:
     monkeypatch.setattr(http_module, "_MAX_CONNECTIONS", 4)
     monkeypatch.setattr(http_module, "_REQUEST_S", 2.0)
-    made = serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (True, ""))
+    made = serve_http("127.0.0.1:0", page_of(WorkerMetrics().registry), lambda: (True, ""))
     yield made
     made.close()
 
@@ -239,7 +239,7 @@ def test_a_broken_readiness_check_does_not_stop_the_server() -> None:
     def broken() -> tuple[bool, str]:
         raise RuntimeError("no")
 
-    made = serve_http("127.0.0.1:0", WorkerMetrics().registry, broken)
+    made = serve_http("127.0.0.1:0", page_of(WorkerMetrics().registry), broken)
     try:
         with pytest.raises((http.client.HTTPException, OSError)):
             get(made.address, "/readyz")
@@ -265,13 +265,13 @@ def test_without_free_descriptors_the_server_waits_and_accepts_later(server: Htt
 
 def test_a_port_in_use_is_named(server: HttpServer) -> None:
     with pytest.raises(ListenError, match=server.address):
-        serve_http(server.address, WorkerMetrics().registry, lambda: (True, ""))
+        serve_http(server.address, page_of(WorkerMetrics().registry), lambda: (True, ""))
 
 
 def test_closing_frees_the_port(server: HttpServer) -> None:
-    made = serve_http("127.0.0.1:0", WorkerMetrics().registry, lambda: (True, ""))
+    made = serve_http("127.0.0.1:0", page_of(WorkerMetrics().registry), lambda: (True, ""))
     made.close()
-    serve_http(made.address, WorkerMetrics().registry, lambda: (True, "")).close()
+    serve_http(made.address, page_of(WorkerMetrics().registry), lambda: (True, "")).close()
 
 
 @pytest.fixture

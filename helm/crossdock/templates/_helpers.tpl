@@ -1,38 +1,76 @@
-{{/* So short that NAME-worker-0-HASH, a label of the pods of a LeaderWorkerSet, has at most 63 characters. */}}
+{{/* The release's name; of a dependency with the chart's or its alias behind it. At most 42 characters, so that NAME-worker-0-HASH,
+a label of the pods of a LeaderWorkerSet, has at most 63; a longer one is cut and keeps a hash. */}}
 {{- define "crossdock.name" -}}
-{{- .Release.Name | trunc 42 | trimSuffix "-" -}}
+{{- $suffix := .Values.nameOverride | default (ternary "" .Chart.Name .Chart.IsRoot) -}}
+{{- $name := .Values.fullnameOverride | default (list .Release.Name $suffix | compact | join "-") -}}
+{{- if gt (len $name) 42 -}}
+{{- $name = printf "%s-%s" ($name | trunc 33 | trimSuffix "-") ($name | sha256sum | trunc 8) -}}
+{{- end -}}
+{{- $name -}}
 {{- end -}}
 
 {{- define "crossdock.selector" -}}
 app.kubernetes.io/name: crossdock
-app.kubernetes.io/instance: {{ .Release.Name | quote }}
+app.kubernetes.io/instance: {{ include "crossdock.name" . | quote }}
 {{- end -}}
 
 {{- define "crossdock.labels" -}}
 {{ include "crossdock.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | trunc 63 }}
 {{- end -}}
 
-{{- define "crossdock.tag" -}}
-{{- .Values.image.tag | default .Chart.AppVersion -}}
+{{/* The image of a part, a container's two fields. Takes (list . part). */}}
+{{- define "crossdock.image" -}}
+{{- $image := (index . 0).Values.image -}}
+{{- $repository := get $image (index . 1) -}}
+image: {{ contains "@" $repository | ternary $repository (printf "%s:%s" $repository ($image.tag | default (index . 0).Chart.AppVersion)) | quote }}
+imagePullPolicy: {{ $image.pullPolicy }}
 {{- end -}}
 
-{{- define "crossdock.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: ["ALL"]
+{{/* How metrics of this release's group are told from others'. */}}
+{{- define "crossdock.group" -}}
+{{- .Values.group | default (printf "%s/%s" .Release.Namespace (include "crossdock.name" .)) -}}
 {{- end -}}
 
-{{- define "crossdock.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-seccompProfile:
-  type: RuntimeDefault
+{{/* Metadata of a part's pod. Takes (list . part port), the port being that of /metrics. */}}
+{{- define "crossdock.podMetadata" -}}
+{{- $root := index . 0 -}}
+{{- $part := index . 1 -}}
+{{- $values := index $root.Values $part -}}
+labels:
+  {{- include "crossdock.labels" $root | nindent 2 }}
+  app.kubernetes.io/component: {{ $part }}
+  {{- with $values.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+annotations:
+  checksum/config: {{ include (printf "crossdock.%sConfig" $part) $root | sha256sum }}
+  {{- with merge (deepCopy $values.podAnnotations) (include "crossdock.scrape" (list $root (index . 2)) | fromYaml) }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{/* Fields of a part's pod that values give. Takes (list . part own), where `own` has the chart's own answers. */}}
+{{- define "crossdock.podFields" -}}
+{{- $values := index (index . 0).Values (index . 1) -}}
+{{- $given := pick $values "priorityClassName" "runtimeClassName" "schedulerName" "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "initContainers" -}}
+{{- $given = merge (pick (index . 0).Values "imagePullSecrets") (index . 2) $given -}}
+{{- $fields := dict "securityContext" (index . 0).Values.podSecurityContext -}}
+{{- range $name, $value := $given -}}
+{{- if $value -}}
+{{- $_ := set $fields $name $value -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $fields -}}
+{{- end -}}
+
+{{/* Probes of a part's container. Takes (list . part port), the port being named. */}}
+{{- define "crossdock.liveness" -}}
+{{- $livez := dict "httpGet" (dict "path" "/livez" "port" (index . 2) "scheme" (include "crossdock.httpScheme" (index . 0))) -}}
+livenessProbe: {{- merge (dict "periodSeconds" 10 "timeoutSeconds" 5) $livez | toYaml | nindent 2 }}
+startupProbe: {{- merge (deepCopy (index (index . 0).Values (index . 1)).startupProbe) $livez | toYaml | nindent 2 }}
 {{- end -}}
 
 {{/* "yes" where a worker locks memory by a capability. Kubernetes gives capabilities to root only. */}}
@@ -42,10 +80,9 @@ seccompProfile:
 
 {{/* The worker's container: as every container, but that it may lock memory. */}}
 {{- define "crossdock.workerSecurity" -}}
-{{- $security := include "crossdock.containerSecurity" . | fromYaml -}}
+{{- $security := deepCopy .Values.containerSecurityContext -}}
 {{- if include "crossdock.locks" . -}}
-{{- $_ := set $security.capabilities "add" (list "IPC_LOCK") -}}
-{{- $security = merge $security (dict "runAsNonRoot" false "runAsUser" 0) -}}
+{{- $security = mergeOverwrite $security (dict "runAsNonRoot" false "runAsUser" 0 "capabilities" (dict "add" (list "IPC_LOCK"))) -}}
 {{- end -}}
 {{- toYaml $security -}}
 {{- end -}}
@@ -135,7 +172,7 @@ http: {{ .Values.tls.http }}
 {{- end -}}
 
 {{- define "crossdock.controlConfig" -}}
-{{- $own := dict "listen" "0.0.0.0:7400" "http_listen" "0.0.0.0:7401" "world_size" (mul .Values.worker.hosts .Values.worker.numWorkers) -}}
+{{- $own := dict "listen" "0.0.0.0:7400" "http_listen" "0.0.0.0:7401" "world_size" (mul .Values.worker.hosts .Values.worker.numWorkers) "group" (include "crossdock.group" .) -}}
 {{- if .Values.tls.enabled -}}
 {{- $own = merge $own (dict "security" (include "crossdock.security" . | fromYaml)) -}}
 {{- end -}}
@@ -146,10 +183,10 @@ http: {{ .Values.tls.http }}
 {{- merge $own .Values.control.config | toYaml -}}
 {{- end -}}
 
-{{- define "crossdock.hostConfig" -}}
+{{- define "crossdock.workerConfig" -}}
 {{- $control := printf "%s-control:7400" (include "crossdock.name" .) -}}
 {{- $model := printf "/models/%s" .Values.worker.model.path | trimSuffix "/" -}}
-{{- $own := dict "model" $model "control" $control "uid" (include "crossdock.name" .) "listen" "0.0.0.0:7500" "http_listen" "0.0.0.0:7600" -}}
+{{- $own := dict "model" $model "control" $control "uid" (include "crossdock.name" .) "listen" "0.0.0.0:7500" "http_listen" "0.0.0.0:7600" "group" (include "crossdock.group" .) -}}
 {{- if .Values.tls.enabled -}}
 {{- $own = merge $own (dict "security" (include "crossdock.security" . | fromYaml)) -}}
 {{- else -}}
@@ -208,8 +245,8 @@ http: {{ .Values.tls.http }}
 
 {{/* Values that contradict each other, in words. */}}
 {{- define "crossdock.check" -}}
-{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name) -}}
-{{- fail (printf "release name: expected a letter, then letters, digits and -, since Services are named after it, got %s" .Release.Name) -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "crossdock.name" .)) -}}
+{{- fail (printf "release name: expected a letter, then letters, digits and -, since Services are named after it, got %s" (include "crossdock.name" .)) -}}
 {{- end -}}
 {{- $worker := .Values.worker -}}
 {{- $drain := get $worker.config "drain_timeout_s" | default 30.0 -}}
@@ -251,7 +288,24 @@ http: {{ .Values.tls.http }}
 {{- if and (ne .Values.tls.http "plain") (not .Values.tls.enabled) -}}
 {{- fail "tls.http: expected tls.enabled beside it, got false" -}}
 {{- end -}}
+{{- if or (hasPrefix "/" $worker.model.path) (regexMatch "(^|/)[.][.](/|$)" $worker.model.path) -}}
+{{- fail (printf "worker.model.path: expected a directory inside the volume, without / before it and without .., got %s" $worker.model.path) -}}
+{{- end -}}
 {{- range $part := list "control" "worker" -}}
+{{- $values := index $.Values $part -}}
+{{- $labels := concat (include "crossdock.labels" $ | fromYaml | keys) (list "app.kubernetes.io/component") -}}
+{{- range $label := keys $values.podLabels -}}
+{{- if has $label $labels -}}
+{{- fail (printf "%s.podLabels: expected none of the labels that the chart sets, got %s" $part $label) -}}
+{{- end -}}
+{{- end -}}
+{{- range $kind, $ours := dict "extraEnv" (list "POD_IP" "POD_NAME" "NODE_NAME") "extraVolumes" (list "config" "tls" "model" "tmp") -}}
+{{- range index $values $kind -}}
+{{- if has .name $ours -}}
+{{- fail (printf "%s.%s: expected none of the names that the chart uses (%s), got %s" $part $kind (join ", " $ours) .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- $security := get (index $.Values $part).config "security" | default dict -}}
 {{- if and $.Values.tls.enabled (hasKey $security "cert_file") -}}
 {{- fail (printf "%s.config.security.cert_file: expected none beside tls.enabled, got %v" $part $security.cert_file) -}}

@@ -1,46 +1,19 @@
 {{/* The pod of a host: numWorkers ranks under one supervisor, for the transport `cpu` shares memory within a PID namespace. */}}
 {{- define "crossdock.workerPod" -}}
-metadata:
-  labels:
-    {{- include "crossdock.labels" . | nindent 4 }}
-    app.kubernetes.io/component: worker
-    {{- with .Values.worker.podLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
-  annotations:
-    checksum/config: {{ include "crossdock.hostConfig" . | sha256sum }}
-    {{- with include "crossdock.scrape" (list . "7402") }}
-    {{- . | nindent 4 }}
-    {{- end }}
-    {{- with .Values.worker.podAnnotations }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+metadata: {{- include "crossdock.podMetadata" (list . "worker" "7402") | nindent 2 }}
 spec:
   {{- if .Values.serviceAccount.create }}
   serviceAccountName: {{ include "crossdock.name" . }}-worker
   {{- end }}
   automountServiceAccountToken: false
-  {{- with .Values.worker.priorityClassName }}
-  priorityClassName: {{ . }}
-  {{- end }}
-  {{- with .Values.worker.runtimeClassName }}
-  runtimeClassName: {{ . }}
-  {{- end }}
-  {{- with .Values.worker.schedulerName }}
-  schedulerName: {{ . }}
-  {{- end }}
   {{- with include "crossdock.workerClaims" . | fromYamlArray }}
   resourceClaims: {{- toYaml . | nindent 4 }}
   {{- end }}
   terminationGracePeriodSeconds: {{ add .Values.worker.stopTimeoutSeconds 10 }}
-  securityContext: {{- include "crossdock.podSecurity" . | nindent 4 }}
-  {{- with .Values.imagePullSecrets }}
-  imagePullSecrets: {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- include "crossdock.podFields" (list . "worker" (dict "affinity" (include "crossdock.workerAffinity" . | fromYaml))) | nindent 2 }}
   containers:
     - name: worker
-      image: "{{ .Values.image.worker }}:{{ include "crossdock.tag" . }}"
-      imagePullPolicy: {{ .Values.image.pullPolicy }}
+      {{- include "crossdock.image" (list . "worker") | nindent 6 }}
       args:
         - up
         - --config
@@ -76,14 +49,7 @@ spec:
         httpGet: {path: /readyz, port: health, scheme: {{ include "crossdock.httpScheme" . }}}
         periodSeconds: 5
         timeoutSeconds: {{ add 2 .Values.worker.numWorkers }}
-      livenessProbe:
-        httpGet: {path: /livez, port: health, scheme: {{ include "crossdock.httpScheme" . }}}
-        periodSeconds: 10
-        timeoutSeconds: 5
-      startupProbe:
-        httpGet: {path: /livez, port: health, scheme: {{ include "crossdock.httpScheme" . }}}
-        periodSeconds: 2
-        failureThreshold: 30
+      {{- include "crossdock.liveness" (list . "worker" "health") | nindent 6 }}
       resources: {{- include "crossdock.workerResources" . | nindent 8 }}
       securityContext: {{- include "crossdock.workerSecurity" . | nindent 8 }}
       volumeMounts:
@@ -106,19 +72,10 @@ spec:
     - name: model
       {{- .Values.worker.model.volume | default (dict "persistentVolumeClaim" (dict "claimName" "models")) | toYaml | nindent 6 }}
     - name: tmp
-      emptyDir: {}
+      emptyDir: {{- toYaml .Values.worker.tmp | nindent 8 }}
     {{- with .Values.worker.extraVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- with .Values.worker.nodeSelector }}
-  nodeSelector: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with .Values.worker.tolerations }}
-  tolerations: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with include "crossdock.workerAffinity" . | fromYaml }}
-  affinity: {{- toYaml . | nindent 4 }}
-  {{- end }}
 {{- end -}}
 
 {{/* "yes" where the data ports of workers are reached by other pods. */}}

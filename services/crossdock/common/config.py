@@ -27,6 +27,8 @@ from crossdock.common.small_files import parse_yaml, read_small
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
+GroupName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:/-]{1,128}\Z")]
+DEFAULT_GROUP = "default"
 DEFAULT_WORLD = 4
 """Ranks of a group whose size is not configured."""
 _ADDRESSES = frozenset({"listen", "http_listen", "control", "advertise"})
@@ -87,6 +89,9 @@ class PlacementConfig(_Config, frozen=True, kw_only=True):
 class _ServerConfig(_Config, frozen=True, kw_only=True):
     """Base of the configs of servers: `security` is complete, or not set at all."""
 
+    group: GroupName = DEFAULT_GROUP
+    """Name of the group: the label `group` of every metric. Its control planes and workers have the same one, groups of
+    one Prometheus different ones."""
     security: SecurityConfig = SecurityConfig()
     """TLS, tokens and roles. The default is plain text; anything else needs `cert_file`."""
 
@@ -248,13 +253,16 @@ class HostConfig(_Config, frozen=True, kw_only=True):
         if world_size is not None and world_size > self.num_workers and self.worker.network is None:
             wanted = f"num_workers, {self.num_workers}, or worker.network for the ranks of other hosts"
             raise ValueError(f"control.world_size: expected {wanted}, got {world_size} without a network")
+        if self.control is not None and self.control.group not in (DEFAULT_GROUP, self.worker.group):
+            raise ValueError(f"control.group: expected worker.group, {self.worker.group}, got {self.control.group}")
         self._worker(self.num_workers - 1)  # its ports are the highest
 
     def control_config(self) -> ControlConfig | None:
-        """The control plane to start here, its `world_size` resolved."""
+        """The control plane to start here, its `world_size` resolved, of the workers' group."""
         if self.control is None:
             return None
-        return msgspec.structs.replace(self.control, world_size=self.control.world_size or self.num_workers)
+        world_size = self.control.world_size or self.num_workers
+        return msgspec.structs.replace(self.control, world_size=world_size, group=self.worker.group)
 
     def worker_configs(self) -> list[WorkerConfig]:
         """One config per local rank."""
@@ -294,6 +302,8 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
     results are NaN then. False: the caller must call `MoECommunicator.check`."""
     metrics: bool = True
     """Count tokens, times, waits; on the engine's own /metrics where PROMETHEUS_MULTIPROC_DIR is set."""
+    group: GroupName = DEFAULT_GROUP
+    """Name of the expert-parallel group: the label `group` of its metrics. Engines of one Prometheus have their own."""
     traffic: bool = False
     """Also count received tokens and bytes by source, for which a kernel after each dispatch adds [R] numbers."""
     http_listen: str = ""

@@ -8,6 +8,7 @@ above `_MAX_CONNECTIONS`, or fewer where descriptors are, the oldest one is clos
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import ssl
 import threading
@@ -41,6 +42,7 @@ Trouble = Callable[[], str]
 MetricsPage = Callable[[str], tuple[bytes, str]]
 """Metrics in the format that an Accept header asks for, and their content type. Any thread."""
 
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{?)", re.ASCII | re.MULTILINE)
 _REQUEST_S = 10.0
 _READ_BYTES = 64 << 10
 _MAX_CONNECTIONS, _MAX_THREADS = 64, 128
@@ -113,31 +115,37 @@ def _body(response: HTTPResponse, until: float) -> bytes:
     return bytes(body)
 
 
-def page_of(registry: CollectorRegistry) -> MetricsPage:
-    """The page of this process's own metrics."""
+def page_of(registry: CollectorRegistry, group: str = "") -> MetricsPage:
+    """The page of this process's own metrics, each series with the label `group`; "": those that have it already."""
 
     def page(accept: str) -> tuple[bytes, str]:
         encode, content_type = choose_encoder(accept)
-        return encode(registry), content_type
+        body = encode(registry)
+        return labelled(body.decode(), "group", group).encode() if group else body, content_type
 
     return page
 
 
+def labelled(page: str, name: str, value: str) -> str:
+    """A page of metrics with a label, whose value needs no escapes, first in every series."""
+    label = f'{{{name}="{value}"'
+    return _SAMPLE.sub(lambda found: f"{found[1]}{label}{',' if found[2] else '}'}", page)
+
+
 def serve_http(
     listen: str,
-    metrics: CollectorRegistry | MetricsPage,
+    page: MetricsPage,
     ready: Ready,
     security: Security | None = None,
     trouble: Trouble = lambda: "",
 ) -> HttpServer:
-    """Serve `/metrics` of `metrics`, `/livez` by `trouble`, and `/readyz` by `ready` on host:port `listen`, as
+    """Serve `/metrics` by `page`, `/livez` by `trouble`, and `/readyz` by `ready` on host:port `listen`, as
     `security` says.
 
     Raises:
         ListenError: the address cannot be listened on.
     """
     host, port = split_address(listen)
-    page = page_of(metrics) if isinstance(metrics, CollectorRegistry) else metrics
     try:
         return HttpServer(_Server(host, port, page, ready, security, trouble))
     except OSError as error:

@@ -21,7 +21,7 @@ from crossdock.common.call_limits import WAITING_PER_PEER, CallLimits
 from crossdock.common.config import ControlConfig, Identity
 from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.grpc_core_log import grpc_core_log
-from crossdock.common.http import serve_http
+from crossdock.common.http import page_of, serve_http
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import SecurityError, security_of, warn_of_plain_text
@@ -146,7 +146,8 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
         service = leadership.service(address)
         ready = lambda: _readiness(service, leadership, stop.is_set())  # noqa: E731
         control_pb2_grpc.add_ControlPlaneServicer_to_server(service, server)
-        http = serve_http(config.http_listen, metrics.registry, ready, security, alive.trouble)
+        page = page_of(metrics.registry, config.group)
+        http = serve_http(config.http_listen, page, ready, security, alive.trouble)
         closing.callback(http.close)
         closing.push_async_callback(leadership.close)
         closing.callback(service.stop)

@@ -31,7 +31,7 @@ class _WatchedCommunicator:
     """One communicator.
 
     Attributes:
-        rank: as a label; read at the start, because the group may end before the communicator.
+        labels: `group` and `rank`; read at the start, because the group may end before the communicator.
         received: tokens of each rank, as far as they are counted.
         failing: reading it has failed unexpectedly, which the log shows.
         next_seq: of each operation's next sample.
@@ -41,7 +41,7 @@ class _WatchedCommunicator:
         lock: held while it is counted.
     """
 
-    rank: str
+    labels: tuple[str, str]
     received: list[int]
     failing: bool = False
     next_seq: dict[str, int] = field(default_factory=dict)
@@ -63,13 +63,14 @@ class FrameworkTelemetry:
         """host:port of the endpoint, once it is served."""
         self._served = False
 
-    def watch(self, comm: MoECommunicator, listen: str, traffic: bool) -> None:
-        """Count its operations from now on, with `traffic` also received tokens by source rank; serve them on
-        host:port `listen`, if any."""
-        if traffic:
+    def watch(self, comm: MoECommunicator, settings: FrameworkConfig) -> None:
+        """Count its operations from now on, and serve them, as the settings say."""
+        listen = settings.listen_of(comm.rank)
+        if settings.traffic:
             comm.count_received()
         with self._lock:
-            about = _WatchedCommunicator(str(comm.rank), [0] * comm.size, transport=comm.config.transport)
+            labels = (settings.group, str(comm.rank))
+            about = _WatchedCommunicator(labels, [0] * comm.size, transport=comm.config.transport)
             self._watched[comm] = about
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="crossdock-telemetry", daemon=True)
@@ -79,19 +80,19 @@ class FrameworkTelemetry:
                 self._serve(listen)
 
     def _serve(self, listen: str) -> None:
-        from crossdock.common.http import serve_http  # brings gRPC along, which engines rarely need
+        from crossdock.common.http import page_of, serve_http  # brings gRPC along, which engines rarely need
         from crossdock.common.rpc import ListenError
 
         try:
-            server = serve_http(listen, self.metrics.registry, lambda: (True, "ok"))
+            server = serve_http(listen, page_of(self.metrics.registry), lambda: (True, "ok"))
             self.address = server.address
             log.info(f"crossdock: metrics are served on {self.address}")  # engines' logs show the text alone
         except ListenError as error:
             log.warning(f"crossdock: metrics are not served: {error}")
 
-    def timed_out(self, rank: int, peer: int) -> None:
-        """A wait of this rank ended because of that peer."""
-        self.metrics.ep_peer_timeouts_total.labels(str(rank), str(peer)).inc()
+    def timed_out(self, group: str, rank: int, peer: int) -> None:
+        """A wait of this rank of that group ended because of that peer."""
+        self.metrics.ep_peer_timeouts_total.labels(group, str(rank), str(peer)).inc()
 
     def collect(self) -> None:
         """Count the present records."""
@@ -119,35 +120,35 @@ class FrameworkTelemetry:
             except Exception:  # one that cannot be read does not end the counts of the others
                 if not about.failing:
                     about.failing = True
-                    log.exception(f"crossdock: rank {about.rank}: counts of a communicator are lost")
+                    log.exception(f"crossdock: rank {about.labels[1]}: counts of a communicator are lost")
 
     def _count(self, about: _WatchedCommunicator, samples: Samples) -> None:
-        metrics, rank, kinds = self.metrics, about.rank, list(by_kind(samples))
+        metrics, kinds = self.metrics, list(by_kind(samples))
         for op, number in lost(kinds, about.next_seq).items():
-            metrics.ep_samples_dropped_total.labels(rank, op).inc(number)
+            metrics.ep_samples_dropped_total.labels(*about.labels, op).inc(number)
         if about.operations is None:
             durations, waits = metrics.ep_operation_duration_seconds, metrics.ep_peer_wait_seconds_total
-            about.operations = OperationCounts(durations, waits, about.transport, (rank,))
+            about.operations = OperationCounts(durations, waits, about.transport, about.labels)
         about.operations.count(kinds)
         for one in kinds:
-            metrics.ep_tokens_total.labels(rank, one.op, one.mode).inc(int(one.tokens.sum()))
+            metrics.ep_tokens_total.labels(*about.labels, one.op, one.mode).inc(int(one.tokens.sum()))
 
     def _count_received(self, about: _WatchedCommunicator, received: list[int] | None, row_bytes: int) -> None:
         """Count the tokens received since the last call; `received`: the totals, or None where not known at present."""
         if received is None:
             return
-        metrics, rank = self.metrics, about.rank
+        metrics = self.metrics
         news = [now - before for now, before in zip(received, about.received, strict=True)]
         about.received = received
         for peer, tokens in enumerate(news):
-            metrics.ep_received_tokens_total.labels(rank, str(peer)).inc(tokens)
-            if str(peer) != rank:
-                metrics.ep_received_bytes_total.labels(rank, str(peer)).inc(tokens * row_bytes)
+            metrics.ep_received_tokens_total.labels(*about.labels, str(peer)).inc(tokens)
+            if str(peer) != about.labels[1]:
+                metrics.ep_received_bytes_total.labels(*about.labels, str(peer)).inc(tokens * row_bytes)
 
     def _count_dropped(self, about: _WatchedCommunicator, num_dropped: int | None) -> None:
         """`num_dropped`: the total, or None once the communicator is closed."""
         if num_dropped is not None:
-            self.metrics.ep_rows_dropped_total.labels(about.rank).inc(num_dropped - about.num_dropped)
+            self.metrics.ep_rows_dropped_total.labels(*about.labels).inc(num_dropped - about.num_dropped)
             about.num_dropped = num_dropped
 
     def _run(self) -> None:
@@ -165,7 +166,7 @@ def telemetry() -> FrameworkTelemetry:
 def watch(comm: MoECommunicator, settings: FrameworkConfig) -> None:
     """Count the operations of a communicator, unless the settings turn it off."""
     if settings.metrics:
-        telemetry().watch(comm, settings.listen_of(comm.rank), settings.traffic)
+        telemetry().watch(comm, settings)
 
 
 def leave(comm: MoECommunicator, settings: FrameworkConfig) -> None:
@@ -179,11 +180,11 @@ class CountingTimeouts:
 
     Args:
         rank: whose.
-        settings: may turn it off.
+        settings: its group; may turn it off.
     """
 
     def __init__(self, rank: int, settings: FrameworkConfig) -> None:
-        self._rank, self._metrics = rank, settings.metrics
+        self._rank, self._settings = rank, settings
 
     def __enter__(self) -> None:
         return None
@@ -196,5 +197,5 @@ class CountingTimeouts:
 
     def count(self, error: PeerTimeout) -> None:
         """One. For those whom a context costs too much."""
-        if self._metrics:
-            telemetry().timed_out(self._rank, error.peer)
+        if self._settings.metrics:
+            telemetry().timed_out(self._settings.group, self._rank, error.peer)

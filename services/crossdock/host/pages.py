@@ -16,7 +16,7 @@ from http import HTTPStatus
 from http.client import HTTPException
 
 from crossdock.common.announce import Addresses
-from crossdock.common.http import ask_http, page_of
+from crossdock.common.http import ask_http, labelled, page_of
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.security import Security
 from crossdock.host.supervisor import CONTROL
@@ -24,7 +24,6 @@ from crossdock.host.supervisor import CONTROL
 _PROBE_TIMEOUT_S = 1.0
 SCRAPE_TIMEOUT_S = 2.0
 """Timeout of a process's own page; less than any Prometheus waits for the host's."""
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{?)", re.ASCII | re.MULTILINE)
 _FAMILIES = re.compile(r"^(?=# HELP )", re.MULTILINE)
 _END = "# EOF\n"
 """Last line of a page in the OpenMetrics format."""
@@ -70,6 +69,7 @@ class HostMetricsPage:
         names: every process.
         addresses: where the processes listen now, by name.
         security: by which those are asked that take TLS only.
+        group: the label `group` of the supervisor's metrics.
     """
 
     def __init__(
@@ -78,9 +78,10 @@ class HostMetricsPage:
         names: Sequence[str],
         addresses: Callable[[], Mapping[str, Addresses]],
         security: Security | None,
+        group: str,
     ) -> None:
         self._metrics, self._names, self._addresses, self._security = metrics, names, addresses, security
-        self._own = page_of(metrics.registry)
+        self._own = page_of(metrics.registry, group)
         self._lock = threading.Lock()
         self._last = _Page("", b"", 0.0)
 
@@ -102,7 +103,7 @@ class HostMetricsPage:
         for name in self._names:
             self._metrics.process_scraped.labels(process=name).set(bool(pages.get(name)))
         own = self._own(content_type)[0].decode()
-        return merged([own, *(labelled(page, name) for name, page in pages.items())]).encode()
+        return merged([own, *(labelled(page, "process", name) for name, page in pages.items())]).encode()
 
     def _page(self, name: str, addresses: Addresses, content_type: str) -> str:
         """The process's page; "" without one."""
@@ -111,12 +112,6 @@ class HostMetricsPage:
         except (OSError, HTTPException):
             return ""
         return text if status == HTTPStatus.OK and text.startswith("# HELP ") else ""
-
-
-def labelled(page: str, process: str) -> str:
-    """The page with the label `process` first in every series."""
-    label = f'{{process="{process}"'
-    return _SAMPLE.sub(lambda name: f"{name[1]}{label}{',' if name[2] else '}'}", page)
 
 
 def merged(pages: Iterable[str]) -> str:

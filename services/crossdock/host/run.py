@@ -57,7 +57,7 @@ def run_host(config: HostConfig, console: Console) -> int:
     supervisor = _containers(config, log_dir) if config.docker else _processes(config, log_dir)
     timeout_s = config.control.form_timeout_s if config.control else _JOIN_TIMEOUT_S
     try:
-        with _health(config.http_listen, supervisor):
+        with _health(config, supervisor):
             supervisor.start()
             view = _wait(supervisor, timeout_s, console)
             _show(supervisor, view, "stderr" if config.log_to_stderr else str(log_dir), console)
@@ -223,17 +223,17 @@ def _follow(supervisor: Watched, view: GroupView, console: Console) -> None:
 
 
 @contextmanager
-def _health(listen: str, supervisor: Watched) -> Iterator[None]:
+def _health(config: HostConfig, supervisor: Watched) -> Iterator[None]:
     """The host's pages. With containers they are those of the workers' container, which are published."""
     server = None
-    if listen and isinstance(supervisor, Supervisor):
+    if config.http_listen and isinstance(supervisor, Supervisor):
         children, names = supervisor, [child.name for child in supervisor.children]
 
         def ready() -> tuple[bool, str]:
             return readiness(names, children.addresses(), children.security)
 
-        page = HostMetricsPage(children.metrics, names, children.addresses, children.security)
-        server = serve_http(listen, page, ready, children.security)
+        page = HostMetricsPage(children.metrics, names, children.addresses, children.security, config.worker.group)
+        server = serve_http(config.http_listen, page, ready, children.security)
     try:
         yield
     finally:

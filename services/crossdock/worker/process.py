@@ -29,7 +29,7 @@ from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.call_limits import CallLimits
 from crossdock.common.config import Identity, WorkerConfig
 from crossdock.common.grpc_core_log import grpc_core_log
-from crossdock.common.http import HttpServer, serve_http
+from crossdock.common.http import HttpServer, page_of, serve_http
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.common.rpc import ListenError
@@ -152,8 +152,8 @@ class _Process:
         server, address = await self._listen()
         try:
             self._liveness = Liveness(lagged=self._metrics.event_loop_lag_seconds.observe)
-            registry, trouble = self._metrics.registry, self._liveness.trouble
-            http = serve_http(self._config.http_listen, registry, self._ready, self._security, trouble)
+            page, trouble = page_of(self._metrics.registry, self._config.group), self._liveness.trouble
+            http = serve_http(self._config.http_listen, page, self._ready, self._security, trouble)
         except ListenError:
             await server.stop(0)
             raise

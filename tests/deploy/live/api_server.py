@@ -82,7 +82,7 @@ def test_the_server_takes_every_example(cluster: Cluster, example: Path) -> None
     worker = yaml.safe_load(example.read_text())["worker"]
     values = yaml.safe_load(example.read_text()) | {"worker": {**worker, "workload": "StatefulSet"}}
     on_host = "hostPath" in worker.get("model", {}).get("volume", {})
-    locks = "rdma" in worker
+    locks = "resource" in worker.get("rdma", {})
     warnings = dry_run(cluster, values)
     assert len(warnings) == on_host + locks
     if on_host:

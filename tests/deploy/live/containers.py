@@ -87,7 +87,7 @@ def test_the_control_plane_starts_without_rights_and_stops_when_told(images: Ima
     with container(images, "crossdock-bed-control", "localhost/crossdock-control:bed", "control", *flags) as name:
         wait_for(images, name, http)
         assert images.podman("exec", name, "python", "-c", "import os; print(os.getuid())").strip() == "10001"
-        assert "crossdock_world_size 4.0" in get(http, "/metrics")
+        assert 'crossdock_world_size{group="default"} 4.0' in get(http, "/metrics")
         assert images.podman("exec", name, "cat", "/proc/1/comm").strip() == "tini"
         code, _ = stop(images, name)
     assert code == 0

@@ -133,7 +133,7 @@ def queries() -> list[str]:
         for panel in (one, *one.get("panels", ()))
         for target in panel.get("targets", ())
     ]
-    here = {"$job": f"{NAMESPACE}/moe", "$__rate_interval": "2m"}
+    here = {"$job": f"{NAMESPACE}/moe", "$group": f"{NAMESPACE}/moe", "$__rate_interval": "2m"}
     return [re.sub(r"\$\w+", lambda name: here[name[0]], one) for one in asked if not ABSENT.search(one)]
 
 

@@ -9,7 +9,9 @@ import os
 import signal
 from typing import Any
 
-from tests.deploy.bed.release import Release, is_ready, right
+import pytest
+
+from tests.deploy.bed.release import CHART, NAMESPACE, Release, is_ready, right
 
 ROWS = 96
 
@@ -123,4 +125,29 @@ def test_the_worker_pod_leaves_a_drained_node_when_its_budget_lets_it(release: R
 
 def test_uninstall_leaves_nothing(release: Release) -> None:
     """Neither in the namespace nor outside of any, with the release's label or without."""
+    release.uninstall()
+
+
+BROKEN = {
+    "a wrong tag": ({"image": {"tag": "wrong"}}, "ErrImageNeverPull"),
+    "too many GPUs": ({"worker": {"gpus": 2}}, "Insufficient nvidia.com/gpu"),
+    "a missing Secret": ({"tls": {"enabled": True}}, 'secret "moe-worker-tls" not found'),
+}
+"""What is wrong with the first install, and the word by which Kubernetes tells it."""
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_an_upgrade_repairs_a_first_install_that_never_was_ready(release: Release, fault: str) -> None:
+    wrong, word = BROKEN[fault]
+    given = {**release.given, "image": {**release.given["image"], "pullPolicy": "Never"}}
+    broken = {**given, **{part: {**given.get(part, {}), **changed} for part, changed in wrong.items()}}
+    release.cluster.helm("install", "moe", str(CHART), "--namespace", NAMESPACE, values=broken)
+    release.cluster.eventually("the worker pod is stuck", lambda: word in release.explain(), instead=release.explain)
+    (stuck,) = release.pods("worker")
+    assert not is_ready(stuck)
+    release.helm("upgrade", "moe", str(CHART), values=given)
+    release.wait_ready()
+    (pod,) = release.pods("worker")
+    assert pod["metadata"]["uid"] != stuck["metadata"]["uid"]
+    release.asked("repaired")
     release.uninstall()
