@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -96,6 +96,17 @@ def test_make_targets_named_in_documents_exist() -> None:
     assert {target for _, target in named} <= targets, {(p, t) for p, t in named if t not in targets}
 
 
+def cited_results(texts: Iterable[str]) -> set[str]:
+    """The folders under docs/results that these link to, or name in quotes."""
+    return {name for text in texts for name in re.findall(r"(?:results/|\")(20\d\d-\d\d-\d\d-[\w-]+)", text)}
+
+
+def test_folders_of_results_are_those_that_something_cites() -> None:
+    kept = {path.name for path in (ROOT / "docs" / "results").iterdir() if path.is_dir()}
+    cited = cited_results(text_of(path) for path in files() if path != Path(__file__))
+    assert kept == cited, f"cited by nothing: {sorted(kept - cited)}; not there: {sorted(cited - kept)}"
+
+
 @pytest.mark.parametrize("look", [unknown_labels, unknown_options])
 def test_metrics_and_options_named_in_documents_exist(look: Callable[[str], list[str]]) -> None:
     faults = [f"{name_of(path)}: {fault}" for path in documents() for fault in look(text_of(path))]
@@ -108,6 +119,11 @@ def test_the_rules_see_a_planted_fault(tmp_path: Path) -> None:
         "# A `b` c\n[1](#a-b-c) [2](#none) [3](page.md#a-b-c) [4](page.md#d) [5](other.md)\n# A b c\n[6](#a-b-c-1)"
     )
     assert dead_links(page) == ["#none", "page.md#d", "other.md"]
+    history = "`2026-11-01-cpux8`"  # in git history, no folder any more
+    assert cited_results(["[csv](../results/2026-11-01-a/b)", 'R / "2026-11-02-c"', history]) == {
+        "2026-11-01-a",
+        "2026-11-02-c",
+    }
     text = '`crossdock_epoch{process="w"}` crossdock_rpc_refusals_total{reason} crossdock_epoch{rank} crossdock_no{a}'
     assert unknown_labels(text) == ["crossdock_epoch{rank}", "crossdock_no{a}"]
     assert unknown_options("`crossdock top --once --two`, crossdock up --model x") == ["crossdock top --two"]

@@ -63,7 +63,7 @@ __device__ __forceinline__ LlScratch make_ll_scratch(const World& world, u8* sha
 // Routing of a previous handle. After an aborted dispatch its memory may be garbage, and this runs before the abort
 // word is known, so out-of-range values become kNoExpert. Together with `dst_row`, which the metadata needs, all four
 // words are read on purpose: an unread load register is reused at once, and that stalls the warp until the load is
-// complete (docs/kernels/log/ht.md).
+// complete (docs/lab/kernels/ht.md).
 __device__ __forceinline__ i32 key_of(const World& world, const Route& route) {
   const bool valid = route.rank < world.size && route.position >= 0 &&
                      static_cast<u32>(route.local_expert) < static_cast<u32>(world.local_stride);

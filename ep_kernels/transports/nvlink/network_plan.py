@@ -10,7 +10,7 @@ LEAST, TOKENS_PER_BLOCK = 4, 4
 SLICE_BYTES = 256 << 10
 """At least."""
 LAG_BYTES = 2 << 20
-"""A GPU that reads what a processor has just received slows what follows by a third: docs/network-speed.md."""
+"""A GPU that reads what a processor has just received slows what follows by a third: docs/lab/network-speed.md."""
 
 
 def most_blocks(c: MoEConfig, asked: int | None, num_sms: int) -> int:
@@ -18,7 +18,7 @@ def most_blocks(c: MoEConfig, asked: int | None, num_sms: int) -> int:
 
     What blocks read of one place in host memory, each of them waits for the others' reads of it. Two H100, T = 1: a
     pair takes 84 to 96 us with 4 blocks, 126 to 159 with 16, and 310 to 440 with 132 (680 to 890 when each block read
-    words by itself). 16 blocks move 20 GB/s to and from host memory: docs/network-speed.md.
+    words by itself). 16 blocks move 20 GB/s to and from host memory: docs/lab/network-speed.md.
     """
     if c.network is None or asked is not None:
         return min(num_sms, asked or num_sms)

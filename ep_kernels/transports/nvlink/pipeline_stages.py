@@ -34,7 +34,7 @@ RECV_SHARE = 0.36
 """Part of the memory for rows and received partials that the latter get. Rows of several experts are summed before they
 leave, so more bytes are loaded than received."""
 COPIED_RECV_SHARE = 0.7
-"""Share of the stages that receive, for copied rows: rows that wait in stages arrive late (docs/kernels/log/ht.md)."""
+"""Share of the stages that receive, for copied rows: rows that wait in stages arrive late (docs/lab/kernels/ht.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ SMALL_SEGMENT = 2048
 HT_BLOCKS = 64
 """Most blocks of an HT launch: enough to fill NVLink, the rest of the GPU stays free."""
 LINK_GBPS = 350
-"""NVLink bandwidth of a GPU, one way; measured on H200 (docs/kernels/log/ht.md)."""
+"""NVLink bandwidth of a GPU, one way; measured on H200 (docs/lab/kernels/ht.md)."""
 COMBINE_GBPS, DISPATCH_GBPS = {False: 60, True: 45}, {False: 25, True: 19}
 """GB/s that one block moves through its shared memory, in and out: HT combine by whether partials are fp8, HT dispatch
 by whether it quantises. LINK_GBPS over this: the number of blocks that keeps the links busy (same source)."""
@@ -51,7 +51,7 @@ CPP_TYPES = {
 }  # fmt: skip
 STAGED_ROWS = 6
 """Most rows of a partial that a warp of LL combine prefetches together, where rows are per expert. 3, 4 and 7 were
-slower on 2 H200, 5 no faster: docs/kernels/log/ll.md."""
+slower on 2 H200, 5 no faster: docs/lab/kernels/ll.md."""
 LL_MAX_TOKENS = {
     Layout.RANK_MAJOR: 512,
     Layout.FLAT: 512,
@@ -67,10 +67,10 @@ MAX_RANKS = abi.MAX_RANKS
 DISPATCH_SENDERS = {(False, False): 0.15, (False, True): 0.3, (True, False): 0.12, (True, True): 0.3}
 COMBINE_SENDERS = {(False, False): 0.4, (False, True): 0.4, (True, False): 0.5, (True, True): 0.6}
 """Shares of an LL launch's blocks that send, by whether rows are per expert and whether they become fp8 on the way: who
-quantises needs more hands. Measured on 4 H200: docs/kernels/log/ll.md."""
+quantises needs more hands. Measured on 4 H200: docs/lab/kernels/ll.md."""
 ENOUGH_SENDERS, FEW_SHARE = 9, 0.3
 """Few blocks need a larger share to fill the links, up to this many senders: on 24 blocks a pair of 128 tokens took 76
-us with 7 senders, and 97 with 4 (rank-major, 4 H200, kernels of version 8: docs/kernels/log/ll.md)."""
+us with 7 senders, and 97 with 4 (rank-major, 4 H200, kernels of version 8: docs/lab/kernels/ll.md)."""
 POWER_OF_TWO = {ScaleFormat.FP32: 0, ScaleFormat.UE8M0: 1, ScaleFormat.UE8M0_PACKED: 2}
 
 
@@ -348,7 +348,7 @@ def dispatch_blocks(c: MoEConfig, sizes: Sizes) -> int:
     """Blocks of an HT dispatch with which the links are the bottleneck of a step of uniform routing.
 
     A row is loaded once and stored once for each rank. More blocks gain nothing, and are slower with skewed routing
-    (docs/kernels/log/ht.md). Per-expert layouts also copy rows on arrival and get the maximum.
+    (docs/lab/kernels/ht.md). Per-expert layouts also copy rows on arrival and get the maximum.
     """
     if c.resolved_layout.per_expert:
         return HT_BLOCKS

@@ -3,7 +3,7 @@
 A load goes on while instructions behind it are executed. It takes one of six scoreboards, and every instruction carries
 a mask of those that it waits for, a wait for all that is under way on them. So an instruction that only *writes* a
 register which a load will fill, as it may where nobody reads that part of a 16-byte load, stops the warp as if it read
-it, however early it stands: it cost LL dispatch up to 12 % (docs/kernels/log/ll.md, version 11).
+it, however early it stands: it cost LL dispatch up to 12 % (docs/lab/kernels/ll.md, version 11).
 
 The encoding of the mask is not documented; this is what the instructions of sm_90a show: of the upper 64 bits, 46 to 48
 name the scoreboard that a load takes (7 = none), 52 to 57 are the mask.
