@@ -136,11 +136,6 @@ def route(expert_map: ExpertMap, topk_ids: torch.Tensor, source: int, active: Se
     return Route(ranks[place], slots[place], valid, invalid)
 
 
-def distinct_ranks(destination: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """bool [T, R]: which ranks hold at least one expert of the token, from `Route.rank` [T, K]."""
-    return (destination[:, :, None] == torch.arange(num_ranks, device="cpu")).any(1)
-
-
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows that one destination rank receives, in canonical order; int64 [N] each.

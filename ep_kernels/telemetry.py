@@ -130,12 +130,3 @@ def quantile(values: Sequence[float], q: float) -> float:
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(q * len(values)) - 1)]
-
-
-def slowest_peer(samples: Sequence[LatencySample]) -> tuple[int, int]:
-    """(rank that was waited for longest in all, those nanoseconds); (-1, 0) of nothing."""
-    totals: dict[int, int] = {}
-    for sample in samples:
-        for rank, wait in enumerate(sample.peer_wait_ns):
-            totals[rank] = totals.get(rank, 0) + wait
-    return max(((rank, total) for rank, total in totals.items() if total), key=lambda pair: pair[1], default=(-1, 0))

@@ -69,11 +69,6 @@ class CollectiveEngine:
         return int(self.map.num_bytes)
 
     @property
-    def flag_bytes(self) -> int:
-        """Bytes of the region's start that hold flags."""
-        return int(self.map.lines)
-
-    @property
     def blank_bytes(self) -> tuple[tuple[int, int], ...]:
         """[begin, end) of what must be zero before peers write: flags, and packets with flags in their data."""
         return ((0, int(self.map.reduce)),)
