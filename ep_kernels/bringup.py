@@ -1,8 +1,7 @@
 """How ranks find out, once, that they can work together: every rank says hello, and a mismatch is refused by name.
 
 AUTO sizes its buffers by the crossover, so ranks that were given none say hello once more, before anything is
-allocated: the lowest rank whose machine has measured one decides for all; also that AUTO is AG, where that was measured
-to be ahead in every step.
+allocated: the lowest rank whose machine has measured one decides for all.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ep_kernels import tuning
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ConfigError, TransportError
 from ep_kernels.transports.base import Transport
-from ep_kernels.types import Layout, Mode
+from ep_kernels.types import Mode
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -28,7 +27,6 @@ class Hello(msgspec.Struct, frozen=True):
         epoch: membership counter of its group.
         fields: its configuration, field by field, as text.
         measured: AUTO's crossover as its machine has measured it; None: it has not, or AUTO is not used.
-        gathers: AG was measured to be ahead in every step.
         ticket: how peers redeem its region; opaque. Empty where only the crossover is to be agreed on.
         unable: why this rank cannot have a region; "" where it can. Then there is no ABI to compare.
     """
@@ -39,29 +37,18 @@ class Hello(msgspec.Struct, frozen=True):
     measured: int | None
     ticket: bytes
     unable: str = ""
-    gathers: bool = False
 
 
 def settle(config: MoEConfig, transport: Transport) -> MoEConfig:
-    """The configuration with AUTO's crossover in it, or with AG in its place, equal on all ranks; collective where the
-    crossover was not given, and then raises what `meet` raises. Ranks that differ in whether they ask also differ in a
-    field, so neither waits in vain."""
+    """The configuration with AUTO's crossover in it, equal on all ranks; collective where the crossover was not given,
+    and then raises what `meet` raises. Ranks that differ in whether they ask also differ in a field, so neither waits
+    in vain."""
     if config.mode is not Mode.AUTO or config.ll_max_tokens is not None:
         return config
     found = tuning.recall(tuning.cache_dir(config.kernel_cache_dir), tuning.key_of(config, transport.device_name()))
-    ahead = found is not None and tuning.gathers(found, config.max_tokens_per_rank)
-    gathers = ahead and _may_gather(config, transport)
-    hellos = _exchange(config, transport, None if found is None else found.ll_max_tokens, b"", gathers)
-    first = next((hello for hello in hellos if hello.measured is not None), None)
-    crossover = transport.ll_max_tokens() if first is None else first.measured
-    mode = Mode.AG if first is not None and first.gathers else Mode.AUTO
-    return msgspec.structs.replace(config, ll_max_tokens=crossover, mode=mode)
-
-
-def _may_gather(config: MoEConfig, transport: Transport) -> bool:
-    same = config.resolved_combine_dtype == config.resolved_output_dtype
-    major = config.resolved_layout is Layout.RANK_MAJOR
-    return same and major and config.network is None and Mode.AG in transport.capabilities.modes
+    hellos = _exchange(config, transport, None if found is None else found.ll_max_tokens, b"")
+    crossover = next((hello.measured for hello in hellos if hello.measured is not None), transport.ll_max_tokens())
+    return msgspec.structs.replace(config, ll_max_tokens=crossover)
 
 
 def meet(config: MoEConfig, transport: Transport, ticket: bytes) -> tuple[bytes, ...]:
@@ -73,11 +60,8 @@ def meet(config: MoEConfig, transport: Transport, ticket: bytes) -> tuple[bytes,
     return tuple(hello.ticket for hello in _exchange(config, transport, None, ticket))
 
 
-def _exchange(
-    config: MoEConfig, transport: Transport, measured: int | None, ticket: bytes, gathers: bool = False
-) -> list[Hello]:
-    abi, fields = transport.capabilities.abi, fingerprint(config)
-    mine = Hello(abi, config.group.epoch, fields, measured, ticket, gathers=gathers)
+def _exchange(config: MoEConfig, transport: Transport, measured: int | None, ticket: bytes) -> list[Hello]:
+    mine = Hello(transport.capabilities.abi, config.group.epoch, fingerprint(config), measured, ticket)
     return exchange_hellos(config.group, config.timeout_s, mine)
 
 

@@ -148,7 +148,7 @@ def share_memory(one: object, other: object) -> bool:
 def rounds_sums(config: MoEConfig, device_type: str) -> bool:
     """Whether combine's sums may be rounded to `config.dtype` as they are written, once, instead of to the output
     dtype."""
-    return device_type == "cpu" and config.mode is not Mode.AG and config.dtype in _FLOATS
+    return device_type == "cpu" and config.dtype in _FLOATS
 
 
 def source_weights(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor | None:

@@ -47,13 +47,10 @@ class MoECommunicator(SteppingMember):
         transport = create(config)
         try:
             bringup.check_capabilities(config, transport)
-            asked, config = config.mode, bringup.settle(config, transport)
+            config = bringup.settle(config, transport)
         except BaseException:
             transport.close()
             raise
-        if config.mode is not asked:
-            transport.close()
-            transport = create(config)
         super().__init__(config, transport)
         self._num_local_experts = config.resolved_expert_map.num_local_experts(self.rank)  # a map never changes
         self._device = transport.capabilities.device_type
@@ -124,8 +121,7 @@ class MoECommunicator(SteppingMember):
             topk_weights: [T, K] float32. NaN propagates into the token's result (`validate`: refused).
             previous_handle: use its routing again and skip the count exchange. topk_ids is then not looked at, and
                 topk_weights None means the former ones. All ranks pass the handle of the same step.
-            step_tokens: largest T of the step, equal on all ranks; AUTO picks the algorithm by it, AG moves this
-                many rows of every rank. None: M.
+            step_tokens: largest T of the step, equal on all ranks; AUTO picks the algorithm by it. None: M.
 
         Raises: ArgumentError, HandleError (nothing was sent), CapacityError, PeerTimeout, AbortedError, ClosedError.
         """
@@ -205,7 +201,7 @@ class MoECommunicator(SteppingMember):
             y: expert outputs, contiguous, in the shape of `DispatchOutput.tokens` and the output dtype; anywhere in
                 memory, or what `combine_input(handle)` gave.
             handle: of the dispatch; may be used more than once.
-            out: [T, H] output dtype to write into, apart from y, or None; cpu without AG, not compiled: or float
+            out: [T, H] output dtype to write into, apart from y, or None; cpu, not compiled: or float
                 `config.dtype`.
             topk_weights: [T, K] float32 to weigh with instead of those of the dispatch, for callers that get them only
                 now. `exact_combine` only, and not inside torch.compile.

@@ -60,7 +60,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """M, most tokens that one dispatch may bring. Sizes the regions: R * M rows per buffer."""
     mode: Mode = Mode.LL
     layout: Layout | None = None
-    """None: EXPERT_MAJOR for LL, FLAT for HT, RANK_MAJOR for AG, which has no other, GROUPED for AUTO."""
+    """None: EXPERT_MAJOR for LL, FLAT for HT, GROUPED for AUTO."""
     dtype: Any = torch.bfloat16
     """torch.dtype of x as the caller gives it. For pass-through of packed formats: torch.uint8 with H bytes per row."""
     quantize: bool = False
@@ -104,8 +104,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Raise ArgumentError for ids out of range instead of counting them (costs a scan, and a sync on GPUs)."""
     ll_max_tokens: int | None = None
     """AUTO: steps of at most this many tokens per rank run LL; on GPUs its buffers hold no more. None: what `crossdock
-    tune` has measured on this machine (the lowest rank that knows decides for all), else the transport's default; with
-    RANK_MAJOR all steps run AG, where that was measured to be ahead in every one."""
+    tune` has measured on this machine (the lowest rank that knows decides for all), else the transport's default."""
     transport: str = "cpu"
     """Folder name under `ep_kernels/transports`."""
     network: Any = None
@@ -113,8 +112,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     differ between ranks, its provider apart."""
     num_sms: int | None = None
     """GPUs: multiprocessors that one operation may fill, with one block on each. None: all for LL; for HT
-    as many as keep the links busy (in dispatch of per-expert layouts 64). AG: 0 = rows go out by copy engines
-    alone. Results do not depend on it."""
+    as many as keep the links busy (in dispatch of per-expert layouts 64). Results do not depend on it."""
     dispatch_sms: int | None = None
     """`num_sms` of dispatches alone. None: as `num_sms`."""
     combine_sms: int | None = None
@@ -178,7 +176,6 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 _LAYOUTS = {
     Mode.LL: Layout.EXPERT_MAJOR,
     Mode.HT: Layout.FLAT,
-    Mode.AG: Layout.RANK_MAJOR,
     Mode.AUTO: Layout.GROUPED,
 }
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -209,17 +206,6 @@ def _check(c: MoEConfig) -> None:
     _require(c.topk <= c.num_experts, "topk", f"at most num_experts = {c.num_experts}", c.topk)
     _check_dtypes(c)
     _check_shapes(c)
-    if c.mode is Mode.AG:
-        _check_gather(c)
-
-
-def _check_gather(c: MoEConfig) -> None:
-    here = "with mode ag"
-    _require(c.resolved_layout is Layout.RANK_MAJOR, "layout", f"RANK_MAJOR {here}", c.resolved_layout.value)
-    same = c.resolved_combine_dtype == c.resolved_output_dtype
-    _require(same, "combine_dtype", f"None or {c.resolved_output_dtype} {here}", c.combine_dtype)
-    _require(c.network is None, "network", f"None {here}: its ranks share one host", "a NetworkConfig")
-    _require(c.max_in_flight <= 5, "max_in_flight", f"at most 5 {here}: three collectives each", c.max_in_flight)
 
 
 def _check_kinds(c: MoEConfig) -> None:
@@ -229,8 +215,7 @@ def _check_kinds(c: MoEConfig) -> None:
     _require(c.layout is None or isinstance(c.layout, Layout), "layout", "None or a Layout", c.layout)
     for name in ("quantize", "exact_combine", "exact_shapes", "validate"):
         _require(type(getattr(c, name)) is bool, name, "a bool", getattr(c, name))
-    copies = int(c.mode is not Mode.AG)
-    limits = ("num_sms", copies), ("dispatch_sms", copies), ("combine_sms", 1)
+    limits = ("num_sms", 1), ("dispatch_sms", 1), ("combine_sms", 1)
     for name, low in (("max_recv_rows", 1), ("ll_max_tokens", 0), *limits):
         value = getattr(c, name)
         fits = value is None or (type(value) is int and low <= value < 1 << 31)

@@ -84,7 +84,6 @@ def dispatch(
     body, topk_weights = body.detach(), _detached(topk_weights)
     if previous is None:
         mode, former = mode_of(site, step_tokens), FRESH
-        step_tokens = None if mode is Mode.AG else step_tokens  # the routing has the shape of the step, which is M here
     else:
         mode, former, topk_ids = previous.mode, carried(previous), previous.topk_ids
         topk_weights = _detached(previous.topk_weights) if topk_weights is None else topk_weights

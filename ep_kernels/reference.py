@@ -18,8 +18,8 @@ import torch
 
 from ep_kernels import quant
 from ep_kernels.config import MoEConfig, receive_rows
-from ep_kernels.routing import Route, Rows, all_rows, expert_rows, group_offsets, rank_rows, route
-from ep_kernels.types import CombineOrder, DispatchOutput, Layout, Mode, ScaleFormat
+from ep_kernels.routing import Route, Rows, expert_rows, group_offsets, rank_rows, route
+from ep_kernels.types import CombineOrder, DispatchOutput, Layout, ScaleFormat
 
 Tensors = Sequence[torch.Tensor]
 
@@ -67,10 +67,7 @@ def dispatch(
 def _receive(step: ReferenceStep, xs: Tensors, scales: Tensors | None, rank: int) -> DispatchOutput:
     config, layout, here = step.config, step.config.resolved_layout, step.routes[rank]
     num_local = config.resolved_expert_map.num_local_experts(rank)
-    if config.mode is Mode.AG:
-        rows = all_rows(step.routes)
-    else:
-        rows = expert_rows(step.routes, rank, num_local) if layout.per_expert else rank_rows(step.routes, rank)
+    rows = expert_rows(step.routes, rank, num_local) if layout.per_expert else rank_rows(step.routes, rank)
     place, shape, offsets = _places(config, rows, num_local)
     step.places.append(_place_tables(step, rows, place, rank))
     counts = torch.bincount(rows.group[place >= 0], minlength=len(rows.counts))

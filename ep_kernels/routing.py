@@ -136,11 +136,6 @@ def route(expert_map: ExpertMap, topk_ids: torch.Tensor, source: int, active: Se
     return Route(ranks[place], slots[place], valid, invalid)
 
 
-def distinct_ranks(destination: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """bool [T, R]: which ranks hold at least one expert of the token, from `Route.rank` [T, K]."""
-    return (destination[:, :, None] == torch.arange(num_ranks, device="cpu")).any(1)
-
-
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows that one destination rank receives, in canonical order; int64 [N] each.
@@ -179,14 +174,6 @@ def rank_rows(routes: Sequence[Route], rank: int) -> Rows:
     return _rows(source, token, torch.zeros_like(token), source, len(routes))
 
 
-def all_rows(routes: Sequence[Route]) -> Rows:
-    """One row for every token of every source, ordered by (source, token): what every rank receives in `Mode.AG`."""
-    counts = [len(r.rank) for r in routes]
-    source = torch.cat([torch.full((count,), s, device="cpu") for s, count in enumerate(counts)])
-    token = torch.cat([torch.arange(count, device="cpu") for count in counts])
-    return _rows(source, token, torch.zeros_like(token), source, len(routes))
-
-
 def _rows(source: torch.Tensor, token: torch.Tensor, k: torch.Tensor, group: torch.Tensor, num_groups: int) -> Rows:
     counts = torch.bincount(group, minlength=num_groups)
     start = counts.cumsum(0) - counts
@@ -200,16 +187,13 @@ def group_offsets(counts: torch.Tensor, alignment: int) -> torch.Tensor:
 
 
 def delivered(out: DispatchOutput) -> torch.Tensor:
-    """bool, the leading shape of `out.tokens`: True for rows that hold a token for an expert here; False for padding,
-    rows past the counts, and what `Mode.AG` brings beside."""
+    """bool, the leading shape of `out.tokens`: True for rows that hold a token for an expert here; False for padding
+    and rows past the counts."""
     shape = out.tokens.shape[:-1]
     index = torch.arange(shape[-1], device=out.tokens.device)
     match out.layout:
-        case Layout.EXPERT_MAJOR:
+        case Layout.EXPERT_MAJOR | Layout.RANK_MAJOR:
             return index < out.counts[:, None]
-        case Layout.RANK_MAJOR:
-            assert out.topk_ids is not None
-            return (index < out.counts[:, None]) & (out.topk_ids >= 0).any(-1)
         case Layout.FLAT:
             return index < out.num_rows
         case Layout.GROUPED:

@@ -51,7 +51,6 @@ class Samples(Sequence[LatencySample]):
         records: [n * record_bytes(ranks)]; not copied.
         ranks: R.
         kinds: by the numbers `op` and `mode` of a record.
-        missing: [n] `LatencySample.missing`; None: all None.
 
     Raises:
         ValueError: not a whole number of records.
@@ -62,9 +61,8 @@ class Samples(Sequence[LatencySample]):
         records: bytes | bytearray,
         ranks: int,
         kinds: Mapping[tuple[int, int], Kind] = KINDS,
-        missing: Sequence[int | None] | None = None,
     ) -> None:
-        self.records, self.ranks, self.kinds, self.missing = records, ranks, kinds, missing
+        self.records, self.ranks, self.kinds = records, ranks, kinds
         self._bytes = record_bytes(ranks)
         if len(records) % self._bytes:
             raise ValueError(f"records: expected a multiple of {self._bytes} bytes, got {len(records)}")
@@ -75,15 +73,13 @@ class Samples(Sequence[LatencySample]):
         if isinstance(samples, cls):
             return samples
         numbers: dict[Kind, tuple[int, int]] = {}
-        records, missing, ranks = bytearray(), list[int | None](), 0
+        records, ranks = bytearray(), 0
         for one in samples:
             op, mode = numbers.setdefault((one.op, one.mode), (len(numbers), 0))
             ranks = ranks or len(one.peer_wait_ns)
             head = op, mode, one.tokens, ranks, one.seq, one.start_ns, one.send_ns, one.total_ns
             records += struct.pack(f"=4iQ{3 + ranks}q", *head, *one.peer_wait_ns)
-            missing.append(one.missing)
-        known = missing if any(number is not None for number in missing) else None
-        return cls(records, ranks, {number: kind for kind, number in numbers.items()}, known)
+        return cls(records, ranks, {number: kind for kind, number in numbers.items()})
 
     def __len__(self) -> int:
         return len(self.records) // self._bytes
@@ -118,8 +114,7 @@ class Samples(Sequence[LatencySample]):
             raise ValueError(f"records: expected {self.ranks} ranks, got {ranks}")
         name, algorithm = self.kind(op, mode)
         waits = struct.unpack_from(f"={ranks}q", self.records, at + _HEAD.size)
-        missing = self.missing[number] if self.missing else None
-        return LatencySample(name, algorithm, seq, tokens, start, send, waits, total, missing)
+        return LatencySample(name, algorithm, seq, tokens, start, send, waits, total)
 
 
 def merged(*parts: Sequence[LatencySample]) -> Sequence[LatencySample]:
@@ -135,12 +130,3 @@ def quantile(values: Sequence[float], q: float) -> float:
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(q * len(values)) - 1)]
-
-
-def slowest_peer(samples: Sequence[LatencySample]) -> tuple[int, int]:
-    """(rank that was waited for longest in all, those nanoseconds); (-1, 0) of nothing."""
-    totals: dict[int, int] = {}
-    for sample in samples:
-        for rank, wait in enumerate(sample.peer_wait_ns):
-            totals[rank] = totals.get(rank, 0) + wait
-    return max(((rank, total) for rank, total in totals.items() if total), key=lambda pair: pair[1], default=(-1, 0))

@@ -1,7 +1,6 @@
 """AUTO's crossover as it was measured on this machine: what is kept, the rule, and the file.
 
     chosen = crossover(tokens, ll_us, ht_us)                  # pure
-    gathers(record, max_tokens)                               # pure: whether AG was ahead in every step
     remember(cache_dir(config.kernel_cache_dir) / FILE_NAME, Record(key_of(config, machine), chosen, ...))
     recall(cache_dir(config.kernel_cache_dir), key_of(config, machine))       # Record or None
 
@@ -73,7 +72,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ll_us, ht_us: what a dispatch + combine pair of each took: slowest rank, median of runs.
         measured_at: UTC, ISO 8601.
         crossdock: version that measured.
-        ag_us: as ll_us, of AG with steps of their own size; None: it was not measured.
     """
 
     key: Key
@@ -83,7 +81,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ht_us: tuple[Microseconds, ...]
     measured_at: str
     crossdock: str
-    ag_us: tuple[Microseconds, ...] | None = None
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,15 +110,6 @@ def crossover(tokens: Sequence[int], ll_us: Sequence[float], ht_us: Sequence[flo
         split: math.fsum((ll if t <= split else ht) / min(ll, ht) - 1 for t, ll, ht in steps) for split in (0, *tokens)
     }
     return min(losses, key=lambda split: losses[split])
-
-
-def gathers(record: Record, max_tokens: int) -> bool:
-    """Whether AUTO is AG in a communicator of `max_tokens` tokens per rank: AG was measured up to there, and ahead by
-    MARGIN of what AUTO would run in every step."""
-    if record.ag_us is None or max_tokens > record.tokens[-1]:
-        return False
-    steps = zip(record.tokens, record.ll_us, record.ht_us, record.ag_us, strict=True)
-    return all(ag * (1 + MARGIN) < (ll if tokens <= record.ll_max_tokens else ht) for tokens, ll, ht, ag in steps)
 
 
 def ladder(most: int) -> tuple[int, ...]:

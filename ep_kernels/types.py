@@ -22,12 +22,8 @@ class Mode(enum.Enum):
     """Low latency: fixed slots, no count exchange before the payload. Decode."""
     HT = "ht"
     """High throughput: counts first, then every row straight to its final compact place. Prefill, training."""
-    AG = "ag"
-    """All-gather and reduce-scatter: every rank gets every token. Layout RANK_MAJOR, one host; pays where most tokens
-    have an expert on most ranks."""
     AUTO = "auto"
-    """One communicator, one layout; LL or HT chosen per call from `step_tokens`, which must be equal on all ranks. AG
-    for all calls, where `crossdock tune` has found it ahead."""
+    """One communicator, one layout; LL or HT chosen per call from `step_tokens`, which must be equal on all ranks."""
 
 
 class CombineOrder(enum.Enum):
@@ -49,9 +45,7 @@ class Layout(enum.Enum):
     GROUPED = "grouped"
     """[N, H] compact, rows of one expert together, groups padded to `expert_alignment`; combine applies the weights."""
     RANK_MAJOR = "rank_major"
-    """[R, M, H], one row per (token, rank); the caller weights and reduces its experts, combine sums over ranks.
-    `Mode.AG`: one row for every token of every rank, where its place is; all ids of a token without an expert here are
-    -1, and combine does not look at its row."""
+    """[R, M, H], one row per (token, rank); the caller weights and reduces its experts, combine sums over ranks."""
     FLAT = "flat"
     """[N, H] compact, one row per (token, rank), by (source rank, token); weights as RANK_MAJOR."""
 
@@ -124,7 +118,7 @@ class DispatchHandle:
         owner: id of the communicator that made it, in this process; 0: none.
         seq: sequence number of the dispatch.
         num_tokens: T of the dispatch.
-        mode: the algorithm that ran: LL, HT or AG.
+        mode: the algorithm that ran: LL or HT.
         epoch: membership under which the routing was made; a handle of an older epoch is refused.
         state: what the transport needs to find its rows again.
         rows_shape: leading shape of `DispatchOutput.tokens` (all but H).
@@ -191,16 +185,14 @@ class LatencySample:
 
     Attributes:
         op: "dispatch", "combine", "exchange", "all_gather", "reduce_scatter" or "all_reduce".
-        mode: "ll", "ht" or "ag"; of an exchange "host"; of a collective its algorithm.
+        mode: "ll" or "ht"; of an exchange "host"; of a collective its algorithm.
         seq: sequence number of the operation.
-        tokens: T; of "ag" the step's tokens, padding included; of an exchange 0; of a collective the bytes of one
-            rank's x, at most 2^31 - 1.
+        tokens: T; of an exchange 0; of a collective the bytes of one rank's x, at most 2^31 - 1.
         start_ns: monotonic time at entry of the send half.
         send_ns: nanoseconds until this rank's own sends were done, from start.
         peer_wait_ns: per rank, nanoseconds from the start of the receive half until that peer's data was there
             (0 for itself and for inactive ranks). On GPUs as one of its blocks saw it.
         total_ns: nanoseconds spent inside the operation (send half + receive half, without the time between).
-        missing: samples that were lost right before this one; None: as many as `seq` leaves out of the numbers of `op`.
     """
 
     op: str
@@ -211,7 +203,6 @@ class LatencySample:
     send_ns: int
     peer_wait_ns: tuple[int, ...]
     total_ns: int
-    missing: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

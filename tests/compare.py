@@ -49,7 +49,7 @@ def same_dispatch(got: DispatchOutput, want: DispatchOutput, filled: int = 0) ->
             assert a.dtype == b.dtype, f"{name}: dtype {a.dtype}, want {b.dtype}"
             assert a.tolist() == b.tolist(), f"{name}: got {a.tolist()}, want {b.tolist()}"
     assert got.layout is want.layout
-    rows = _counted(want)
+    rows = delivered(want)
     for name in ("tokens", "scales", "topk_ids", "topk_weights"):
         a, b = getattr(got, name), getattr(want, name)
         assert (a is None) == (b is None), name
@@ -68,13 +68,6 @@ def filled_rows(config: MoEConfig, mode: Mode | None = None) -> int:
     few = config.mode is Mode.AUTO and mode is Mode.LL and config.ll_max_tokens is not None
     most = config.max_tokens_per_rank
     return int(config.group.size * (min(most, config.ll_max_tokens) if few else most))
-
-
-def _counted(out: DispatchOutput) -> torch.Tensor:
-    """As `delivered`; of RANK_MAJOR every row that is counted, also what `Mode.AG` brings beside."""
-    if out.layout is Layout.RANK_MAJOR:
-        return torch.arange(out.tokens.shape[1]) < out.counts[:, None]
-    return delivered(out)
 
 
 def packed_layout(scales: torch.Tensor) -> None:

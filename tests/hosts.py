@@ -6,11 +6,11 @@ labels of one machine's ranks (`NetworkConfig.domain`), which share nothing but 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ep_kernels.network import NetworkConfig
-from ep_kernels.types import CombineOrder, Mode
+from ep_kernels.types import CombineOrder
 from tests.tools import lack
 
 SPLITS: dict[str, Callable[[int, int], int]] = {
@@ -41,12 +41,6 @@ def is_over_hosts(name: str) -> bool:
 def lacks(name: str, overrides: dict[str, Any]) -> bool:
     """Whether the options ask for what GPUs do not do over a network."""
     return name in GPUS and overrides.get("combine_order", CombineOrder.RANK) is not CombineOrder.RANK
-
-
-def asks_for_ag(given: Mapping[str, Any]) -> bool:
-    """Whether a test's parameters are Mode.AG over hosts, a ConfigError (tests/unit/test_gather.py)."""
-    modes = [value.get("mode") if isinstance(value, dict) else value for value in given.values()]
-    return is_over_hosts(given.get("transport", "")) and Mode.AG in modes
 
 
 def overrides_of(name: str, rank: int, size: int, seed: int = 0) -> dict[str, Any]:

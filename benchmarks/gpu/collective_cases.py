@@ -1,8 +1,8 @@
-"""What the benchmark of collectives measures: cases by row T1 to T8 of its table, and what each takes at least.
+"""What the benchmark of collectives measures: cases by row T1 to T7 of its table, and what each takes at least.
 
 * T1, T2: all-gather by multiprocessors and by copy engines. T3: a matmul beside an all-gather.
 * T4: matmuls with an all-gather before, or a reduce-scatter behind them. T5: reductions. T6: matmul and all-reduce.
-* T7: steps of FSDP2 (`collective_steps.py`). T8: a dispatch that is an all-gather (`Mode.AG`).
+* T7: steps of FSDP2 (`collective_steps.py`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ BESIDE_MIB = {2: 512, 4: 160, 8: 64}
 SHAPES = ((1792, 4096), (3584, 8192), (6656, 16384))
 ROWS = (4096, 8192, 16384)
 """M of T4: rows of all ranks; (N, K) by SHAPES."""
-DISPATCH_TOKENS, HIDDEN = 4096, 7168
 TFLOPS = 989.0
 """Of an H100 or H200 in bf16 and fp16, dense, as its maker says."""
 PRODUCTS = ("matmul", "matmul_beside_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-OPS = ("all_gather", "reduce_scatter", "all_reduce", *PRODUCTS, "dispatch", "fsdp_step")
+OPS = ("all_gather", "reduce_scatter", "all_reduce", *PRODUCTS, "fsdp_step")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class CollectiveCase:
         """The result."""
         if self.op in PRODUCTS and self.op != "matmul_beside_gather":
             return self.m // (ranks if self.op == "matmul_reduce_scatter" else 1), self.n
-        gathers = self.op in ("all_gather", "matmul_beside_gather", "dispatch")
+        gathers = self.op in ("all_gather", "matmul_beside_gather")
         return (self.numel * ranks if gathers else self.numel,)
 
     def gather(self) -> CollectiveCase:
@@ -101,7 +100,7 @@ def bound_us(case: CollectiveCase, ranks: int) -> float:
 
 def cases(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCase]]:
     """(backend, case) in the order in which they are measured; `quick`: a few of each kind."""
-    for family in (_gathers, _reductions, _beside, _gather_matmuls, _matmul_all_reduces, _dispatches):
+    for family in (_gathers, _reductions, _beside, _gather_matmuls, _matmul_all_reduces):
         yield from family(ranks, quick)
 
 
@@ -173,13 +172,3 @@ def _matmul_all_reduces(ranks: int, quick: bool) -> Iterator[tuple[str, Collecti
     for algorithm in ("two_streams", "sequential"):
         yield "nccl", replace(both, algorithm=algorithm)
     yield "torch", both
-
-
-def _dispatches(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCase]]:
-    rows = CollectiveCase("dispatch", DISPATCH_TOKENS * HIDDEN * 2, t="8")
-    yield "crossdock", replace(rows, op="all_gather", num_sms=0)
-    for sms in (0, None):
-        yield "crossdock", replace(rows, num_sms=sms, algorithm="ag")
-    yield "crossdock", replace(rows, algorithm="ht")
-    for name, sms in (("nccl", None), ("nccl_ce", 0)):
-        yield name, replace(rows, num_sms=sms)

@@ -39,7 +39,6 @@ from benchmarks.gpu.collective_cases import (
     cases,
     moved_bytes,
 )
-from benchmarks.gpu.collective_dispatch import create_dispatch
 from benchmarks.gpu.collective_products import Beside, create_product, weights
 from benchmarks.gpu.collective_steps import Steps
 from benchmarks.gpu.collective_targets import Line
@@ -50,9 +49,9 @@ from ep_kernels.telemetry import quantile
 
 MODULE = "benchmarks.gpu.collective_tables"
 SETS, PER_GRAPH, WARMUP = 3, 10, 8
-SPIN_US = dict.fromkeys(("dispatch", *PRODUCTS), 3000.0)
+SPIN_US = dict.fromkeys(PRODUCTS, 3000.0)
 """In which the host queues an operation, by op; else `measure.SPIN_US`."""
-GATHERS = ("all_gather", "matmul_beside_gather", "dispatch")
+GATHERS = ("all_gather", "matmul_beside_gather")
 DEADLINE_S = 120.0
 
 
@@ -91,10 +90,7 @@ def _term(case: CollectiveCase, seed: int, rank: int, ranks: int) -> torch.Tenso
 
 
 def wrong(backend: str, case: CollectiveCase, out: torch.Tensor, want: torch.Tensor) -> str:
-    """What is wrong with `out`; "": nothing. Gathers and our sums are compared bit by bit, products by size. HT brings
-    some of the rows, which its own benchmark compares."""
-    if case.algorithm == "ht":
-        return ""
+    """What is wrong with `out`; "": nothing. Gathers and our sums are compared bit by bit, products by size."""
     if case.op in GATHERS or (backend == "crossdock" and case.op not in PRODUCTS):
         return "" if torch.equal(out.view(torch.uint8), want.view(torch.uint8)) else "other bits than the definition"
     far = float((out.float() - want.float()).abs().max() / want.float().abs().max())
@@ -103,8 +99,6 @@ def wrong(backend: str, case: CollectiveCase, out: torch.Tensor, want: torch.Ten
 
 def runner_of(name: str, case: CollectiveCase, group: Any, ranks: int) -> Runner:
     """Backend `name` on a case; collective. Raises Unavailable with the reason."""
-    if case.op == "dispatch":
-        return create_dispatch(name, case, group, ranks)
     if case.op == "matmul_beside_gather":
         return Beside(case, create(name, case.gather(), group, ranks))
     return (create_product if case.op in PRODUCTS else create)(name, case, group, ranks)

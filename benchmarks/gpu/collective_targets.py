@@ -63,7 +63,6 @@ ALONE = {
     "matmul_beside_gather": ("matmul", "all_gather"),
     "all_gather_matmul": ("matmul", "all_gather"),
     "matmul_all_reduce": ("matmul",),
-    "dispatch": ("all_gather",),
 }
 """Of which lines our own time is a multiple: the longest."""
 
@@ -242,13 +241,7 @@ def _steps(table: Table, eight: bool) -> Iterator[Judged]:
     yield "7", "step of FSDP2, nccl_ce to ours, worst batch", min(copies, default=None), ">=", 1.0
 
 
-def _dispatches(table: Table, eight: bool) -> Iterator[Judged]:
-    mine = table.find(t="8", op="dispatch", backend="crossdock", algorithm="ag")
-    part = table.alone(mine[0]) if mine else None
-    yield "8", "dispatch of Mode.AG, over the gather alone", _to_part(mine, part), "<=", 1.06
-
-
 ROWS_OF_TABLE: tuple[Callable[[Table, bool], Iterator[Judged]], ...] = (
-    _gathers, _copies, _beside, _gather_matmuls, _scatters, _reductions, _all_reduces, _steps, _dispatches,
+    _gathers, _copies, _beside, _gather_matmuls, _scatters, _reductions, _all_reduces, _steps,
 )  # fmt: skip
 """By row, T1 first."""

@@ -46,7 +46,7 @@ _IDLE, _WAIT = 3, 4
 """Columns of /proc/stat that are no one's time."""
 _PARENT, _USER, _SYSTEM = 1, 11, 12
 """Columns of a process's stat, after its name."""
-WAYS: dict[str, dict[str, Any]] = {"buffer": {}, "tcp": {"way": "tcp"}, "grpc": {"shared_memory": False}}
+WAYS: dict[str, dict[str, Any]] = {"buffer": {}, "tcp": {"way": "tcp"}, "grpc": {"way": "grpc"}}
 """Arguments of a client, which may be of an older tree."""
 JOB_WAYS: dict[str, Way] = {"buffer": "auto", "tcp": "tcp", "grpc": "grpc"}
 

@@ -340,7 +340,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms, half is not None)
         torched = choice.algorithm is Algorithm.TORCH
         transport = self._by_torch("all_gather", choice.reason) if torched else self._transport
-        args = GatherArgs(parts, choice.algorithm, sms, 0, *half or (0, False))
+        args = GatherArgs(parts, choice.algorithm, sms, *half or (0, False))
         pending = self._run(transport.all_gather, args)
         if repeats and not torched:
             self._remember(args, CollectiveOp.ALL_GATHER, made[0])

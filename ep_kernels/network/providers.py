@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 import statistics
 import threading
 from dataclasses import dataclass
@@ -68,12 +67,6 @@ def ping(config: NetworkConfig, rounds: int = 100) -> float:
     """
     with _Loop(config) as loop:
         return loop.ping(rounds)
-
-
-def memlock() -> tuple[int, int]:
-    """Bytes that this process may lock, soft and hard limit; -1: any number."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return tuple(-1 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))  # type: ignore[return-value]
 
 
 class Mark(ctypes.Structure):

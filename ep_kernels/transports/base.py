@@ -39,8 +39,6 @@ from ep_kernels.errors import ConfigError
 from ep_kernels.network.network_config import NetworkConfig
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, KeptStep, LatencySample, Mode, PeerTraffic
 
-_GATHER = "ep_kernels.gather.gather_transport"
-"""`Mode.AG` of every transport: it needs its collectives alone."""
 EXCHANGE_WORDS = 8
 """int64 words per rank in one `exchange`."""
 
@@ -54,7 +52,7 @@ class DispatchArgs:
         scales: [T, S] contiguous, the caller's own, or None.
         topk_ids: int32 [T, K] contiguous, logical ids; -1 or out of range = no expert.
         topk_weights: float32 [T, K] contiguous; with `previous`, they may differ from those of the first dispatch.
-        mode: LL, HT or AG, already resolved.
+        mode: LL or HT, already resolved.
         at_once: `wait` follows immediately; a transport may then run both phases there, as one.
         previous: handle whose routing is used again (topk_ids then are its own), or None.
         step_tokens: largest T of the step, equal on all ranks; None: M.
@@ -367,16 +365,13 @@ def create(config: MoEConfig) -> Transport:
     """Build the transport that `config.transport` names. The folder is the registry: there is no table to edit."""
     if config.transport not in names():
         raise ConfigError("transport", f"one of {names()}", config.transport)
-    own = f"ep_kernels.transports.{config.transport}.transport"
-    module = importlib.import_module(_GATHER if config.mode is Mode.AG else own)
+    module = importlib.import_module(f"ep_kernels.transports.{config.transport}.transport")
     return module.create(config)  # type: ignore[no-any-return]
 
 
 def region_map(config: MoEConfig) -> RegionMap | None:
     """The bytes of a rank's region, computed without a device; None where a transport has no `inspection.py` with such
     a function. Raises ConfigError."""
-    if config.mode is Mode.AG:
-        return importlib.import_module(_GATHER).region_map(config)  # type: ignore[no-any-return]
     tell = inspection(config.transport, "region_map")
     return None if tell is None else tell(config)
 

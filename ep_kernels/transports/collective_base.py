@@ -33,7 +33,7 @@ import torch
 
 from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
-from ep_kernels.errors import ConfigError, HandleError, TransportError
+from ep_kernels.errors import ConfigError, TransportError
 from ep_kernels.transports import base
 
 
@@ -43,20 +43,15 @@ class GatherPart:
     byte. n may be 0.
 
     Attributes:
-        x: uint8 [n], this rank's shard. May be out[rank * pitch :][:n] itself (in place); it overlaps `out` nowhere
+        x: uint8 [n], this rank's shard. May be out[rank * n :][:n] itself (in place); it overlaps `out` nowhere
             else.
-        out: uint8 [R * pitch], pitch >= n; of each rank's place the first n bytes are written. The front end's have
-            pitch = n, which is all that torch.distributed can do.
+        out: uint8 [R * n].
         dtype: of the caller's tensors; ranks must agree on it, as on n.
     """
 
     x: torch.Tensor
     out: torch.Tensor
     dtype: torch.dtype
-
-    def pitch(self, size: int) -> int:
-        """Bytes from one rank's shard of `out` to the next, among `size` ranks."""
-        return self.out.numel() // size
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +62,6 @@ class GatherArgs:
         parts: in the order in which the caller gave them; equal n on all ranks, part by part. At least one.
         algorithm: as `choose.choose` says, equal on all ranks.
         num_sms: multiprocessors to fill, 0 = copy engines alone, None = chosen.
-        tag: a number of the caller's that ranks should have in common. Where one brings another, the operation
-            completes all the same; then `wait` raises HandleError, or `check_results` where `wait` does not read the
-            device (which compares the lowest 11 bits). Breaks nothing.
-        skips_own: of copy engines that push: this rank's place in `out` is for the caller to fill.
         half_bytes: of a single part: bytes at the start of each shard that arrive under a flag of their own, equal on
             all ranks; 0: none.
         takes_halves: whether `shards` gives those bytes one by one; of this rank alone.
@@ -79,10 +70,8 @@ class GatherArgs:
     parts: tuple[GatherPart, ...]
     algorithm: Algorithm
     num_sms: int | None
-    tag: int = 0
     half_bytes: int = 0
     takes_halves: bool = False
-    skips_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +81,13 @@ class ReduceArgs:
     Attributes:
         x: [R * n] (reduce-scatter) or [n] (all-reduce), contiguous, flat, one of SUM_DTYPES, aligned to its element.
         out: [n], the same dtype. All-reduce: may be x itself. Reduce-scatter: may be x[rank * n : (rank + 1) * n].
-        algorithm, num_sms, tag: as in GatherArgs.
+        algorithm, num_sms: as in GatherArgs.
     """
 
     x: torch.Tensor
     out: torch.Tensor
     algorithm: Algorithm
     num_sms: int | None
-    tag: int = 0
 
 
 class PendingCollective(Protocol):
@@ -221,11 +209,6 @@ def bytes_before_pool(config: CollectiveConfig) -> int:
     """Bytes of a rank's region that are not its pool: flags and staging. Computed without a device."""
     found: int = base.inspection(config.transport, "collective_bytes")(config)
     return found
-
-
-def other_tag(op: str, mine: int, peer: int, theirs: int) -> HandleError:
-    """The error of ranks whose tags differ."""
-    return HandleError(f"{op}: this rank brought the routing of dispatch {mine}, rank {peer} that of dispatch {theirs}")
 
 
 def create(config: CollectiveConfig) -> CollectiveTransport:

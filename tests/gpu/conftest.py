@@ -18,13 +18,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("transport", hosts.GPUS if over_hosts else ("nvlink",))
 
 
-@pytest.fixture(autouse=True)
-def _ag_has_one_host(request: pytest.FixtureRequest) -> None:
-    given = getattr(request.node, "callspec", None)
-    if given is not None and hosts.asks_for_ag(given.params):
-        pytest.skip("AG stays on one host")
-
-
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[], World]]:
     """world(): one rank per GPU, at most eight; made late, since the parent must not touch CUDA."""

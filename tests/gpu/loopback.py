@@ -268,7 +268,7 @@ class Loopback:
             engine.restart_slots()
             for begin, end in engine.blank_bytes:
                 memory.data[begin:end] = 0
-            memory.data[: engine.flag_bytes].view(torch.int64).fill_(value)
+            memory.data[: engine.tables.world.map.counts].view(torch.int64).fill_(value)
             engine.restart_flags(value, value)
         for far in self.remotes:
             far.restart(value, value, value)

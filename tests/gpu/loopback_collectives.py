@@ -116,7 +116,7 @@ class LoopbackCollectives:
                 mine = self.put(x, skew).flatten().view(torch.uint8)
                 if place == "in place":
                     mine = out[rank * n : (rank + 1) * n].copy_(mine)
-                shards[rank].append(Shard(mine, out, offset, x.dtype, mine.numel()))
+                shards[rank].append(Shard(mine, out, offset, x.dtype))
             at += self.size * n + 256 - (self.size * n) % 256
         push = place != "plain"
         self.run_active([e.all_gather(shards[r], push, num_sms) for r, e in enumerate(self.engines)])
@@ -236,11 +236,11 @@ def begun(loop: LoopbackCollectives, kind: int, n: int = 600, sms: int | None = 
         x = loop.put(torch.ones(loop.size * n, dtype=torch.float32))
         if kind == 0:
             out = torch.empty(loop.size * x.nbytes, dtype=torch.uint8, device=x.device)
-            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, None, x.dtype, x.nbytes)], False, sms))
+            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, None, x.dtype)], False, sms))
         elif kind == 1:
             offset = int(engine.map.pool)
             out = loop.pool(rank, 0, (loop.size * x.nbytes,), torch.uint8)
-            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, offset, x.dtype, x.nbytes)], True, sms))
+            calls.append(engine.all_gather([Shard(x.view(torch.uint8), out, offset, x.dtype)], True, sms))
         elif kind == 2:
             calls.append(engine.reduce_scatter(x, torch.empty(n, device=x.device), sms))
         else:

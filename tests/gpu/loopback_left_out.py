@@ -80,7 +80,7 @@ def give_up(loop: Loopback, op: str, launch: Callable[[], None], told: str) -> N
 
 def _told(loop: Loopback, kind: str) -> list[int]:
     """What rank 0 has been told by the others."""
-    flags = loop.memory[0].data[: loop.engines[0].flag_bytes].view(torch.int64)
+    flags = loop.memory[0].data[: loop.engines[0].tables.world.map.counts].view(torch.int64)
     at = abi.FLAGS.index(kind) * loop.size
     told = [int(word) for word in flags[at + 1 : at + loop.size]]
     for rank in loop.remotes[0].ranks if loop.remotes else ():

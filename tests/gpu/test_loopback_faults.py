@@ -49,7 +49,7 @@ def payload_of_a_dispatch(mode: Mode) -> Loopback:
     loop.launch(calls, SEND)
     engine, region = loop.engines[0], loop.memory[0].data
     if mode is Mode.HT:
-        region[: engine.flag_bytes].view(torch.int64).view(-1, 2)[abi.FLAGS.index("PAYLOAD"), 1] = 0
+        region[: engine.tables.world.map.counts].view(torch.int64).view(-1, 2)[abi.FLAGS.index("PAYLOAD"), 1] = 0
     else:
         shape, lines = engine.sizes.shape, int(engine.tables.world.map.row_lines)
         row = (shape.ll_tokens + case.tokens[1] - 1) * shape.row_packets

@@ -18,7 +18,7 @@ from tests.worlds import World
 
 pytestmark = pytest.mark.gpu(2)
 LL_HT = [Mode.LL, Mode.HT]
-WAYS = [*((mode, layout) for mode in LL_HT for layout in Layout), (Mode.AG, Layout.RANK_MAJOR)]
+WAYS = [(mode, layout) for mode in LL_HT for layout in Layout]
 NO_HOST_WAIT = {"exact_shapes": False, "overflow": Overflow.DROP}
 
 
@@ -63,7 +63,7 @@ def test_drifting_ranks(
     pool.run(run_story, transport, stories.delayed, case_of(pool.size), overrides)
 
 
-@pytest.mark.parametrize("mode", [*LL_HT, Mode.AG])
+@pytest.mark.parametrize("mode", LL_HT)
 def test_two_streams(world: Callable[[], World], transport: str, mode: Mode) -> None:
     pool = world()
     pool.run(stories.two_streams, transport, case_of(pool.size), {"mode": mode})

@@ -38,7 +38,6 @@ def parts(transport: str) -> list[tuple[str, Part, dict[str, Any]]]:
         (f"{mode.value} {layout.value}", every_kind, {"mode": mode, "layout": layout, "ll_max_tokens": 11})
         for mode in Mode
         for layout in Layout
-        if mode is not Mode.AG or layout is Layout.RANK_MAJOR
     ]
     if transport == "nvlink":
         from tests.gpu import stories
@@ -46,7 +45,7 @@ def parts(transport: str) -> list[tuple[str, Part, dict[str, Any]]]:
         found += [
             (f"graph {mode.value}", stories.replayed_graph,
              {"mode": mode, "overflow": Overflow.DROP, "exact_shapes": False})
-            for mode in (Mode.LL, Mode.HT, Mode.AG)
+            for mode in (Mode.LL, Mode.HT)
         ] + [("delays", stories.delayed, {"mode": Mode.AUTO, "ll_max_tokens": 8})]  # fmt: skip
     return found
 

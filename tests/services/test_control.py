@@ -369,7 +369,7 @@ async def test_the_network_of_members_is_shown_and_its_provider_is_that_of_all(c
     answer = await rpc.call(control.stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
     assert answer.seats[0].network == network
     words = "worker b/0: network: expected 'tcp' as rank 0 .a/0. has, got 'none'"
-    with pytest.raises(rpc.FailedPrecondition, match=words):  # a worker without one, or of an older version
+    with pytest.raises(rpc.FailedPrecondition, match=words):  # a worker without one
         await rpc.call(control.stub.Register, request("b/0"), timeout_s=TIMEOUT_S)
     other = topology_pb2.Network(provider="efa")
     with pytest.raises(rpc.FailedPrecondition, match=r"network: expected .tcp. .* got .efa."):

@@ -74,9 +74,7 @@ async def test_a_waiting_worker_tells_the_next_control_plane_that_it_is_cordoned
         member = await one_more(old, "b/0")
         await rpc.call(old.stub.Cordon, pb.CordonRequest(name="b/0", reason="why", drain=True), timeout_s=TIMEOUT_S)
         await member.leave()
-        request = pb.RegisterRequest(
-            worker=pb.WorkerId(uid="b/0", incarnation=2), transport="cpu", abi="a", model="m", reads_barred=True
-        )
+        request = pb.RegisterRequest(worker=pb.WorkerId(uid="b/0", incarnation=2), transport="cpu", abi="a", model="m")
         told = (await rpc.call(old.stub.Register, request, timeout_s=TIMEOUT_S)).barred
         assert (told.cause, told.reason, told.drain) == ("cordoned", "why", True)
         request.barred.CopyFrom(told)
@@ -85,9 +83,6 @@ async def test_a_waiting_worker_tells_the_next_control_plane_that_it_is_cordoned
         await rpc.call(old.stub.Uncordon, pb.UncordonRequest(name="b/0"), timeout_s=TIMEOUT_S)
         answer = await rpc.call(old.stub.Register, request, timeout_s=TIMEOUT_S)
         assert not answer.barred.cause, "it knows better than the worker what it has said itself"
-        request.reads_barred = False
-        with pytest.raises(rpc.ResourceExhausted, match="worker b/0: cordoned: why"):
-            await rpc.call(new.stub.Register, request, timeout_s=TIMEOUT_S)
 
 
 async def one_more(control: InProcess, uid: str) -> FakeWorker:
@@ -130,7 +125,6 @@ async def test_a_sick_rank_is_seen_and_quarantined_when_a_spare_waits() -> None:
         assert control.sample("crossdock_excluded_workers", cause="quarantined") == 1
         control.service.tick()
         assert control.sample("crossdock_sick_ranks") == 0
-        with pytest.raises(rpc.ResourceExhausted, match="quarantined"):
-            await c.register()
+        assert (await c.register()).barred.cause == "quarantined"
         await one_more(control, "d/0")
         assert [m.worker.uid for m in (await newest_view(control.stub)).members] == ["a/0", "b/0", "d/0"]

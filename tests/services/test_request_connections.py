@@ -305,7 +305,7 @@ async def test_a_client_with_certificates_asks_for_none() -> None:
     assert (bool(shared._host), shared._tcp) == (True, False)
 
 
-@pytest.mark.parametrize(("given", "pooled"), [({"way": "grpc"}, False), ({"shared_memory": False}, False), ({}, True)])
+@pytest.mark.parametrize(("given", "pooled"), [({"way": "grpc"}, False), ({}, True)])
 async def test_grpc_alone_by_either_word(tmp_path: Path, given: dict[str, object], pooled: bool) -> None:
     async with world(tmp_path) as made, AsyncClient(made.address, **given) as client:  # type: ignore[arg-type]
         batch = Batch.random(3)

@@ -115,7 +115,7 @@ async def test_a_request_has_its_deadline_on_a_stream_whose_turn_is_over(tmp_pat
 
 
 class Deaf:
-    """A client of an older release: it goes on with its stream."""
+    """A client that does not look at `turn_over`: it goes on with its stream."""
 
     def __init__(self, world: World) -> None:
         self._channel = rpc.aio_channel(world.address)

@@ -463,7 +463,7 @@ def sampled(comm: MoECommunicator, case: RoutingCase) -> None:
         gaps = [s.seq - found[0].seq - number if s.missing is None else s.missing for number, s in enumerate(found)]
         assert gaps == [0] * 3
     for s in samples:
-        assert s.tokens == (case.max_tokens if s.mode == "ag" else case.tokens[comm.rank])
+        assert s.tokens == case.tokens[comm.rank]
         assert s.mode == comm.config.mode.value
         assert len(s.peer_wait_ns) == comm.size
         assert s.peer_wait_ns[comm.rank] == 0

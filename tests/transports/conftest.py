@@ -40,10 +40,3 @@ def capabilities(transport: str) -> Capabilities:
     made = transports.create(config)
     made.close()
     return made.capabilities
-
-
-@pytest.fixture(autouse=True)
-def _ag_has_one_host(request: pytest.FixtureRequest) -> None:
-    given = getattr(request.node, "callspec", None)
-    if given is not None and hosts.asks_for_ag(given.params):
-        pytest.skip("AG stays on one host")

@@ -18,11 +18,8 @@ Worlds = Callable[[int], World]
 Story = Callable[[MoECommunicator, RoutingCase], Any]
 LAYOUTS = list(Layout)
 LL_HT = [Mode.LL, Mode.HT]
-AG = (Mode.AG, Layout.RANK_MAJOR)
-WAYS = [*((mode, layout) for mode in LL_HT for layout in LAYOUTS), AG]
-EACH_LAYOUT = [
-    *((Mode.HT if layout in (Layout.FLAT, Layout.GROUPED) else Mode.LL, layout) for layout in LAYOUTS), AG,
-]  # fmt: skip
+WAYS = [(mode, layout) for mode in LL_HT for layout in LAYOUTS]
+EACH_LAYOUT = [(Mode.HT if layout in (Layout.FLAT, Layout.GROUPED) else Mode.LL, layout) for layout in LAYOUTS]
 ANY_LAYOUT: list[Story] = [
     calls.previous_handle,
     calls.two_in_flight,
@@ -95,16 +92,15 @@ def test_a_request_may_be_overtaken(world: Worlds, transport: str, mode: Mode, m
     world(3).run(run_story, transport, calls.overtaken, case_of(3), overrides)
 
 
-@pytest.mark.parametrize("mode", [Mode.LL, Mode.AG])
-def test_validate(world: Worlds, transport: str, mode: Mode) -> None:
+def test_validate(world: Worlds, transport: str) -> None:
     case = case_of(2, tokens=(4, 3))
-    world(2).run(run_story, transport, calls.validates, case, {"mode": mode, "validate": True})
+    world(2).run(run_story, transport, calls.validates, case, {"mode": Mode.LL, "validate": True})
 
 
-@pytest.mark.parametrize(("mode", "layout"), [*((Mode.HT, layout) for layout in LAYOUTS), AG])
-def test_nan_weights(world: Worlds, transport: str, mode: Mode, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nan_weights(world: Worlds, transport: str, layout: Layout) -> None:
     case = case_of(2, tokens=(4, 3))
-    world(2).run(run_story, transport, calls.nan_weights_propagate, case, {"mode": mode, "layout": layout})
+    world(2).run(run_story, transport, calls.nan_weights_propagate, case, {"mode": Mode.HT, "layout": layout})
 
 
 @pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.GROUPED, Layout.FLAT])
@@ -135,14 +131,13 @@ def test_stories_of_devices(
     world(2).run(run_story, transport, story, case_of(2, tokens=(4, 3)), overrides)
 
 
-@pytest.mark.parametrize(("mode", "layout"), [*((Mode.HT, layout) for layout in LAYOUTS), AG])
-def test_close(world: Worlds, transport: str, mode: Mode, layout: Layout) -> None:
-    world(2).run(run_story, transport, calls.closed, case_of(2, tokens=(4, 3)), {"mode": mode, "layout": layout})
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_close(world: Worlds, transport: str, layout: Layout) -> None:
+    world(2).run(run_story, transport, calls.closed, case_of(2, tokens=(4, 3)), {"mode": Mode.HT, "layout": layout})
 
 
-@pytest.mark.parametrize("mode", [Mode.LL, Mode.AG])
-def test_abort(world: Worlds, transport: str, mode: Mode) -> None:
-    world(2).run(run_story, transport, calls.aborts, case_of(2, tokens=(4, 3)), {"mode": mode})
+def test_abort(world: Worlds, transport: str) -> None:
+    world(2).run(run_story, transport, calls.aborts, case_of(2, tokens=(4, 3)), {"mode": Mode.LL})
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -161,15 +156,7 @@ def test_gradients(world: Worlds, transport: str, capabilities: Capabilities, si
         world(size).run(run_story, transport, gradients.differentiable, case, overrides)
 
 
-@pytest.mark.parametrize("mode", [Mode.AG])
-def test_gradients_in_place(world: Worlds, transport: str, capabilities: Capabilities, mode: Mode) -> None:
-    if torch.float32 not in capabilities.dtypes:
-        pytest.skip("does not carry float32")
-    case = case_of(3, "out_of_range", hidden_size=16)
-    world(3).run(run_story, transport, gradients.differentiable, case, {"mode": mode, "dtype": torch.float32})
-
-
-@pytest.mark.parametrize("mode", [*LL_HT, Mode.AG])
+@pytest.mark.parametrize("mode", LL_HT)
 def test_two_communicators(world: Worlds, transport: str, mode: Mode) -> None:
     world(3).run(lives.two_communicators, transport, case_of(3), {"mode": mode})
 
@@ -235,10 +222,8 @@ def test_weights_given_at_combine(world: Worlds, transport: str, mode: Mode) -> 
 @pytest.mark.parametrize(
     "quirk", [{}, {"quantize": True}, {"quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED}]
 )
-@pytest.mark.parametrize(("mode", "layout"), [(Mode.LL, Layout.EXPERT_MAJOR), (Mode.LL, Layout.RANK_MAJOR), AG])
-def test_buffers_are_known_early(
-    world: Worlds, transport: str, mode: Mode, layout: Layout, quirk: dict[str, Any]
-) -> None:
-    case, overrides = case_of(3, hidden_size=256), {"mode": mode, "layout": layout, **quirk}
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR])
+def test_buffers_are_known_early(world: Worlds, transport: str, layout: Layout, quirk: dict[str, Any]) -> None:
+    case, overrides = case_of(3, hidden_size=256), {"mode": Mode.LL, "layout": layout, **quirk}
     world(3).run(run_story, transport, calls.buffers_before_they_are_full, case, overrides)
     world(3).run(run_story, transport, calls.buffers_of_exact_shapes, case_of(3), {"mode": Mode.HT})

@@ -20,13 +20,12 @@ MODES: list[dict[str, Any]] = [
     {"mode": Mode.HT},
     {"mode": Mode.AUTO, "layout": Layout.GROUPED, "ll_max_tokens": 2},
     {"mode": Mode.LL, "layout": Layout.RANK_MAJOR},
-    {"mode": Mode.AG},
 ]
 EXACT = {"mode": Mode.LL, "layout": Layout.EXPERT_MAJOR, "exact_combine": True}
-LEAVING: list[dict[str, Any]] = [*MODES[:2], EXACT, {"mode": Mode.AG}]
+LEAVING: list[dict[str, Any]] = [*MODES[:2], EXACT]
 
 
-@pytest.mark.parametrize("overrides", [*MODES[:2], MODES[-1]], ids=["ll", "ht", "ag"])
+@pytest.mark.parametrize("overrides", MODES[:2], ids=["ll", "ht"])
 @pytest.mark.parametrize("when", [m for m in MOMENTS if m != "dispatch sent"])
 def test_silent_rank(world: Worlds, transport: str, when: str, overrides: dict[str, Any]) -> None:
     case, victim = faults.silent_case(3, draw_seed()), 1
@@ -39,7 +38,7 @@ def test_silent_rank(world: Worlds, transport: str, when: str, overrides: dict[s
         assert PATIENCE_S * 0.9 <= loss.waited_s < PATIENCE_S + SLACK_S
 
 
-@pytest.mark.parametrize("overrides", MODES, ids=["ll", "ht", "auto", "rank-major", "ag"])
+@pytest.mark.parametrize("overrides", MODES, ids=["ll", "ht", "auto", "rank-major"])
 @pytest.mark.parametrize("when", MOMENTS)
 def test_killed_rank(transport: str, when: str, overrides: dict[str, Any]) -> None:
     case, victim = faults.silent_case(3, draw_seed()), 2
@@ -107,8 +106,8 @@ def test_sleeper_hears_that_it_was_left_out(world: Worlds, transport: str, when:
 
 @pytest.mark.parametrize(
     ("overrides", "lost_by"),
-    [(MODES[1], "deadline"), (MODES[2], "give_up"), (MODES[4], "deadline")],
-    ids=["ht", "auto", "ag"],
+    [(MODES[1], "deadline"), (MODES[2], "give_up")],
+    ids=["ht", "auto"],
 )
 def test_sleeper_that_wakes_after_a_regroup_harms_nobody(
     world: Worlds, transport: str, overrides: dict[str, Any], lost_by: str
@@ -135,7 +134,7 @@ def test_slow_rank_is_waited_for(world: Worlds, transport: str, size: int) -> No
     assert all(world(size).run(faults.late_but_in_time, transport, faults.silent_case(size, draw_seed()), 0.5))
 
 
-@pytest.mark.parametrize("overrides", LEAVING, ids=["ll", "ht", "exact", "ag"])
+@pytest.mark.parametrize("overrides", LEAVING, ids=["ll", "ht", "exact"])
 def test_close_right_after_the_last_combine(world: Worlds, transport: str, overrides: dict[str, Any]) -> None:
     case = replace(faults.silent_case(3, draw_seed()), tokens=(3, 0, 4), max_tokens=4)
     world(3).run(faults.leaves_at_once, transport, case, overrides)

@@ -10,7 +10,6 @@ import pytest
 from ep_kernels import tuning
 from ep_kernels.types import Layout
 from tests.cases import RoutingCase
-from tests.hosts import is_over_hosts
 from tests.transports import tunings
 from tests.worlds import World
 
@@ -28,14 +27,3 @@ def test_what_is_measured_is_used_by_all_ranks(
     assert record.ll_max_tokens == tuning.crossover(record.tokens, record.ll_us, record.ht_us)
     assert (other.ll_us, other.ht_us) == (record.ll_us, record.ht_us), "each rank has the figures of the slowest"
     assert unsaid == [], "rank 0 speaks for all"
-
-
-def test_auto_runs_ag_once_that_was_ahead(world: Callable[[int], World], transport: str, tmp_path: Path) -> None:
-    if is_over_hosts(transport):
-        pytest.skip("AG stays on one host")
-    records = world(2).run(tunings.ag_measured_and_used, transport, CASE, str(tmp_path))
-    if records[0] is None:
-        pytest.skip("has no AG")
-    assert records[0].ag_us is not None
-    assert len(records[0].ag_us) == len(records[0].tokens) == 4
-    assert records[0].ag_us == records[1].ag_us

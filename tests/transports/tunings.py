@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import torch
 
 from crossdock.tune.rank import measured
@@ -45,32 +44,3 @@ def measured_and_used(
     ) as comm:  # fmt: skip
         assert comm.ll_max_tokens > 8, "the transport's own"
     return record, said
-
-
-def ag_measured_and_used(
-    rank: int, size: int, store: Store, transport: str, case: RoutingCase, folder: str
-) -> tuning.Record | None:
-    """Tune RANK_MAJOR; then AUTO, with a record that has AG ahead. None where the transport has no AG."""
-    place = Place(rank, size, store, transport)
-    base = place.config(case, "sizes")
-    request = TuneRequest(
-        transport=base.transport, layouts=(Layout.RANK_MAJOR.value,), num_experts=base.num_experts,
-        hidden_size=base.hidden_size, topk=base.topk, max_tokens=8, runs=2, cache_dir=folder,
-    )  # fmt: skip
-    (record,) = measured(request, place.group, lambda *_: None)
-    if record.ag_us is None:
-        return None
-    halves = tuple(min(us) / 2 for us in zip(record.ll_us, record.ht_us, strict=True))
-    if rank == size - 1:  # the only one to know
-        ahead = msgspec.structs.replace(record, ag_us=halves)
-        tuning.remember(Path(folder) / "knows" / tuning.FILE_NAME, ahead)
-    fields = {"mode": Mode.AUTO, "layout": Layout.RANK_MAJOR, "dtype": torch.bfloat16}
-    cache = str(Path(folder) / ("knows" if rank == size - 1 else "nothing"))
-    small = replace(case, tokens=(7, 3), max_tokens=8)
-    with MoECommunicator(place.config(small, "auto", kernel_cache_dir=cache, **fields)) as comm:
-        assert comm.config.mode is Mode.AG
-        for number in range(4):
-            assert check_step(comm, next_case(small, number), step_tokens=7 + number % 2).mode is Mode.AG
-    with MoECommunicator(place.config(case, "larger", kernel_cache_dir=cache, **fields)) as comm:
-        assert comm.config.mode is Mode.AUTO, "more tokens than were measured"
-    return record

@@ -118,7 +118,6 @@ def collectives(rank: int, size: int, store: Any, words: list[str], harm: bool =
     from benchmarks.gpu import (
         collective_backends,
         collective_cases,
-        collective_dispatch,
         collective_products,
         collective_steps,
         collective_tables,
@@ -127,15 +126,12 @@ def collectives(rank: int, size: int, store: Any, words: list[str], harm: bool =
 
     with small(rank, size, store) as (patch, printed):
         few(patch, collective_tables)
-        on_processors(patch, collective_backends, collective_dispatch, collective_products)
+        on_processors(patch, collective_backends, collective_products)
         shrunk = {
             "MIB": 1 << 12, "REDUCE_BYTES": (1 << 10, 1 << 14), "SHAPES": ((16, 32),), "ROWS": (8,), "SQUARE": 16,
-            "DISPATCH_TOKENS": 4, "HIDDEN": HIDDEN,
         }  # fmt: skip
-        for module in (collective_cases, collective_dispatch):
-            for name, value in shrunk.items():
-                if hasattr(module, name):
-                    patch.setattr(module, name, value)
+        for name, value in shrunk.items():
+            patch.setattr(collective_cases, name, value)
         few_cases = collective_cases.cases
         patch.setattr(collective_tables, "cases", lambda ranks, quick: few_cases(ranks, quick=True))
         patch.setattr(collective_tables, "kernels_of", lambda run: 1)

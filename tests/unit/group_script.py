@@ -152,7 +152,7 @@ class Replay:
         return self._take(PublishRegion(words[0], self._incarnation(words[0], named), int(named["epoch"]), region))
 
     def _do_ready(self, words: list[str], named: dict[str, str]) -> list[str]:
-        placement = int(named["placement"]) if "placement" in named else None
+        placement = int(named.get("placement", 0))
         return self._take(Ready(words[0], self._incarnation(words[0], named), int(named["epoch"]), placement))
 
     def _do_beat(self, words: list[str], named: dict[str, str]) -> list[str]:

@@ -284,39 +284,6 @@ def test_the_lowest_rank_that_has_measured_decides(
     assert comm.ll_max_tokens == agreed
 
 
-@pytest.mark.parametrize(
-    ("changes", "modes", "ag_us", "mode"),
-    [
-        ({}, tuple(Mode), (0.5,), Mode.AG),
-        ({}, tuple(Mode), (1.5,), Mode.AUTO),
-        ({}, (Mode.LL, Mode.HT), (0.5,), Mode.AUTO),
-        ({"layout": Layout.FLAT}, tuple(Mode), (0.5,), Mode.AUTO),
-        ({"combine_dtype": torch.float8_e4m3fn}, tuple(Mode), (0.5,), Mode.AUTO),
-        ({"ll_max_tokens": 1}, tuple(Mode), (0.5,), Mode.AUTO),
-    ],
-)
-def test_auto_is_ag_where_that_was_measured_to_be_ahead(
-    made: list[Script], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any],
-    modes: tuple[Mode, ...], ag_us: tuple[float, ...], mode: Mode,
-) -> None:  # fmt: skip
-    def create(given: MoEConfig) -> Script:
-        made.append(replace_capabilities(Script(given), modes=modes))
-        return made[-1]
-
-    monkeypatch.setattr(communicator, "create", create)
-    fields = AUTO | {"layout": Layout.RANK_MAJOR, "kernel_cache_dir": str(tmp_path), "max_tokens_per_rank": 1} | changes
-    known = tuning.Record(
-        key=tuning.key_of(config(**fields), "scripted"), ll_max_tokens=1, tokens=(1,), ll_us=(1.0,), ht_us=(2.0,),
-        ag_us=ag_us, measured_at="2026-01-01T00:00:00+00:00", crossdock="0",
-    )  # fmt: skip
-    tuning.remember(tmp_path / tuning.FILE_NAME, known)
-    comm = MoECommunicator(config(**fields))
-    assert comm.config.mode is mode
-    assert [script.config.mode for script in made] == [Mode.AUTO, *([Mode.AG] if mode is Mode.AG else [])]
-    assert [script.calls[:1] for script in made[:-1]] == [["close"]] * (len(made) - 1)
-    assert made[-1].calls == ["allocate", "import_regions", "barrier"]
-
-
 def test_another_shape_or_device_has_measured_nothing(
     made: list[Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,11 +98,10 @@ def test_rows_of_inference_can_be_trained_on_later(layout: Layout) -> None:
         assert not out.tokens.is_inference()
 
 
-@pytest.mark.parametrize("mode", [Mode.HT, Mode.AG])
-def test_where_tensors_have_no_memory_calls_are_refused(mode: Mode) -> None:
+def test_where_tensors_have_no_memory_calls_are_refused() -> None:
     """Tools that estimate a model's memory run it so. Native code would write to address 0."""
     x, ids, weights = inputs()
-    with trained(Layout.RANK_MAJOR, mode) as comm:
+    with trained(Layout.RANK_MAJOR) as comm:
         out, handle = comm.dispatch(x, ids, weights)
         y = out.tokens.clone()
         calls: list[Callable[[], Any]] = [

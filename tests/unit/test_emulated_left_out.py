@@ -62,7 +62,7 @@ def test_late_combine(mode: Mode, exact: bool) -> None:
 
 def flag(loop: Loopback, at: int, kind: str, of: int) -> torch.Tensor:
     """int64 [1]: the word of rank `of` in the region of rank `at`."""
-    flags = loop.memory[at].data[: loop.engines[at].flag_bytes].view(torch.int64)
+    flags = loop.memory[at].data[: loop.engines[at].tables.world.map.counts].view(torch.int64)
     return flags[abi.FLAGS.index(kind) * loop.size + of :][:1]
 
 

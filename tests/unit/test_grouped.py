@@ -80,7 +80,7 @@ def assert_right(weights: tuple[Stack, Stack], gating: Gating, counts: list[int]
     there = tuple(Stack(s.format, *(None if t is None else t.cuda() for t in (s.data, s.scales, s.bias)), s.parts)
                   for s in weights)  # fmt: skip
     experts = ExpertMLPs({0: (there[0], there[1])}, gating, torch.bfloat16)
-    assert experts.computes == "grouped products"
+    assert experts._products is not None
     sent = tokens.cuda(), *(torch.tensor(v, dtype=torch.int32, device="cuda") for v in ([*begins, end], counts))
     out = torch.full(tokens.shape, 7.0, dtype=torch.bfloat16, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
@@ -157,7 +157,7 @@ def test_where_nothing_can_be_written_kernels_are_compiled_into_a_temporary_fold
 def test_on_a_cpu_the_loop_serves() -> None:
     weights, gating = layer("blocks", 2)
     assert reason_against(*weights, gating, torch.bfloat16) == "they are for GPUs, and weights are on cpu"
-    assert ExpertMLPs({0: weights}, gating, torch.bfloat16).computes == "loop"
+    assert ExpertMLPs({0: weights}, gating, torch.bfloat16)._loop is not None
 
 
 def test_a_launch_that_repeats_is_compiled_once() -> None:

@@ -127,7 +127,7 @@ def test_blocks_of_an_sm(arch: str, registers: int, shared: int, blocks: int) ->
 
 
 def configs() -> list[MoEConfig]:
-    """Every legal combination of what chooses a kernel; those of AG are the collectives'."""
+    """Every legal combination of what chooses a kernel."""
     found = []
     floats = (torch.bfloat16, torch.float16, torch.float32)
     choices = itertools.product(

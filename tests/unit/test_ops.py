@@ -90,11 +90,6 @@ def test_three_layers(
     compiled_layers(comm, case, How(backend=backend, dynamic=backend != "inductor", calls=2))
 
 
-def test_layers_and_gradients_of_ag(make: Callable[..., MoECommunicator], case: RoutingCase) -> None:
-    compiled_layers(make(mode=Mode.AG), case, How(backend="aot_eager", dynamic=True, calls=2))
-    compiled_gradients(make(mode=Mode.AG, dtype=torch.float32), case, How(backend="aot_eager", calls=2))
-
-
 @pytest.mark.parametrize(("layout", "recompiles"), [(Layout.GROUPED, 8), (Layout.GROUPED, 1), (Layout.EXPERT_MAJOR, 1)])
 def test_graph_breaks(make: Callable[..., MoECommunicator], case: RoutingCase, layout: Layout, recompiles: int) -> None:
     """`torch.compile(model)` as most people write it: exact shapes end the graph at each dispatch, and what has been
@@ -195,7 +190,6 @@ def test_training_step(make: Callable[..., MoECommunicator], case: RoutingCase, 
         {"quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED, "layout": Layout.RANK_MAJOR},
         {"dtype": torch.uint8, "scale_columns": 3, "scale_dtype": torch.int32},
         {"layout": Layout.GROUPED, "exact_combine": True},
-        {"mode": Mode.AG, "quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED},
         {"mode": Mode.AUTO, "ll_max_tokens": 4, "layout": Layout.GROUPED, "expert_alignment": 4},
     ],
 )

@@ -238,8 +238,8 @@ def test_brackets_fit_an_address_of_either_family(ip: str, address: str) -> None
 
 
 def test_identity_reads_what_it_is_given_and_nothing_else() -> None:
-    got = Identity.from_env({"LWS_WORKER_INDEX": "3", "LWS_LEADER_ADDRESS": "l", "NODE_NAME": "n", "POD_NAME": "p"})
-    assert got == Identity(hostname="n", pod_name="p", worker_index=3, leader_address="l")
+    got = Identity.from_env({"LWS_WORKER_INDEX": "3", "NODE_NAME": "n", "POD_NAME": "p"})
+    assert got == Identity(hostname="n", pod_name="p", worker_index=3)
     bare = Identity.from_env({})
     assert bare.hostname
     assert bare.worker_index is None

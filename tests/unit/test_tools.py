@@ -87,7 +87,7 @@ def test_what_the_machine_has_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_was_missing_is_told_in_three_lines() -> None:
     reasons = [tools.reason("helm", "not installed")] * 3 + [tools.reason("CUDA devices", "wants 2")] * 1200
     reasons += [tools.reason("promtool", "not installed"), tools.reason("libfabric", "not installed"), "other modes"]
-    assert tools.said(skipped(*reasons[:3], "has no AG")) == [
+    assert tools.said(skipped(*reasons[:3], "has no fp8")) == [
         f"3 tests did not run for lack of helm ({tools.TOOLS['helm'].cure})"
     ]
     first, second, third = tools.said([*skipped(*reasons), SimpleNamespace(longrepr=None)])

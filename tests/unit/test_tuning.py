@@ -252,34 +252,3 @@ def test_where_it_lies() -> None:
     assert tuning.cache_dir("some/folder") == Path("some/folder")
     home = tuning.cache_dir(None)
     assert home is None or home.parts[-3:] == (".cache", "crossdock", "kernels")
-
-
-# AG.
-
-
-def gathered(ag_us: tuple[float, ...] | None, **changes: Any) -> tuning.Record:
-    """AUTO would take 1, 2 and 3 us, with LL up to 64 tokens."""
-    return msgspec.structs.replace(record(**changes), ag_us=ag_us)
-
-
-@pytest.mark.parametrize(
-    ("ag_us", "max_tokens", "is_ag"),
-    [
-        ((0.9, 1.9, 2.9), 128, True), ((0.9, 1.9, 2.9), 1, True), ((0.9, 1.9, 2.9), 129, False),
-        ((1.1, 0.1, 0.1), 128, False), ((0.9, 1.9, 3.5), 128, False), ((0.9, 1.995, 2.9), 128, False),
-        (None, 128, False),
-    ],
-)  # fmt: skip
-def test_auto_is_ag_only_where_it_was_ahead_in_every_step(
-    ag_us: tuple[float, ...] | None, max_tokens: int, is_ag: bool
-) -> None:
-    assert tuning.gathers(gathered(ag_us), max_tokens) is is_ag
-
-
-def test_records_with_and_without_ag_lie_in_one_file(tmp_path: Path) -> None:
-    path = tmp_path / tuning.FILE_NAME
-    kept = [gathered(None, device="one"), gathered((0.5, 0.5, 0.5), device="other")]
-    for each in kept:
-        tuning.remember(path, each)
-    assert [tuning.recall(tmp_path, each.key) for each in kept] == kept
-    assert ["ag_us" in each for each in json.loads(path.read_text())["records"]] == [False, True]

@@ -20,7 +20,7 @@ E, M, LAYERS = 2, 16, (1, 2)
 
 
 class Rank:
-    """One rank. `cuts`: it knows nothing of whole requests, as workers of older releases."""
+    """One rank. `cuts`: it cuts requests, unlike a worker."""
 
     def __init__(self, rank: int, size: int, placement: Placement, *, cuts: bool = False) -> None:
         self.batcher, self.tables, self.cuts = Batcher(), ExpertTables(placement, E, rank, None), cuts

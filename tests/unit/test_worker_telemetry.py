@@ -19,7 +19,7 @@ from crossdock.worker import worker_telemetry as telemetry_module
 from crossdock.worker.communicator_counts import CommunicatorCounts
 from crossdock.worker.worker_telemetry import StepRecord, WorkerTelemetry
 from ep_kernels import LatencySample, PeerTraffic
-from ep_kernels.telemetry import KINDS, MAX_RANKS, RING_SIZE, Samples, quantile, record_bytes, slowest_peer
+from ep_kernels.telemetry import KINDS, MAX_RANKS, RING_SIZE, Samples, quantile, record_bytes
 from ep_kernels.transports.cpu import native
 
 
@@ -87,12 +87,6 @@ def test_quantile() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert quantile([3.0, 1.0, 2.0], 1.0) == 3.0
     assert math.isnan(quantile([], 0.5))
-
-
-def test_slowest_peer() -> None:
-    samples = Samples(record(waits=(0, 4, 5)) + record(waits=(0, 4, 1)), 3)
-    assert slowest_peer(samples) == (1, 8)
-    assert slowest_peer([]) == (-1, 0)
 
 
 def step(experts: int = 2) -> StepRecord:

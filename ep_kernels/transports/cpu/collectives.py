@@ -22,7 +22,7 @@ from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.pool import SymmetricPool
 from ep_kernels.errors import ArgumentError, ClosedError, ConfigError, HandleError, TransportError
-from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs, TermCopies, other_tag
+from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs, TermCopies
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
 from ep_kernels.transports.cpu.native_collectives import (
@@ -73,8 +73,6 @@ class CpuCollective:
     def wait(self) -> None:
         """See `PendingCollective.wait`."""
         self._transport.complete(self)
-        if self.op.other_rank >= 0:
-            raise other_tag(native.OPS[self.op.op], self.op.tag, self.op.other_rank, self.op.other_tag)
 
     def is_completed(self) -> bool:
         """See `PendingCollective.is_completed`."""
@@ -216,7 +214,7 @@ class CpuCollectives(CpuMember[NativeCollectives]):
         sources = [self._source(part.x) if part.x.numel() else 0 for part in args.parts]
         direct = total >= ZERO_COPY_BYTES and None not in sources and len(sources) <= MAX_ZERO_COPY_PARTS
         listed = [
-            (part.x.data_ptr(), part.out.data_ptr(), part.x.numel(), part.pitch(self.size), source)
+            (part.x.data_ptr(), part.out.data_ptr(), part.x.numel(), source)
             for part, source in zip(args.parts, sources, strict=True)
         ]
         parts = (Part * len(listed))(*(Part(*each, -1 if source is None else source) for *each, source in listed))
@@ -231,7 +229,6 @@ class CpuCollectives(CpuMember[NativeCollectives]):
             num_parts=len(parts),
             source=-2,
             zero_copy=direct,
-            tag=args.tag,
         )
         return self._begin(op, (args, parts))
 
@@ -262,7 +259,6 @@ class CpuCollectives(CpuMember[NativeCollectives]):
             count=args.x.numel(),
             type=native.type_code(args.x.dtype),
             zero_copy=source is not None and num_bytes >= ZERO_COPY_BYTES and apart,
-            tag=args.tag,
         )
         return self._begin(collective, (args,))
 

@@ -174,7 +174,7 @@ class CpuQuickCalls:
 def serves(config: MoEConfig) -> bool:
     """Whether there are quick calls for it."""
     plain = config.network is None and not config.quantize and not config.scale_columns
-    return plain and config.resolved_layout is Layout.GROUPED and config.mode is not Mode.AG
+    return plain and config.resolved_layout is Layout.GROUPED
 
 
 def _is_plain(tensor: Any, dtype: torch.dtype | None, columns: int, rows: int | None = None) -> bool:

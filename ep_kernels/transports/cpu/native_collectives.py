@@ -34,7 +34,7 @@ class CollectiveGeometry(ctypes.Structure):
 class Part(ctypes.Structure):
     """`cd::Part`."""
 
-    _fields_ = _fields(c_void_p, "x out") + _fields(c_int64, "bytes pitch source")
+    _fields_ = _fields(c_void_p, "x out") + _fields(c_int64, "bytes source")
 
 
 class Collective(ctypes.Structure):
@@ -47,14 +47,12 @@ class Collective(ctypes.Structure):
         + _fields(c_void_p, "x out")
         + _fields(c_int64, "source count")
         + _fields(c_int32, "type zero_copy")
-        + _fields(c_int64, "tag")
         + _fields(c_uint64, "seq")
         + _fields(c_int64, "start_ns send_ns receive_ns inside_ns slices stride_bytes chunk_bytes rounds round staged")
         + _fields(c_uint64, "missing")
         + _fields(c_int64, "started looked began")
         + _fields(c_int32, "phase status")
         + _fields(c_uint64, "arrived")
-        + _fields(c_int64, "other_rank other_tag")
     )
 
 

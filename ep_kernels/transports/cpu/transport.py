@@ -68,7 +68,7 @@ class CpuTransport(CpuMember[NativeComm]):
             device_type="cpu",
             cross_host=config.network is not None,
             dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8),
-            modes=(Mode.LL, Mode.HT, *(() if config.network else (Mode.AG,))),
+            modes=(Mode.LL, Mode.HT),
             graphs=False,
             abi=f"cpu-{self.lib.cd_abi():016x}",
         )

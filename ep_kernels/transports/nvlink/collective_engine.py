@@ -26,17 +26,15 @@ class Shard:
 
     Attributes:
         x: uint8 [n], flat.
-        out: uint8 [R * pitch], flat; may have x at [rank * pitch :][:n].
+        out: uint8 [R * n], flat; may have x at [rank * n :][:n].
         offset: of out in every rank's region; None where it is not registered.
         dtype: of the caller's tensors.
-        pitch: bytes from one shard of out to the next.
     """
 
     x: torch.Tensor
     out: torch.Tensor
     offset: int | None
     dtype: torch.dtype
-    pitch: int
 
 
 class CollectiveEngine:
@@ -69,11 +67,6 @@ class CollectiveEngine:
     def region_bytes(self) -> int:
         """Size of the region."""
         return int(self.map.num_bytes)
-
-    @property
-    def flag_bytes(self) -> int:
-        """Bytes of the region's start that hold flags."""
-        return int(self.map.lines)
 
     @property
     def blank_bytes(self) -> tuple[tuple[int, int], ...]:
@@ -120,7 +113,7 @@ class CollectiveEngine:
         args = abi.BarrierArgs(self.tables.world, left_out_epoch)
         return Call(plan.barrier_variant(), Launch(1, 0, 0, 0), args)
 
-    def all_gather(self, shards: Sequence[Shard], push: bool, num_sms: int | None, tag: int = 0) -> list[Call]:
+    def all_gather(self, shards: Sequence[Shard], push: bool, num_sms: int | None) -> list[Call]:
         """Launches of an all-gather, in order. push: every out is registered."""
         lengths = [shard.x.numel() for shard in shards]
         algorithm = Algorithm.KERNEL_PUSH if push else Algorithm.KERNEL_PULL
@@ -130,7 +123,7 @@ class CollectiveEngine:
         bytes_of = [sum(each.num_bytes for each in ranges) for ranges in rounds]
         grids = [self._blocks(moved * (self.group.size - 1), plan.GATHER_BLOCKS, num_sms) for moved in bytes_of]
         alike = more, places, max(grids, default=0)
-        word = signature(CollectiveOp.ALL_GATHER, algorithm, shards[0].dtype, sum(lengths), alike, tag)
+        word = signature(CollectiveOp.ALL_GATHER, algorithm, shards[0].dtype, sum(lengths), alike)
         calls = []
         for ranges, moved, blocks in zip(rounds, bytes_of, grids, strict=True):
             args = self._record(word, moved)
@@ -139,18 +132,18 @@ class CollectiveEngine:
                 shard, record = shards[part.index], args.parts[i]
                 record.x, record.out = shard.x.data_ptr() + part.begin, shard.out.data_ptr() + part.begin
                 record.out_offset = (shard.offset or 0) + part.begin
-                record.stride, record.num_bytes = shard.pitch, part.num_bytes
+                record.stride, record.num_bytes = shard.x.numel(), part.num_bytes
             launch = plan.gather_launch(blocks, self.group.size)
             calls.append(Call(plan.gather_variant(), launch, args, [shards]))
         return calls
 
-    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, num_sms: int | None, tag: int = 0) -> list[Call]:
+    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, num_sms: int | None) -> list[Call]:
         """Launches of a reduce-scatter of x [R * n] into out [n]."""
         num_bytes, total = out.numel() * out.itemsize, x.numel() * x.itemsize
         rounds = list(plan.reduce_rounds(num_bytes, self.sizes.reduce_row))
         grids = [self._blocks(length * (self.group.size - 1), plan.REDUCE_BLOCKS, num_sms) for _, length in rounds]
         alike = max(grids, default=0)
-        word = signature(CollectiveOp.REDUCE_SCATTER, Algorithm.KERNEL_PULL, x.dtype, total, alike, tag)
+        word = signature(CollectiveOp.REDUCE_SCATTER, Algorithm.KERNEL_PULL, x.dtype, total, alike)
         calls = []
         for (begin, length), blocks in zip(rounds, grids, strict=True):
             args = self._record(word, length * self.group.size)

@@ -19,10 +19,10 @@ from ep_kernels import jit
 from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.pool import SymmetricPool
-from ep_kernels.errors import ArgumentError, HandleError, TransportError
+from ep_kernels.errors import ArgumentError, TransportError
 from ep_kernels.kernels import abi, collective_abi
 from ep_kernels.telemetry import merged
-from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs, other_tag
+from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs
 from ep_kernels.transports.nvlink import collective_plan as plan
 from ep_kernels.transports.nvlink import copies, launch, links
 from ep_kernels.transports.nvlink.collective_engine import CollectiveEngine, Shard
@@ -36,7 +36,7 @@ from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
 from ep_kernels.transports.nvlink.plan import Launch
 from ep_kernels.transports.nvlink.repeat_records import Quiet
-from ep_kernels.transports.nvlink.signature import difference, tags
+from ep_kernels.transports.nvlink.signature import difference
 from ep_kernels.transports.nvlink.term_copies import NvlinkTerms
 from ep_kernels.types import LatencySample
 
@@ -98,8 +98,6 @@ class NvlinkCollectives(NvlinkMember):
         self.terms: NvlinkTerms | None = None
         self._pool = SymmetricPool(config.pool_bytes)
         self._keeps_peers = False  # a graph reads their memory
-        self._tagged = False  # operations have tags
-        self._found: HandleError | None = None
 
     # Life.
 
@@ -202,12 +200,8 @@ class NvlinkCollectives(NvlinkMember):
         if self._tables.host.is_quiet() and self._copies.is_quiet():
             return
         for found in (self._tables.host.mismatch(), self._copies.mismatch()):
-            if found is None:
-                continue
-            both = tags(found.mine, found.theirs) if self._tagged else None
-            if both is None:
+            if found is not None:
                 raise TransportError(f"{found.op}: rank {found.peer} brought {difference(found.mine, found.theirs)}")
-            self._found = self._found or other_tag(found.op, both[0], found.peer, both[1])
         super()._raise_fault()
 
     _raise_fault = raise_fault
@@ -218,7 +212,7 @@ class NvlinkCollectives(NvlinkMember):
 
     def untroubled(self) -> int | None:
         """See `collective_repeat.PlanOwner`."""
-        if self._found is not None or not self._copies.is_quiet() or torch._C._cuda_getDevice() != self._index:
+        if not self._copies.is_quiet() or torch._C._cuda_getDevice() != self._index:
             return None
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
@@ -232,11 +226,8 @@ class NvlinkCollectives(NvlinkMember):
         self._captured = True
 
     def check_results(self) -> None:
-        """See `base.MemberTransport`: other tags; `check` raises the rest."""
+        """See `base.MemberTransport`."""
         self._raise_fault()
-        found, self._found = self._found, None
-        if found is not None:
-            raise found
 
     # Memory.
 
@@ -277,29 +268,25 @@ class NvlinkCollectives(NvlinkMember):
         moved = [part for part in args.parts if part.x.numel()]
         if not moved:
             return DoneWork(self._ranks())
-        self._tagged = self._tagged or args.tag != 0
-        shards = [
-            Shard(part.x, part.out, self._region_offset(part.out), part.dtype, part.pitch(self._size)) for part in moved
-        ]
+        shards = [Shard(part.x, part.out, self._region_offset(part.out), part.dtype) for part in moved]
         pushes = args.algorithm in (Algorithm.COPY_PUSH, Algorithm.KERNEL_PUSH)
         if pushes and any(shard.offset is None for shard in shards):
             raise ArgumentError("outs", f"registered tensors for {args.algorithm.value}", "one that is not")
         if args.algorithm in _COPIES:
             if torch.cuda.is_current_stream_capturing():
-                self._gathers.capture(moved, args.tag, self._launch_on)
+                self._gathers.capture(moved, self._launch_on)
                 self._keeps_peers = True
                 return KernelWork(self, self._copy_stream, self._ranks(), self._epoch)
             if pushes:
                 return self._gathers.push(moved, args)
-            return self._gathers.pull(moved, args.tag)
-        return self._run(self._engine.all_gather(shards, pushes, args.num_sms, args.tag))
+            return self._gathers.pull(moved)
+        return self._run(self._engine.all_gather(shards, pushes, args.num_sms))
 
     def reduce_scatter(self, args: ReduceArgs) -> KernelWork | DoneWork:
         """See `collective_base.CollectiveTransport`."""
         self.check("reduce_scatter")
         self._check_device("x", args.x)
-        self._tagged = self._tagged or args.tag != 0
-        return self._run(self._engine.reduce_scatter(args.x, args.out, args.num_sms, args.tag))
+        return self._run(self._engine.reduce_scatter(args.x, args.out, args.num_sms))
 
     def all_reduce(self, args: ReduceArgs) -> KernelWork | DoneWork:
         """See `collective_base.CollectiveTransport`."""
@@ -313,7 +300,7 @@ class NvlinkCollectives(NvlinkMember):
         if isinstance(args, GatherArgs):
             return self._gather_plan(args)
         if op is CollectiveOp.REDUCE_SCATTER:
-            calls = self._engine.reduce_scatter(args.x, args.out, args.num_sms, args.tag)
+            calls = self._engine.reduce_scatter(args.x, args.out, args.num_sms)
         else:
             offset = self._region_offset(args.out)
             calls = self._engine.all_reduce(args.x, args.out, offset, args.algorithm, args.num_sms)
@@ -324,11 +311,11 @@ class NvlinkCollectives(NvlinkMember):
         if len(args.parts) > 1 or not part.x.numel():
             return None
         if args.algorithm is Algorithm.COPY_PUSH:
-            return self._gathers.plan_for(part, args.tag, self._quiet())
+            return self._gathers.plan_for(part, self._quiet())
         if args.algorithm in _COPIES:
             return None
-        shard = Shard(part.x, part.out, offset, part.dtype, part.pitch(self._size))
-        calls = self._engine.all_gather([shard], args.algorithm is Algorithm.KERNEL_PUSH, args.num_sms, args.tag)
+        shard = Shard(part.x, part.out, offset, part.dtype)
+        calls = self._engine.all_gather([shard], args.algorithm is Algorithm.KERNEL_PUSH, args.num_sms)
         if len(calls) > 1:
             return None
         return self._kernel_plan(calls, calls[0].args.parts[0])

@@ -156,11 +156,6 @@ class LaunchEngine:
         return int(self.tables.world.map.num_bytes)
 
     @property
-    def flag_bytes(self) -> int:
-        """Bytes at the region's start that must be zero before peers write."""
-        return int(self.tables.world.map.counts)
-
-    @property
     def blank_bytes(self) -> tuple[tuple[int, int], ...]:
         """Byte ranges [begin, end) that must be zero before peers write: flags, and arrays with flags in their data."""
         byte_map = self.tables.world.map

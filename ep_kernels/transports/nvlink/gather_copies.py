@@ -57,16 +57,16 @@ class GatherCopies:
 
     def push(self, parts: Sequence[GatherPart], args: GatherArgs) -> CopyWork:
         """`parts` of `args` into registered outs."""
-        listed, word = self._pushed(parts, args.tag, args.half_bytes)
+        listed, word = self._pushed(parts, args.half_bytes)
         behind = torch.cuda.current_stream().cuda_stream
         seq = self._engines.begin(listed, word, True, _storages(parts), behind)
         splits = not copy_schedule.is_small(listed)
         halves = args.half_bytes > 0 and args.takes_halves
-        return self._work(() if args.skips_own else parts, seq, splits, halves)
+        return self._work(parts, seq, splits, halves)
 
-    def pull(self, parts: Sequence[GatherPart], tag: int) -> CopyWork:
+    def pull(self, parts: Sequence[GatherPart]) -> CopyWork:
         """Into any outs."""
-        word = self._signature(parts, Algorithm.COPY_PULL, None, tag)
+        word = self._signature(parts, Algorithm.COPY_PULL, None)
         self._stream.wait_stream(torch.cuda.current_stream())
         rounds = list(plan.gather_rounds([part.x.numel() for part in parts], self._slot_bytes))
         seq = 0
@@ -74,16 +74,16 @@ class GatherCopies:
             seq = self._pull_round(parts, ranges, word)
         return self._work(parts, seq, len(rounds) == 1)
 
-    def capture(self, parts: Sequence[GatherPart], tag: int, launch: Callable[[torch.cuda.Stream, Call], None]) -> None:
+    def capture(self, parts: Sequence[GatherPart], launch: Callable[[torch.cuda.Stream, Call], None]) -> None:
         """Under capture: a pull, on a branch of the graph, by `launch` of kernels on the stream of the copies."""
         offsets = [self._offset_of(part.out) for part in parts]
         in_place = all(self.own(part).data_ptr() == part.x.data_ptr() for part in parts)
         direct = [
-            CopyPart(0, part.out.data_ptr(), offset, part.x.numel(), part.pitch(self._size), part.pitch(self._size))
+            CopyPart(0, part.out.data_ptr(), offset, part.x.numel(), part.x.numel(), part.x.numel())
             for part, offset in zip(parts, offsets, strict=True) if offset is not None and in_place
         ]  # fmt: skip
         whole = len(direct) == len(parts)
-        word = self._signature(parts, Algorithm.COPY_PULL, offsets if whole else None, tag)
+        word = self._signature(parts, Algorithm.COPY_PULL, offsets if whole else None)
         lengths = [part.x.numel() for part in parts]
         rounds: list[Any] = [direct] if whole else list(plan.gather_rounds(lengths, self._slot_bytes))
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -96,30 +96,30 @@ class GatherCopies:
             for part in parts:
                 copy_by_kernel(self.own(part), part.x)
 
-    def plan_for(self, part: GatherPart, tag: int, quiet: Quiet) -> CopyPlan | None:
+    def plan_for(self, part: GatherPart, quiet: Quiet) -> CopyPlan | None:
         """The plan of a push of one part in its place; None for other operations."""
         if self.own(part).data_ptr() != part.x.data_ptr():
             return None
-        listed, word = self._pushed([part], tag)
+        listed, word = self._pushed([part])
         return CopyPlan(self._owner, self._engines, lambda: self._engines.template(listed, word, quiet), self._rank)
 
     def own(self, part: GatherPart) -> torch.Tensor:
         """This rank's place in the out."""
-        return part.out[self._rank * part.pitch(self._size) :][: part.x.numel()]
+        return part.out[self._rank * part.x.numel() :][: part.x.numel()]
 
-    def _signature(self, parts: Sequence[GatherPart], algorithm: Algorithm, places: Any, tag: int) -> int:
+    def _signature(self, parts: Sequence[GatherPart], algorithm: Algorithm, places: Any) -> int:
         lengths = [part.x.numel() for part in parts]
         more = [(part.dtype, length) for part, length in zip(parts[1:], lengths[1:], strict=True)]
-        return signature(CollectiveOp.ALL_GATHER, algorithm, parts[0].dtype, sum(lengths), (more, places), tag)
+        return signature(CollectiveOp.ALL_GATHER, algorithm, parts[0].dtype, sum(lengths), (more, places))
 
-    def _pushed(self, parts: Sequence[GatherPart], tag: int, half: int = 0) -> tuple[list[CopyPart], int]:
+    def _pushed(self, parts: Sequence[GatherPart], half: int = 0) -> tuple[list[CopyPart], int]:
         """(parts as copy engines push them, signature)."""
         offsets = [self._offset_of(part.out) for part in parts]
         listed = [
-            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), part.pitch(self._size), half=half)
+            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), part.x.numel(), half=half)
             for part, offset in zip(parts, offsets, strict=True) if offset is not None
         ]  # fmt: skip
-        return listed, self._signature(parts, Algorithm.COPY_PUSH, (offsets, half), tag)
+        return listed, self._signature(parts, Algorithm.COPY_PUSH, (offsets, half))
 
     def _pull_round(self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], word: int) -> int:
         seq = self._engines.seq + 1
@@ -136,7 +136,7 @@ class GatherCopies:
             part = parts[each.index]
             copy_by_kernel(staged[at : at + each.num_bytes], part.x[each.begin :][: each.num_bytes])
             out = part.out.data_ptr() + each.begin
-            listed.append(CopyPart(0, out, slot + at, each.num_bytes, part.pitch(self._size)))
+            listed.append(CopyPart(0, out, slot + at, each.num_bytes, part.x.numel()))
             at += -(-each.num_bytes // 16) * 16
         return listed
 

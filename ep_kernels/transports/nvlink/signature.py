@@ -14,31 +14,21 @@ _BITS = {"op": 2, "algorithm": 4, "dtype": 6, "bytes": 40, "more": 11}
 """Fields of a word, the lowest first. `op` counts from 1, so that no word is 0."""
 
 
-def signature(
-    op: CollectiveOp, algorithm: Algorithm, dtype: torch.dtype, num_bytes: int, more: object, tag: int = 0
-) -> int:
+def signature(op: CollectiveOp, algorithm: Algorithm, dtype: torch.dtype, num_bytes: int, more: object) -> int:
     """A number of 63 bits that is not 0.
 
     Args:
         num_bytes: of one rank's x.
         more: what else must be equal: sizes of parts, offsets of registered tensors, blocks of kernels (a block waits
             for the same block of every peer alone).
-        tag: see `collective_base.GatherArgs`; where there is one, it takes the place of `more`.
     """
-    last = tag or zlib.crc32(repr(more).encode())
-    values = _OPS.index(op) + 1, _ALGORITHMS.index(algorithm), _DTYPES.index(dtype), num_bytes, last
+    rest = zlib.crc32(repr(more).encode())
+    values = _OPS.index(op) + 1, _ALGORITHMS.index(algorithm), _DTYPES.index(dtype), num_bytes, rest
     word, at = 0, 0
     for value, bits in zip(values, _BITS.values(), strict=True):
         word |= (value & (1 << bits) - 1) << at
         at += bits
     return word
-
-
-def tags(mine: int, theirs: int) -> tuple[int, int] | None:
-    """The lowest bits of both tags, of operations that have them and differ in nothing else; None: they do."""
-    *one, tag = _fields(mine)
-    *other, their_tag = _fields(theirs)
-    return (tag, their_tag) if one == other else None
 
 
 def difference(mine: int, theirs: int) -> str:

@@ -57,7 +57,7 @@ class NvlinkTerms:
         slot, num_bytes, engines = self._engine.copy_slot(self._engines.seq + 1), rows[0].nbytes, self._engines
         parts = [CopyPart(rows.data_ptr(), slot, 0, num_bytes, self.row_bytes, x_stride=num_bytes)]
         op = CollectiveOp.REDUCE_SCATTER
-        word = signature(op, Algorithm.COPY_PUSH, rows.dtype, rows.nbytes, None, 0)
+        word = signature(op, Algorithm.COPY_PUSH, rows.dtype, rows.nbytes, None)
         seq = engines.begin_push(parts, word, rows, self._enter(), op.value)
         for peer in made:
             engines.push_to(seq, peer, parts, self._enter())
@@ -75,7 +75,7 @@ class NvlinkTerms:
         num_bytes = out[0].nbytes
         part = CopyPart(0, out.data_ptr(), sent.slot, num_bytes, num_bytes, slot_stride=self.row_bytes)
         op = CollectiveOp.ALL_REDUCE
-        word = signature(op, Algorithm.COPY_PULL, out.dtype, out.nbytes, None, 0)
+        word = signature(op, Algorithm.COPY_PULL, out.dtype, out.nbytes, None)
         seq = self._engines.begin([part], word, False, out, self._enter(), op.value)
         rank, epoch = self._engine.group.rank, self._owner.epoch
         return CopyWork(self._owner, seq, rank, self._engines.arrivals(), True, None, epoch)

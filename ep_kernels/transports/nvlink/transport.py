@@ -49,8 +49,7 @@ class NvlinkTransport(NvlinkMember):
         # AUTO's crossover sizes its buffers
         super().__init__(config, abi.fingerprint(jit.all_sources() + str(plan.LL_MAX_TOKENS)))
         joined = config.network is not None
-        modes = (Mode.LL, Mode.HT) if joined else (Mode.LL, Mode.HT, Mode.AG)
-        self.capabilities = Capabilities("cuda", joined, DTYPES, modes, True, self._abi)
+        self.capabilities = Capabilities("cuda", joined, DTYPES, (Mode.LL, Mode.HT), True, self._abi)
         local = config.resolved_expert_map.num_local_experts(config.group.rank)
         self._raises = config.overflow is Overflow.RAISE and may_overflow(config, local)
         compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT)

@@ -286,7 +286,7 @@ def memory(
     topk: Annotated[int, typer.Option("--topk", help="Experts per token (K).")] = 8,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens per rank.")] = 128,
     ranks: Annotated[int, typer.Option("--ranks", help="Ranks of the group, over all hosts.")] = 8,
-    mode: Annotated[str, typer.Option("--mode", help="ll, ht, ag or auto.")] = "ll",
+    mode: Annotated[str, typer.Option("--mode", help="ll, ht or auto.")] = "ll",
     layout: Annotated[str, typer.Option("--layout", help="expert_major, grouped, rank_major or flat.")] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32, fp8.")] = "bfloat16",
     transport: Annotated[str, typer.Option("--transport", help="cpu or nvlink; by default nvlink.")] = "",

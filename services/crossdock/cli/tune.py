@@ -38,7 +38,7 @@ def tune(
     cache_dir: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Measure LL, HT and AG on this host, and save which of them AUTO runs for how many tokens.
+    """Measure LL and HT on this host, and save which of them AUTO runs for how many tokens.
 
     It starts a process for each rank; under torchrun it runs as one of them.
     """

@@ -39,7 +39,6 @@ class Client:
         model: str = "",
         security: SecurityConfig | None = None,
         way: Way = "auto",
-        shared_memory: bool = True,
     ) -> None:
         self._client = AsyncClient(
             target,
@@ -48,7 +47,6 @@ class Client:
             model=model,
             security=security,
             way=way,
-            shared_memory=shared_memory,
         )
         self._loop, self._open = SharedLoop.borrow(), set[concurrent.futures.Future[Any]]()
         self._lock, self._closed, self._ended = threading.Lock(), False, threading.Event()

@@ -79,7 +79,6 @@ class AsyncClient:
         security: certificates and token, for example from `load_security`; None: plain text.
         way: of the tensors. auto: memory shared with workers of this host, a TCP connection to others, or else gRPC;
             shared, tcp: this one or gRPC; grpc: gRPC alone. With `security` there is no tcp, which is plain text.
-        shared_memory: False: as way grpc.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class AsyncClient:
         model: str = "",
         security: SecurityConfig | None = None,
         way: Way = "auto",
-        shared_memory: bool = True,
     ) -> None:
         if min_tokens_per_worker < 1:
             raise InvalidRequest(f"min_tokens_per_worker: expected 1 or more, got {min_tokens_per_worker}")
@@ -103,7 +101,7 @@ class AsyncClient:
         self._directory: Directory | None = None
         self._streams: dict[str, WorkerStream] = {}
         self._kept: ServingWorkers | None = None
-        self._way: Way = way if shared_memory else "grpc"
+        self._way: Way = way
         self._pool: BufferPool | None = None
         self._turns = itertools.count()
         self._budget = RetryBudget()

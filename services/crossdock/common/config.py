@@ -329,8 +329,6 @@ class Identity(_Config, frozen=True, kw_only=True):
     pod_name: str = ""
     worker_index: int | None = None
     """LWS_WORKER_INDEX of a LeaderWorkerSet."""
-    leader_address: str = ""
-    """LWS_LEADER_ADDRESS of a LeaderWorkerSet."""
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> Identity:
@@ -343,7 +341,6 @@ class Identity(_Config, frozen=True, kw_only=True):
             hostname=env.get("NODE_NAME") or socket.gethostname(),
             pod_name=env.get("POD_NAME", ""),
             worker_index=int(index) if index else None,
-            leader_address=env.get("LWS_LEADER_ADDRESS", ""),
         )
 
 

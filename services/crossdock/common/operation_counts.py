@@ -29,10 +29,6 @@ class RecordedSamples(Protocol):
     def ranks(self) -> int:
         """R."""
 
-    @property
-    def missing(self) -> Sequence[int | None] | None:
-        """[n] samples lost before each; None: by their numbers."""
-
     def kind(self, op: int, mode: int) -> tuple[str, str]:
         """Name and algorithm."""
 
@@ -45,7 +41,6 @@ class Operations:
         op, mode: as in a LatencySample.
         seq, tokens, send_ns, total_ns: int64 [n].
         waits_ns: int64 [n, R].
-        num_missing: samples lost before them; None: as many as their numbers leave out.
     """
 
     op: str
@@ -55,7 +50,6 @@ class Operations:
     send_ns: NDArray[np.int64]
     total_ns: NDArray[np.int64]
     waits_ns: NDArray[np.int64]
-    num_missing: int | None
 
 
 def by_kind(samples: RecordedSamples) -> Iterator[Operations]:
@@ -64,34 +58,24 @@ def by_kind(samples: RecordedSamples) -> Iterator[Operations]:
     if (words[_TOKENS] >> 32 != samples.ranks).any():
         raise ValueError(f"records: expected {samples.ranks} ranks")
     for number in sorted(set(words[_OP].tolist())):
-        chosen = np.flatnonzero(words[_OP] == number)
-        columns = words[:, chosen]
-        missing = [samples.missing[at] for at in chosen.tolist()] if samples.missing else []
-        known = [one for one in missing if one is not None]
+        columns = words[:, np.flatnonzero(words[_OP] == number)]
         yield Operations(
             *samples.kind(number & _LOW, number >> 32), columns[_SEQ], columns[_TOKENS] & _LOW, columns[_SEND],
-            columns[_TOTAL], columns[_WAITS:].T, sum(known) if known else None,
+            columns[_TOTAL], columns[_WAITS:].T,
         )  # fmt: skip
 
 
 def lost(kinds: Sequence[Operations], next_seq: dict[str, int]) -> dict[str, int]:
-    """How many samples of each operation are missing, as they say, or else by their numbers. `next_seq`: the number
+    """How many samples of each operation are missing, by their numbers. `next_seq`: the number
     that each operation's next sample should have, empty at first; brought up to date."""
     found: dict[str, int] = {}
     for op in dict.fromkeys(one.op for one in kinds):
-        same = [one for one in kinds if one.op == op]
-        seq = np.sort(np.concatenate([one.seq for one in same if one.num_missing is None] or [_NOTHING]))
-        number = sum(one.num_missing or 0 for one in same)
-        if seq.size:
-            expected = next_seq.get(op, 0) or int(seq[0])
-            number += max(0, int(seq[-1]) + 1 - expected - seq.size)
-            next_seq[op] = int(seq[-1]) + 1
-        if number:
+        seq = np.sort(np.concatenate([one.seq for one in kinds if one.op == op]))
+        number = int(seq[-1]) + 1 - (next_seq.get(op, 0) or int(seq[0])) - seq.size
+        next_seq[op] = int(seq[-1]) + 1
+        if number > 0:
             found[op] = number
     return found
-
-
-_NOTHING = np.zeros(0, np.int64)
 
 
 class OperationCounts:

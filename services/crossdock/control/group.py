@@ -378,14 +378,12 @@ def _forgive_pause(group: Group, pause: float) -> Group:
     return replace(group, members=members, recover_until=until)
 
 
-def _check_same_placement(group: Group, member: Member, placement: int | None) -> None:
+def _check_same_placement(group: Group, member: Member, placement: int) -> None:
     """All ranks must hold the same tables: otherwise tokens silently reach slots with other experts."""
     for other in group.members:
-        if other.ready and other is not member and None not in (placement, other.placement):
-            if other.placement != placement:
-                message = f"ready: placement: expected {other.placement} as {other} has in epoch {group.epoch}"
-                raise _Refused(Refusal.MIXED_PLACEMENT, f"{message}, got {placement} from {member}")
-            return
+        if other.ready and other is not member and other.placement != placement:
+            message = f"ready: placement: expected {other.placement} as {other} has in epoch {group.epoch}"
+            raise _Refused(Refusal.MIXED_PLACEMENT, f"{message}, got {placement} from {member}")
 
 
 def _require(group: Group, event: PublishRegion | Ready | Heartbeat, epoch: int | None) -> Member:

@@ -9,14 +9,8 @@ from crossdock.control.group_state import Member, Worker
 
 def difference(worker: Worker, members: Sequence[Member]) -> str | None:
     """The first field in which `worker` differs from `members`, which are equal to each other: field, expected, got.
-    None: it fits. Communicator settings are compared with a member that has reported some."""
-    for member in members[:1]:
-        if (wrong := _first_difference(member, _kind(member.worker), _kind(worker))) is not None:
-            return wrong
-    reporting = next((member for member in members if member.worker.communicator), None)
-    if reporting is None or not worker.communicator:
-        return None
-    return _first_difference(reporting, _settings(reporting.worker), _settings(worker))
+    None: it fits."""
+    return _first_difference(members[0], _kind(members[0].worker), _kind(worker)) if members else None
 
 
 def is_other_host(worker: Worker, other: Worker) -> bool:
@@ -45,8 +39,5 @@ def _shown(fields: dict[str, str], field: str) -> str:
 
 def _kind(worker: Worker) -> dict[str, str]:
     provider = worker.network.provider if worker.network else "none"
-    return {"abi": worker.abi, "model": worker.model, "transport": worker.transport, "network": provider}
-
-
-def _settings(worker: Worker) -> dict[str, str]:
-    return {f"communicator.{name}": value for name, value in worker.communicator}
+    settings = {f"communicator.{name}": value for name, value in worker.communicator}
+    return {"abi": worker.abi, "model": worker.model, "transport": worker.transport, "network": provider, **settings}

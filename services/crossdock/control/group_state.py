@@ -124,7 +124,7 @@ class Worker:
     boot_id: str = ""
     """Boot id of the worker's host; empty: unknown."""
     communicator: tuple[tuple[str, str], ...] = ()
-    """Names and values of the communicator's settings; empty: not reported, by a worker of an older release."""
+    """Names and values of the communicator's settings."""
 
     @property
     def uid(self) -> str:
@@ -142,8 +142,8 @@ class Member:
     region: bytes = b""
     """Published in this epoch; empty before."""
     ready: bool = False
-    placement: int | None = None
-    """With `ready`: version of the placement that it holds; None: not reported, by a worker of an older release."""
+    placement: int = 0
+    """With `ready`: version of the placement that it holds."""
     standby_ready: bool = False
     """A standby of a serving group that holds its experts: it can be readmitted."""
     num_blamed: int = 0
@@ -352,8 +352,8 @@ class Ready:
     uid: str
     incarnation: int
     epoch: int
-    placement: int | None = None
-    """Version of the placement whose experts the sender holds; None: not reported."""
+    placement: int = 0
+    """Version of the placement whose experts the sender holds; 0: it takes none."""
 
 
 @dataclass(frozen=True, slots=True)

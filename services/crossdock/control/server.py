@@ -152,7 +152,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             bar = self._group.bar_of(worker)
             if bar is None:
                 self._apply(Waits(worker))
-            if bar is None or not request.reads_barred:
                 raise
             response.barred.CopyFrom(barred.to_message(bar, self._clock(), self._id))
             return False

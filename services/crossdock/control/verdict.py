@@ -39,8 +39,6 @@ LOADED = 1.5
 SLOWER = 2.0
 """Time per row, and per step, over the usual ones, from which on all are slow."""
 
-Matrix = Sequence[Sequence[float]]
-
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:

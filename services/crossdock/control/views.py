@@ -127,8 +127,7 @@ def publish_event(request: pb.PublishRegionRequest, limits: Limits) -> PublishRe
 
 def ready_event(request: pb.ReadyRequest) -> Ready:
     """Check a ReadyRequest. Raises InvalidArgument."""
-    placement = request.placement if request.HasField("placement") else None
-    return Ready(*_worker_id(request.worker), request.epoch, placement)
+    return Ready(*_worker_id(request.worker), request.epoch, request.placement)
 
 
 def heartbeat_event(request: pb.HeartbeatRequest, limits: Limits, max_epoch: int) -> Heartbeat:

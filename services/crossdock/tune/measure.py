@@ -1,5 +1,4 @@
-"""The loop: one communicator, every step of the ladder by LL and by HT in turn, routing drawn afresh for each run; for
-layouts that AG has, a second one, which takes its turn.
+"""The loop: one communicator, every step of the ladder by LL and by HT in turn, routing drawn afresh for each run.
 
 * What is timed is PAIRS dispatch + combine pairs in a row, each with routing of its own; on GPUs as one CUDA graph,
   between two events, so that the host counts for nothing.
@@ -10,7 +9,6 @@ layouts that AG has, a second one, which takes its turn.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import statistics
 import time
@@ -39,39 +37,30 @@ def measure(request: TuneRequest, layout: str, group: Any, progress: Progress) -
     Raises EpError."""
     config = request.config(layout, group)
     steps, curves = tuning.ladder(request.max_tokens), []
-    with contextlib.ExitStack() as life:
-        comm, other = life.enter_context(MoECommunicator(config)), None
-        if request.has_ag(layout) and Mode.AG in comm.capabilities.modes:
-            other = life.enter_context(MoECommunicator(request.config(layout, group, Mode.AG)))
+    with MoECommunicator(config) as comm:
         key = tuning.key_of(config, comm.device_name)
         for tokens in steps:
-            mine = timed(comm, tokens, request, other)
-            curves.append(_slowest(group, mine))
-            progress(layout, tokens, *curves[-1][:2])
-    ll_us, ht_us, *rest = zip(*curves, strict=True)
+            curves.append(_slowest(group, timed(comm, tokens, request)))
+            progress(layout, tokens, *curves[-1])
+    ll_us, ht_us = zip(*curves, strict=True)
     return tuning.Record(
         key=key,
         ll_max_tokens=tuning.crossover(steps, ll_us, ht_us),
         tokens=steps,
-        ll_us=tuple(ll_us),
-        ht_us=tuple(ht_us),
+        ll_us=ll_us,
+        ht_us=ht_us,
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         crossdock=crossdock.__version__,
-        ag_us=tuple(rest[0]) if rest else None,
     )
 
 
-def timed(
-    comm: MoECommunicator, tokens: int, request: TuneRequest, other: MoECommunicator | None = None
-) -> dict[Mode, list[float]]:
-    """Microseconds of one pair on this rank, run by run, of both algorithms, and of AG by `other`."""
+def timed(comm: MoECommunicator, tokens: int, request: TuneRequest) -> dict[Mode, list[float]]:
+    """Microseconds of one pair on this rank, run by run, of both algorithms."""
     feed = _Feed(comm, tokens, request.seed)
     turns = {
         Mode.LL: prepared(partial(feed.pairs, comm, tokens), feed.device),
         Mode.HT: prepared(partial(feed.pairs, comm, comm.config.max_tokens_per_rank), feed.device),
     }
-    if other is not None:
-        turns[Mode.AG] = prepared(partial(feed.pairs, other, tokens), feed.device)
     taken: dict[Mode, list[float]] = {mode: [] for mode in turns}
     for _ in range(WARMUP + request.runs):
         for mode, run in turns.items():
@@ -82,12 +71,13 @@ def timed(
     return {mode: times[WARMUP:] for mode, times in taken.items()}
 
 
-def _slowest(group: Any, mine: dict[Mode, list[float]]) -> tuple[float, ...]:
-    """(LL, HT) or (LL, HT, AG): the median over runs of the slowest rank's time."""
+def _slowest(group: Any, mine: dict[Mode, list[float]]) -> tuple[float, float]:
+    """(LL, HT): the median over runs of the slowest rank's time."""
     answers = group.all_gather(msgspec.msgpack.encode(list(mine.values())), TIMEOUT_S)
     ranks = [msgspec.msgpack.decode(answer, type=list[list[float]]) for answer in answers]
     by_mode = zip(*ranks, strict=True)
-    return tuple(statistics.median([max(run) for run in zip(*times, strict=True)]) for times in by_mode)
+    ll_us, ht_us = (statistics.median([max(run) for run in zip(*times, strict=True)]) for times in by_mode)
+    return ll_us, ht_us
 
 
 class _Feed:

@@ -57,11 +57,7 @@ class TuneRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cache_dir: str | None = None
     seed: int = 1
 
-    def has_ag(self, layout: str) -> bool:
-        """Whether AG can do this layout, too."""
-        return Layout(layout) is Layout.RANK_MAJOR and not self.fp8_combine
-
-    def config(self, layout: str, group: Any, mode: Mode = Mode.AUTO) -> MoEConfig:
+    def config(self, layout: str, group: Any) -> MoEConfig:
         """Config of a communicator that can run every step of the ladder by either algorithm: M is one token more than
         the largest step, which runs LL if `step_tokens` is its own size and HT if it is M. Shapes are fixed, as in
         serving, so the host does not wait for counts. Raises ConfigError."""
@@ -74,7 +70,7 @@ class TuneRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             hidden_size=self.hidden_size,
             topk=self.topk,
             max_tokens_per_rank=self.max_tokens + 1,
-            mode=mode,
+            mode=Mode.AUTO,
             layout=Layout(layout),
             combine_dtype=torch.float8_e4m3fn if self.fp8_combine else None,
             exact_shapes=False,

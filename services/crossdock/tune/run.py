@@ -173,24 +173,19 @@ def _headline(key: tuning.Key) -> str:
 
 
 def _table(record: tuning.Record) -> Table:
-    table, gathers = Table(), tuning.gathers(record, record.tokens[-1])
-    names = ("tokens per rank", "LL us", "HT us", *(() if record.ag_us is None else ("AG us",)), "LL against HT")
-    for name in names:
+    table = Table()
+    for name in ("tokens per rank", "LL us", "HT us", "LL against HT"):
         table.add_column(name, justify="right")
     table.add_column("AUTO runs")
-    for place, tokens in enumerate(record.tokens):
-        curves = [record.ll_us, record.ht_us, *(() if record.ag_us is None else (record.ag_us,))]
-        times = [curve[place] for curve in curves]
+    for tokens, *times in zip(record.tokens, record.ll_us, record.ht_us, strict=True):
         shown = [Text(f"{us:,.1f}", style="bold" if us == min(times) else "") for us in times]
-        runs = "AG" if gathers else "LL" if tokens <= record.ll_max_tokens else "HT"
+        runs = "LL" if tokens <= record.ll_max_tokens else "HT"
         table.add_row(f"{tokens:,}", *shown, f"{times[0] / times[1] - 1:+.1%}", runs)
     return table
 
 
 def _verdict(request: TuneRequest, record: tuning.Record) -> str:
     chosen, built_in = record.ll_max_tokens, built_in_crossover(request, record)
-    if tuning.gathers(record, record.tokens[-1]):
-        return f"{record.key.layout}: AUTO is AG, ahead in every step, up to {record.tokens[-1]:,} tokens per rank"
     words = f"{record.key.layout}: AUTO runs LL up to {chosen:,} tokens per rank (built in: {built_in:,})"
     if chosen == record.tokens[-1]:
         words += "; LL was ahead to the end: --max-tokens measures larger steps"

@@ -259,7 +259,6 @@ class ControlPlaneClient:
         """Register; False: the group is full, or has barred this worker. Raises rpc.CallError."""
         request = control_pb2.RegisterRequest()
         request.CopyFrom(self._registration)
-        request.reads_barred = True
         request.barred.CopyFrom(self._barred)
         if self._prior is not None:
             request.prior.CopyFrom(self._prior)

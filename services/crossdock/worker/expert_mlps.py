@@ -89,11 +89,6 @@ class ExpertMLPs:
         needed = not self._grouped and self._products is None
         self._loop = ExpertLoop((first, down), gating, self.output_dtype) if needed else None
 
-    @property
-    def computes(self) -> str:
-        """How: "grouped GEMM" (torch's), "grouped products" (of quantised weights), or "loop"."""
-        return "grouped products" if self._products is not None else "grouped GEMM" if self._grouped else "loop"
-
     @staticmethod
     def load(
         checkpoint: Checkpoint | Mapping[int, Checkpoint],

@@ -1,8 +1,8 @@
 """Agreement on the next step: each rank sends one `Proposal`, and each computes the same `Decision`. Pure.
 
 One exchange of 8 int64 per rank carries the proposals *and* the outcome of the step before, so a busy group pays one
-exchange per step. A request is answered only after that exchange: then every rank has said that its experts did their
-part, and an expert failure on one rank becomes an error of the requests, never a silently wrong sum.
+exchange per step. A rank whose experts fail sends NaN and says so in the next exchange. A rank that got NaN answers
+only after that exchange: an expert failure becomes an error of the requests, never a silently wrong sum.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Proposal(NamedTuple):
         num_tokens: tokens that wait here for `layer`.
         draining: it takes no new requests.
         leaving: it wants to leave as soon as no draining rank has work.
-        failed: its experts failed in the step just done; its rows were zeros.
+        failed: its experts failed in the step just done; its rows are NaN.
         placement: progress word of the newest placement; see expert_tables.py.
-        loaded: it has loaded the next layer of that placement. Workers of releases before this flag never set it.
+        loaded: it has loaded the next layer of that placement.
     """
 
     step: int

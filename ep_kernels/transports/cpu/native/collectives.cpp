@@ -160,13 +160,6 @@ Status same_arguments(CollectiveMember& m, const Collective& op, int r) {
   return kOk;
 }
 
-void compare_tags(CollectiveMember& m, Collective& op, int r) {
-  const int64_t theirs = m.slot_of(r, op.seq).tag;
-  if (theirs == op.tag || op.other_rank != kNobody) return;
-  op.other_rank = r;
-  op.other_tag = theirs;
-}
-
 // Where peer `r` has the chunk of slice `s`.
 const uint8_t* chunk_at(const CollectiveMember& m, const Collective& op, int r, int64_t s) {
   const int64_t source = m.slot_of(r, op.seq).source;
@@ -183,7 +176,7 @@ void gather_from(CollectiveMember& m, const Collective& op, int r) {
   for_each_part(op, chunk, [&](int64_t i, int64_t first, int64_t at, int64_t bytes) {
     const Part& part = op.parts[i];
     const uint8_t* from = source == -1 ? base + staged_at(m, op, op.round, 0) + at : base + sources[i] + first;
-    m.ops.copy(part.out + r * part.pitch + first, from, bytes);
+    m.ops.copy(part.out + r * part.bytes + first, from, bytes);
   });
 }
 
@@ -191,7 +184,7 @@ void gather_from(CollectiveMember& m, const Collective& op, int r) {
 void keep_own(CollectiveMember& m, Collective& op) {
   for (int64_t i = 0; i < op.num_parts; ++i) {
     const Part& part = op.parts[i];
-    uint8_t* place = part.out + m.rank * part.pitch;
+    uint8_t* place = part.out + m.rank * part.bytes;
     if (place != part.x) m.ops.copy(place, part.x, part.bytes);
   }
   op.arrived |= 1ull << m.rank;
@@ -241,7 +234,6 @@ Status arrive(CollectiveMember& m, Collective& op, bool block, bool one_shard) {
         op.waiting.missing = before;  // the next call returns the same error
         return same;
       }
-      compare_tags(m, op, r);
       if (sums(op)) continue;
       gather_from(m, op, r);
       if (op.round == op.rounds) op.arrived |= 1ull << r;
@@ -373,10 +365,8 @@ Status begin(CollectiveMember& m, Collective& op) {
   op.round = 1;
   op.staged = 0;
   op.arrived = 0;
-  op.other_rank = kNobody;
   CollectiveSlot& slot = own_slot(m, op.seq);
   slot.what = op.what;
-  slot.tag = op.tag;
   slot.source = op.zero_copy ? op.source : -1;
   slot.published_ns = now_ns();
   enter(m, op, kStage);

@@ -27,7 +27,6 @@ struct Fingerprint {
   int64_t op, num_bytes, dtype, parts, algorithm;
 };
 constexpr int kFingerprintFields = 5;
-constexpr int64_t kNobody = -1;
 
 // Valid once `published` carries the operation's number.
 struct CollectiveSlot {
@@ -38,7 +37,6 @@ struct CollectiveSlot {
   int64_t published_ns;  // CLOCK_MONOTONIC
   int64_t source;        // where x begins in the owner's region, or -1: staged; -2: `part_source` in staging says
   Fingerprint what;
-  int64_t tag;  // see Collective
 };
 
 struct CollectiveControl {
@@ -64,8 +62,8 @@ struct CollectiveGeometry {
 // One tensor of an all-gather.
 struct Part {
   const uint8_t* x;  // [bytes]
-  uint8_t* out;      // [R][pitch], of which the first `bytes` are written
-  int64_t bytes, pitch;
+  uint8_t* out;      // [R][bytes]
+  int64_t bytes;
   int64_t source;    // where x lies in the own region, or -1
 };
 
@@ -80,7 +78,6 @@ struct Collective {
   int64_t count;      // sums: elements of x, in all slices
   Type type;          // sums: of the elements
   int32_t zero_copy;  // peers read x where it lies
-  int64_t tag;        // the caller's; ranks with different ones get an error when the operation has ended
   // State. Rounds count from 1.
   uint64_t seq;
   Clock clock;
@@ -92,7 +89,6 @@ struct Collective {
   Waiting waiting;         // of the present phase
   int32_t phase, status;
   uint64_t arrived;        // all-gather: bit per rank whose whole shard is in out
-  int64_t other_rank, other_tag;  // the first peer with another tag; kNobody
 };
 
 struct CollectiveMember : Member {

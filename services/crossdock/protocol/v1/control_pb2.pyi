@@ -63,7 +63,7 @@ class PriorMembership(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., region: _Optional[bytes] = ..., ready: bool = ..., active_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https", "network", "reads_barred", "barred", "communicator", "checkpoints")
+    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https", "network", "barred", "communicator", "checkpoints")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -78,7 +78,6 @@ class RegisterRequest(_message.Message):
     MOE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     HTTPS_FIELD_NUMBER: _ClassVar[int]
     NETWORK_FIELD_NUMBER: _ClassVar[int]
-    READS_BARRED_FIELD_NUMBER: _ClassVar[int]
     BARRED_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
@@ -96,11 +95,10 @@ class RegisterRequest(_message.Message):
     moe_layers: _containers.RepeatedScalarFieldContainer[int]
     https: bool
     network: _topology_pb2.Network
-    reads_barred: bool
     barred: Barred
     communicator: _containers.RepeatedCompositeFieldContainer[CommunicatorSetting]
     checkpoints: Checkpoints
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., reads_barred: bool = ..., barred: _Optional[_Union[Barred, _Mapping]] = ..., communicator: _Optional[_Iterable[_Union[CommunicatorSetting, _Mapping]]] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., barred: _Optional[_Union[Barred, _Mapping]] = ..., communicator: _Optional[_Iterable[_Union[CommunicatorSetting, _Mapping]]] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ...) -> None: ...
 
 class CheckpointRef(_message.Message):
     __slots__ = ("number", "path", "fingerprint")
