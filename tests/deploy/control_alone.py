@@ -57,7 +57,7 @@ def check(control: subprocess.Popen[str]) -> None:
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         sys.exit(f"grpc health: expected SERVING, got {answer.status}")
     direct = build_opener(ProxyHandler({}))
-    for path, word in (("livez", "ok"), ("readyz", ""), ("metrics", "crossdock_world_size 4.0")):
+    for path, word in (("livez", "ok"), ("readyz", ""), ("metrics", 'crossdock_world_size{group="default"} 4.0')):
         with direct.open(f"http://{addresses.http_address}/{path}", timeout=DEADLINE_S) as response:
             text = response.read().decode()
         if word not in text:
