@@ -368,18 +368,21 @@ async def _identities(scene: Scene) -> str:
     answers = Counter[str]()
     async with channels(scene, scene.control, 1, part="client" if scene.guarded else "rogue") as (channel,):
         stub = control_pb2_grpc.ControlPlaneStub(channel)
-        abi = ""
-        try:
-            await stub.Register(registration(view, "w9", time.time_ns()), timeout=CALL_S)
-        except grpc.RpcError as error:
-            abi = abi_of(error)
+        known = registration(view, "w0", 2**64 - 1)  # refused for its incarnation, once its kind is the group's
+        with contextlib.suppress(grpc.RpcError):
+            while True:
+                try:
+                    await stub.Register(known, timeout=CALL_S)
+                    break  # taken: the checks below find the seat lost
+                except grpc.RpcError as error:
+                    learn(known, error)
         for incarnation in (2**64 - 1, 2**63, time.time_ns() + 10**18):
-            answers[await attempt(stub.Register(registration(view, "w0", incarnation, abi)))] += 1
+            known.worker.incarnation = incarnation
+            answers[await attempt(stub.Register(known))] += 1
         for epoch in (2**62, 2**64 - 1):
-            prior = pb.PriorMembership(epoch=epoch, rank=0, region=b"r", ready=True)
-            request = registration(view, "rogue", time.time_ns(), abi)
-            request.prior.CopyFrom(prior)
-            answers[await attempt(stub.Register(request))] += 1
+            known.worker.uid, known.worker.incarnation = "rogue", time.time_ns()
+            known.prior.CopyFrom(pb.PriorMembership(epoch=epoch, rank=0, region=b"r", ready=True))
+            answers[await attempt(stub.Register(known))] += 1
         for term in (10**18, 2**31 - 3000, 2**64):
             metadata = (("crossdock-term", str(term)),)
             answers[await attempt(stub.Topology(pb.TopologyRequest(), metadata=metadata)) + " with a term"] += 1
@@ -390,7 +393,7 @@ async def _identities(scene: Scene) -> str:
     return counted(answers)
 
 
-def registration(view: pb.GroupView, uid: str, incarnation: int, abi: str = "0") -> pb.RegisterRequest:
+def registration(view: pb.GroupView, uid: str, incarnation: int) -> pb.RegisterRequest:
     """Of a worker that might be taken."""
     return pb.RegisterRequest(
         worker=pb.WorkerId(uid=uid, incarnation=incarnation),
@@ -398,17 +401,22 @@ def registration(view: pb.GroupView, uid: str, incarnation: int, abi: str = "0")
         address="127.0.0.1:1",
         http_address="127.0.0.1:1",
         transport="cpu",
-        abi=abi,
+        abi="0",
         model=view.model,
         num_experts=E,
         moe_layers=[1, 2],
     )
 
 
-def abi_of(error: grpc.RpcError) -> str:
-    """The group's ABI, which the refusal of another one names."""
-    found = re.search(r"expected '([^']+)'", error.details() or "")  # type: ignore[attr-defined]
-    return found.group(1) if found else "0"
+def learn(request: pb.RegisterRequest, error: grpc.RpcError) -> None:
+    """Set the field of the group's kind that a refusal names to what it expects. Raises the error if it names none."""
+    found = re.search(r"(abi|communicator\.[^:]+): expected '([^']+)'", error.details() or "")  # type: ignore[attr-defined]
+    if not found:
+        raise error
+    if found[1] == "abi":
+        request.abi = found[2]
+    else:
+        request.communicator.add(name=found[1].removeprefix("communicator."), value=found[2])
 
 
 def identities(scene: Scene) -> str:

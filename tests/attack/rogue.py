@@ -27,7 +27,8 @@ import msgspec
 
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
-from tests.attack.attacks import abi_of, registration
+from crossdock.worker.same_weights import Parcel
+from tests.attack.attacks import learn, registration
 from tests.attack.scene import Scene
 
 VICTIM, NOBODY, _FAR = "w0", 65534, 2**62
@@ -53,6 +54,7 @@ class Rogue:
         self._id = pb.WorkerId(uid=VICTIM, incarnation=time.time_ns())
         self._view = next(self._stub.Watch(pb.WatchRequest(), timeout=_CALL_S))
         self._hello: dict[str, Any] | None = None
+        self._parcel = Parcel(region=b"", sum=0)
         self._held: list[int] = []
         self._epochs: set[int] = set()
         self.published = dict.fromkeys(KINDS, 0)
@@ -60,7 +62,7 @@ class Rogue:
 
     def run(self, seconds: float) -> None:
         """Take the seat, beat, publish in each epoch."""
-        self._stub.Register(self._registration(), timeout=_CALL_S, metadata=_METADATA)
+        self._register()
         threading.Thread(target=self._watch, daemon=True).start()
         end = time.monotonic() + seconds
         while time.monotonic() < end and not all(self.published.values()):
@@ -79,15 +81,17 @@ class Rogue:
         beat = pb.HeartbeatRequest(worker=self._id, epoch=epoch)
         self._stub.Heartbeat(beat, timeout=_CALL_S, metadata=_METADATA)
 
-    def _registration(self) -> pb.RegisterRequest:
+    def _register(self) -> None:
+        """Each refusal names a field of the group's kind, which the next try has."""
         request = registration(self._view, VICTIM, self._id.incarnation)
         with contextlib.suppress(OSError):
             request.host.boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        try:
-            self._stub.Register(request, timeout=_CALL_S, metadata=_METADATA)
-        except grpc.RpcError as error:
-            request.abi = abi_of(error)
-        return request
+        while True:
+            try:
+                self._stub.Register(request, timeout=_CALL_S, metadata=_METADATA)
+                return
+            except grpc.RpcError as error:
+                learn(request, error)
 
     def _watch(self) -> None:
         with contextlib.suppress(grpc.RpcError):
@@ -96,7 +100,8 @@ class Rogue:
                 for member in view.members:
                     if member.region and member.worker.uid != VICTIM:
                         with contextlib.suppress(msgspec.DecodeError):
-                            self._hello = msgspec.msgpack.decode(member.region)
+                            self._parcel = msgspec.msgpack.decode(member.region, type=Parcel)
+                            self._hello = msgspec.msgpack.decode(self._parcel.region)
 
     def _publish(self) -> None:
         epoch = self._view.epoch
@@ -108,7 +113,8 @@ class Rogue:
             ticket = self._hello["ticket"]
             if kind != "copy":
                 ticket = self._ticket(kind, json.loads(ticket))
-            region = msgspec.msgpack.encode({**self._hello, "epoch": epoch, "ticket": ticket})
+            hello = msgspec.msgpack.encode({**self._hello, "epoch": epoch, "ticket": ticket})
+            region = msgspec.msgpack.encode(msgspec.structs.replace(self._parcel, region=hello, expected=[]))
         request = pb.PublishRegionRequest(worker=self._id, epoch=epoch, region=region)
         self._stub.PublishRegion(request, timeout=_CALL_S, metadata=_METADATA)
         self._epochs.add(epoch)
