@@ -460,7 +460,7 @@ def sampled(comm: MoECommunicator, case: RoutingCase) -> None:
     assert [s.seq for s in samples] == sorted(s.seq for s in samples)
     for op in ("dispatch", "combine"):
         found = [s for s in samples if s.op == op]
-        gaps = [s.seq - found[0].seq - number if s.missing is None else s.missing for number, s in enumerate(found)]
+        gaps = [s.seq - found[0].seq - number for number, s in enumerate(found)]
         assert gaps == [0] * 3
     for s in samples:
         assert s.tokens == case.tokens[comm.rank]
