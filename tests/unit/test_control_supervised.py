@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("kubernetes", reason="the client comes with the extra [control]")
 
+from crossdock.common import helper_thread
 from crossdock.common.addresses import split_address
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, ElectionConfig, PlacementConfig
@@ -132,7 +133,7 @@ async def test_one_part_that_cannot_be_closed_keeps_no_other_open(
     async with running(ONE_OF_SEVERAL, announced) as task:
         with pytest.raises(Broken):
             await task
-    await asyncio.to_thread(_join, "crossdock-elector")
+    await asyncio.to_thread(_join, "elector")
     where = announced[0]
     assert is_closed(where.address)
     assert is_closed(where.http_address)
@@ -167,22 +168,25 @@ async def test_livez_is_dead_without_the_elector(
     monkeypatch: pytest.MonkeyPatch, shared: LeaseStore, announced: list[Addresses]
 ) -> None:
     ends = threading.Event()
-    monkeypatch.setattr(leader.Elector, "_run", lambda self: ends.wait(TIMEOUT_S))
+
+    monkeypatch.setattr(helper_thread, "_ended", [])
+    monkeypatch.setattr(leader.Elector, "_run", lambda self: breaks(ends.wait(TIMEOUT_S)))
     async with running(ONE_OF_SEVERAL, announced):
         where = announced[0]
         assert await asyncio.to_thread(livez, where) == (200, "ok\n")
         ends.set()
-        await asyncio.to_thread(_join, "crossdock-elector")
+        await asyncio.to_thread(_join, "elector")
         assert await asyncio.to_thread(livez, where) == (503, "elector: ended\n")
 
 
 async def test_livez_is_dead_without_the_nodes(monkeypatch: pytest.MonkeyPatch, announced: list[Addresses]) -> None:
     monkeypatch.setattr(nodes, "FIRST_LIST_S", 0.0)
     monkeypatch.setattr(nodes.Nodes, "start", lambda self: self._thread.start() or True)
-    monkeypatch.setattr(nodes.Nodes, "_run", lambda self: None)
+    monkeypatch.setattr(helper_thread, "_ended", [])
+    monkeypatch.setattr(nodes.Nodes, "_run", breaks)
     config = ControlConfig(listen=FREE, http_listen=FREE, world_size=1, kubernetes=process.KubernetesConfig())
     async with running(config, announced):
-        await asyncio.to_thread(_join, "crossdock-nodes")
+        await asyncio.to_thread(_join, "nodes")
         assert await asyncio.to_thread(livez, announced[0]) == (503, "nodes: ended\n")
 
 

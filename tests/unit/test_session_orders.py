@@ -80,7 +80,7 @@ class Node:
             worker=pb.WorkerId(uid=uid, incarnation=1), host=topology_pb2.HostFacts(hostname="h"),
             local_rank=int(uid[-1]), model="m", num_experts=E, moe_layers=LAYERS,
         )  # fmt: skip
-        spec = SimpleNamespace(num_experts=E, moe_layers=LAYERS)
+        spec = SimpleNamespace(num_experts=E, moe_layers=LAYERS, fingerprint="f")
         self.client = ControlPlaneClient("127.0.0.1:1", registration, pb.WorkerStats, experts=self._report)
         stub: Any = Calls(world.control, self.gate)
         self.client._stub = stub
