@@ -33,7 +33,7 @@ from tests.attack.scene import Scene
 
 VICTIM, NOBODY, _FAR = "w0", 65534, 2**62
 KINDS = ("unsealed", "garbage", "copy", "pid1", "negative")
-_SECONDS, _CALL_S, _BEAT_S, _MAPPED_S = 20.0, 3.0, 0.1, 1.0
+_SECONDS, _CALL_S, _BEAT_S, _MAPPED_S = 45.0, 3.0, 0.1, 1.0
 _METADATA = (("crossdock-lease-key", "k" * 32),)
 _HEADER_AT, _MAGIC = 4096, 0x4B434F4453534F52
 
