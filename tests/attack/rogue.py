@@ -51,7 +51,7 @@ class Rogue:
 
     def __init__(self, control: str) -> None:
         self._stub = control_pb2_grpc.ControlPlaneStub(grpc.insecure_channel(control))
-        self._id = pb.WorkerId(uid=VICTIM, incarnation=time.time_ns())
+        self._id = pb.WorkerId()
         self._view = next(self._stub.Watch(pb.WatchRequest(), timeout=_CALL_S))
         self._hello: dict[str, Any] | None = None
         self._parcel = Parcel(region=b"", sum=0)
@@ -62,15 +62,16 @@ class Rogue:
 
     def run(self, seconds: float) -> None:
         """Take the seat, beat, publish in each epoch."""
-        self._register()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._take_seat()
         end = time.monotonic() + seconds
         while time.monotonic() < end and not all(self.published.values()):
             try:
                 self._beat(self._view.epoch)
                 self._publish()
-            except grpc.RpcError:
+            except grpc.RpcError as error:
                 self.refused += 1
+                if error.code() == grpc.StatusCode.ALREADY_EXISTS:  # type: ignore[attr-defined]
+                    self._take_seat()  # its owner came back
             time.sleep(_BEAT_S)
         try:
             self._beat(_FAR)
@@ -81,17 +82,19 @@ class Rogue:
         beat = pb.HeartbeatRequest(worker=self._id, epoch=epoch)
         self._stub.Heartbeat(beat, timeout=_CALL_S, metadata=_METADATA)
 
-    def _register(self) -> None:
-        """Each refusal names a field of the group's kind, which the next try has."""
+    def _take_seat(self) -> None:
+        """Register as a newer process. Each refusal names a field of the group's kind, which the next try has."""
+        self._id = pb.WorkerId(uid=VICTIM, incarnation=time.time_ns())
         request = registration(self._view, VICTIM, self._id.incarnation)
         with contextlib.suppress(OSError):
             request.host.boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         while True:
             try:
                 self._stub.Register(request, timeout=_CALL_S, metadata=_METADATA)
-                return
+                break
             except grpc.RpcError as error:
                 learn(request, error)
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         with contextlib.suppress(grpc.RpcError):
