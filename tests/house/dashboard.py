@@ -61,7 +61,7 @@ _TOKENS_OF_RANKS = "sum by (rank) (rate(crossdock_ep_received_tokens_total{}[$__
 _WAITS = "sum by (job, instance, process, peer) (rate(crossdock_peer_wait_seconds_total{}[$__rate_interval]))"
 _RANKS = 'count_values by (job, instance, process) ("rank", crossdock_rank{} >= 0)'
 _LATE = f"clamp_min({_WAITS} - on (job, {PROCESS}) group_left quantile by (job, {PROCESS}) (0.5, {_WAITS}), 0)"
-_STATES = {"FORMING": ("orange", 1), "EXCHANGING": ("yellow", 2), "SERVING": ("green", 3), "FAILED": ("red", 4)}
+_STATES = {"FORMING": ("orange", 1), "EXCHANGING": ("yellow", 2), "SERVING": ("green", 3)}
 _MOVED = "rate(crossdock_wire_bytes_total{}[$__rate_interval])"
 _TAKEN = 'rate(crossdock_operation_duration_seconds_sum{phase="total"}[$__rate_interval])'
 _PEAK = "on (job, instance, process) group_left () (crossdock_transport_peak_bytes_per_second{} > 0)"

@@ -25,7 +25,7 @@ SERIES = (
 MATRIX = "Who waits for whom"
 GROUND, PANEL, INK, FAINT, GRID = "#0e1116", "#161b22", "#e6edf3", "#8b949e", "#2a313c"
 COLOURS = ("#58a6ff", "#f0883e", "#3fb950", "#bc8cff", "#f778ba", "#39c5cf", "#d29922", "#ff7b72")
-STATES = {1: ("FORMING", "#d29922"), 2: ("EXCHANGING", "#e3b341"), 3: ("SERVING", "#238636"), 4: ("FAILED", "#da3633")}
+STATES = {1: ("FORMING", "#d29922"), 2: ("EXCHANGING", "#e3b341"), 3: ("SERVING", "#238636")}
 WORDS = {
     "stopped": "SIGSTOP pulses", "limited": "CPU limit", "hot_expert": "hot expert", "skewed": "skewed routing",
     "killed": "killed",

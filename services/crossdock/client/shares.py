@@ -48,9 +48,9 @@ class ForwardCall(NamedTuple):
     models: dict[Share, str]
 
     def stale(self) -> list[Share]:
-        """Shares of another checkpoint than the last answer's; workers of older releases name none."""
-        known = {share: model for share, model in self.models.items() if model} if len(self.models) > 1 else {}
-        return [share for share, model in known.items() if model != list(known.values())[-1]]
+        """Shares of another checkpoint than the last answer's."""
+        last = next(reversed(self.models.values()), "")
+        return [share for share, model in self.models.items() if model != last]
 
 
 class Share(NamedTuple):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import resource
 
 CONNECTIONS, CALLS, HTTP, TICKETS = 4, 4, 32, 64
-"""Parts (one in so many) of gRPC connections; of calls, each of which may hold a request buffer; of HTTP connections;
-and of connections of one listener that have sent no ticket, two listeners."""
+"""Divisors of the soft limit: gRPC connections may hold limit / CONNECTIONS descriptors. A call may hold a request
+buffer. TICKETS is for the connections of one listener that have sent no ticket; a worker has two listeners."""
 _MOST = 1 << 20
-"""Soft limit that is asked for."""
+"""Highest soft limit that `raise_limit` sets."""
 
 
 def raise_limit() -> None:
@@ -23,7 +23,7 @@ def raise_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def share(most: int, part: int) -> int:
-    """`most`, or one in `part` of the descriptors if those are fewer; at least 1."""
+def share(most: int, divisor: int) -> int:
+    """The smaller of `most` and the soft limit / `divisor`; at least 1."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return most if limit == resource.RLIM_INFINITY else max(1, min(most, limit // part))
+    return most if limit == resource.RLIM_INFINITY else max(1, min(most, limit // divisor))

@@ -364,8 +364,8 @@ def _break_epoch(group: Group, reason: str, ranks: tuple[int, ...], now: float, 
 
 
 def pause_s(num_failed_epochs: int) -> float:
-    """Pause before the next epoch of unchanged members, after so many that broke before they served: a shortage of a
-    worker may pass."""
+    """Seconds between the end of an epoch and the next one of the same members. `num_failed_epochs`: epochs in a row
+    that broke before they served. The pause gives a shortage on a worker time to pass."""
     return min(MAX_PAUSE_S, 0.1 * 2.0 ** min(num_failed_epochs - 2, 10)) if num_failed_epochs > 1 else 0.0
 
 
@@ -380,10 +380,10 @@ def _forgive_pause(group: Group, pause: float) -> Group:
 
 def _check_same_placement(group: Group, member: Member, placement: int) -> None:
     """All ranks must hold the same tables: otherwise tokens silently reach slots with other experts."""
-    for other in group.members:
-        if other.ready and other is not member and other.placement != placement:
-            message = f"ready: placement: expected {other.placement} as {other} has in epoch {group.epoch}"
-            raise _Refused(Refusal.MIXED_PLACEMENT, f"{message}, got {placement} from {member}")
+    other = next((other for other in group.members if other.ready and other is not member), None)
+    if other is not None and other.placement != placement:
+        message = f"ready: placement: expected {other.placement} as {other} has in epoch {group.epoch}"
+        raise _Refused(Refusal.MIXED_PLACEMENT, f"{message}, got {placement} from {member}")
 
 
 def _require(group: Group, event: PublishRegion | Ready | Heartbeat, epoch: int | None) -> Member:

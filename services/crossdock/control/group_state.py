@@ -10,8 +10,7 @@ from crossdock.control.ranks import Claim, NetworkPlace, Place, Slot, assign_fir
 
 
 class Phase(enum.Enum):
-    """State of the group; the names are those of `GroupState` in control.proto, which also has states of older
-    releases."""
+    """State of the group; the names are those of `GroupState` in control.proto."""
 
     FORMING = "FORMING"
     EXCHANGING = "EXCHANGING"

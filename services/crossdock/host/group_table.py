@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from crossdock.common.announce import metrics_url
-from crossdock.protocol.v1.control_pb2 import EXCHANGING, FAILED, FORMING, SERVING, GroupState, GroupView
+from crossdock.protocol.v1.control_pb2 import EXCHANGING, FORMING, SERVING, GroupState, GroupView
 
-_STYLE = {SERVING: "green", EXCHANGING: "yellow", FORMING: "yellow", FAILED: "red"}
+_STYLE = {SERVING: "green", EXCHANGING: "yellow", FORMING: "yellow"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _KIBI = 1024
 _NAMED = 2

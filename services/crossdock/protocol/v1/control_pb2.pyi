@@ -14,7 +14,6 @@ class GroupState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FORMING: _ClassVar[GroupState]
     EXCHANGING: _ClassVar[GroupState]
     SERVING: _ClassVar[GroupState]
-    FAILED: _ClassVar[GroupState]
 
 class VerdictKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -30,7 +29,6 @@ GROUP_STATE_UNSPECIFIED: GroupState
 FORMING: GroupState
 EXCHANGING: GroupState
 SERVING: GroupState
-FAILED: GroupState
 VERDICT_KIND_UNSPECIFIED: VerdictKind
 NOTHING: VerdictKind
 SLOW_RANK: VerdictKind
