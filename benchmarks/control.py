@@ -192,7 +192,7 @@ class Server:
         fields_ = {"listen": "127.0.0.1:0", "http_listen": "127.0.0.1:0", "world_size": ranks, "lease_s": lease_s}
         fields_ |= {"recover_s": 0.5, "log.level": "error"}
         overrides = [word for name, value in fields_.items() for word in ("--set", f"{name}={value}")]
-        command = [sys.executable, "-m", "crossdock", "control", *overrides]
+        command = [sys.executable, "-P", "-m", "crossdock", "control", *overrides]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         found = announce.parse(self._process.stdout.readline())

@@ -129,7 +129,7 @@ class Tree:
     def __init__(self, folder: Path) -> None:
         self.name = folder.name
         paths = os.pathsep.join([str(folder), str(folder / "services"), *filter(None, sys.path)])
-        python = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), SERVE]
+        python = [sys.executable, "-P", "-W", "ignore", str(Path(__file__).resolve()), SERVE]
         self._process = subprocess.Popen(
             ["env", f"PYTHONPATH={paths}", *python],
             cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

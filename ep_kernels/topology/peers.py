@@ -43,7 +43,7 @@ def try_peers(timeout_s: float = TIMEOUT_S) -> tuple[dict[tuple[str, str], PeerT
     """
     try:
         done = subprocess.run(
-            [sys.executable, __file__], capture_output=True, text=True, timeout=timeout_s, check=False
+            [sys.executable, "-P", __file__], capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
         return {}, f"no answer within {timeout_s:g} s: a GPU or its driver hangs"

@@ -60,7 +60,8 @@ def find_compiler() -> list[str] | None:
         if path := shutil.which(name):
             return [path]
     if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "c++", "-target", f"{platform.machine()}-linux-gnu.{OLDEST_GLIBC}"]
+        target = f"{platform.machine()}-linux-gnu.{OLDEST_GLIBC}"
+        return [sys.executable, "-P", "-m", "ziglang", "c++", "-target", target]
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -131,6 +132,28 @@ def test_the_licence_is_whole() -> None:
     assert "Version 2.0, January 2004" in text
     assert "END OF TERMS AND CONDITIONS" in text
     assert Path(ROOT / "pyproject.toml").read_text().count("Apache-2.0") == 1
+
+
+def imports_from_here(text: str) -> list[str]:
+    """What starts a Python that looks for modules where it was called: what follows `sys.executable` there."""
+    faults = []
+    for node in ast.walk(ast.parse(text)):
+        for before, after in itertools.pairwise(getattr(node, "elts", ())):
+            if ast.unparse(before) == "sys.executable" and ast.unparse(after) not in ("'-P'", "'-I'"):
+                faults.append(ast.unparse(after))
+    return faults + ["alone"] * (text.count("sys.executable") - len(re.findall(r"sys\.executable, ", text)))
+
+
+def test_processes_of_ours_import_nothing_from_the_working_directory() -> None:
+    """A stray `typer.py` there would run, and a clone named `crossdock` hide the installed package. Two start modules
+    of the working directory: benchmarks are there, and `become` may be told so."""
+    faults = {(name_of(path), word) for path in python_files(*PRODUCT) for word in imports_from_here(text_of(path))}
+    assert faults == {("benchmarks/vllm/launch.py", "'-m'"), ("services/crossdock/demo/hosts.py", "*safe")}
+
+
+@pytest.mark.parametrize("text", ["[sys.executable, '-m', x]", "(*a, sys.executable, *b)", "run(sys.executable)"])
+def test_the_rule_of_the_working_directory_sees_it(text: str) -> None:
+    assert imports_from_here(text)
 
 
 WITH_DTYPE = {"empty", "empty_strided", "eye", "linspace", "ones", "rand", "randn", "zeros"}

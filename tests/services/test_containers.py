@@ -48,6 +48,7 @@ def group() -> Iterator[FakeControl]:
 def config(daemon: Daemon, group: FakeControl, tmp_path: Path) -> HostConfig:
     model = tmp_path / "model"
     model.mkdir()
+    (model / "config.json").write_text("{}")
     chosen = DockerConfig(
         host=daemon.url,
         name=NAME,

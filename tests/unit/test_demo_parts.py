@@ -228,7 +228,7 @@ def test_the_program_goes_on_in_a_namespace(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("os.execvp", lambda file, command: became.append(command))
     hosts.become(["demo", "--hosts", "2"])
     assert became[0][:2] == ["unshare", "--net"]
-    assert became[0][-6:] == [sys.executable, "-m", "crossdock", "demo", "--hosts", "2"]
+    assert became[0][-7:] == [sys.executable, "-P", "-m", "crossdock", "demo", "--hosts", "2"]
 
 
 _INSIDE = """

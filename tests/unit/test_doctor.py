@@ -234,8 +234,8 @@ def test_a_rank_that_says_much_does_not_keep_the_others_waiting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program = tmp_path / "rank"
-    script = "if [ $4 = 1 ]; then yes | head -c 300000 >&2; echo last >&2; touch $6; fi\n"
-    program.write_text(f"#!/bin/sh\n{script}while [ ! -e $6 ]; do sleep 0.05; done\nexit 7\n")
+    script = "if [ $5 = 1 ]; then yes | head -c 300000 >&2; echo last >&2; touch $7; fi\n"
+    program.write_text(f"#!/bin/sh\n{script}while [ ! -e $7 ]; do sleep 0.05; done\nexit 7\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     answers = [answer["failed"] for answer in trial.run_trial("cpu", 2, deadline_s=10.0)]

@@ -147,6 +147,13 @@ def test_other_paths_and_methods_are_refused(server: HttpServer) -> None:
     assert get(server.address, "/metrics", "POST")[0] == 501
 
 
+def test_load_balancers_may_ask_for_the_status_alone(server: HttpServer) -> None:
+    State.ready = False
+    assert get(server.address, "/readyz", "HEAD") == (503, "")
+    assert get(server.address, "/metrics", "HEAD") == (200, "")
+    assert get(server.address, "/nowhere", "HEAD") == (404, "")
+
+
 def test_livez_tells_what_is_dead() -> None:
     trouble = ""
     made = serve_http("127.0.0.1:0", page_of(WorkerMetrics().registry), lambda: (True, ""), trouble=lambda: trouble)

@@ -54,7 +54,7 @@ def test_a_server_with_security_but_no_certificate_is_refused(
     for part in ("worker.", "control.") if kind is HostConfig else ("",):
         with pytest.raises(ConfigFileError, match=f"security: expected cert_file and key_file beside {given}") as said:
             load(kind, None, [*model, f"{part}{override}"])
-        assert not part or f"$.{part[:-1]}" in str(said.value)
+        assert f" {part}security: expected" in str(said.value)
 
 
 def test_a_server_with_a_certificate_or_without_any_security_is_not() -> None:
@@ -106,11 +106,14 @@ def test_a_dumped_config_loads_as_an_equal_one(
     ("text", "words"),
     [
         ("lisen: a:1", ["lisen"]),
-        ("log: {levl: info}", ["levl", "$.log"]),
-        ("log: {level: loud}", ["loud", "$.log.level"]),
-        ("world_size: four", ["int", "$.world_size"]),
-        ("world_size: 0", [">= 1", "$.world_size"]),
-        ("lease_s: -1", ["$.lease_s"]),
+        (
+            "log: {levl: info}",
+            ["log.levl: expected a field that there is (`crossdock config`), got an unknown one"],
+        ),
+        ("log: {level: loud}", ["log.level: expected one of 'debug', 'info', 'warning', 'error', got 'loud'"]),
+        ("world_size: four", ["world_size: expected int | null, got 'four'"]),
+        ("world_size: 0", ["world_size: expected int >= 1, got 0"]),
+        ("lease_s: -1", ["lease_s: expected float > 0.0, got -1"]),
         ("listen: nowhere", ["listen", "host:port", "nowhere"]),
         ("http_listen: a:70000", ["http_listen", "65535"]),
         ("listen: ''", ["listen", "host:port"]),
@@ -158,8 +161,8 @@ def test_overrides_win_and_take_the_type_of_their_field(tmp_path: Path) -> None:
         ("lisen=x", "lisen"),
         ("log.levl=x", "levl"),
         ("world_size=[", "YAML"),
-        ("listen.port=3", r"\$.listen"),
-        ("log=3", r"\$.log"),
+        ("listen.port=3", "listen: expected str, got {'port': 3}"),
+        ("log=3", "log: expected object, got 3"),
     ],
 )
 def test_a_wrong_override_is_refused(override: str, words: str) -> None:
@@ -179,7 +182,7 @@ def test_a_wrong_override_is_refused(override: str, words: str) -> None:
 def test_a_number_that_no_part_could_use_is_refused_by_name(kind: type[msgspec.Struct], field: str) -> None:
     """Foreign libraries take 32 bits, and would end the process with words of their own."""
     needed = ["model=/m"] if kind is WorkerConfig else ["worker.model=/m"] if kind is HostConfig else []
-    with pytest.raises(ConfigFileError, match=rf"Expected `int.* - at `\$\.{field}`"):
+    with pytest.raises(ConfigFileError, match=rf" {field}: expected int.* got {1 << 33}"):
         load(kind, None, [*needed, f"{field}={1 << 33}"])
 
 

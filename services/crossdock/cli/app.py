@@ -6,6 +6,7 @@ group does not accept it now, 4 its GPU was lost, 5 the group can never accept i
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -42,6 +43,10 @@ _USAGE_ERRORS = (
     "AddressError", "CheckpointError", "ConfigError", "HopelessError", "ListenError", "OptionError", "SecurityError",
 )  # fmt: skip
 
+_FILE_ERRORS = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+)
+
 app = typer.Typer(
     name="crossdock",
     help="Expert parallelism for mixture-of-experts models: serve the experts, measure, inspect and repair a group.",
@@ -51,8 +56,19 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"crossdock {crossdock.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def root(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+def root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", "-v", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     """Expert parallelism for mixture-of-experts models: serve the experts, measure, inspect and repair a group."""
 
 
@@ -334,6 +350,14 @@ def certs(
     show_json({"configs": made}) if as_json else print(*made, sep="\n")
 
 
+@app.command("config")
+def config_fields(as_json: Json = False) -> None:
+    """List every field of every config with its type, limits, unit, default and meaning, as Markdown."""
+    from crossdock.cli import config_page
+
+    show_json(config_page.as_dict()) if as_json else print(config_page.page(), end="")
+
+
 @app.command()
 def version(as_json: Json = False) -> None:
     """Show the versions of Crossdock and of its main dependencies."""
@@ -380,9 +404,14 @@ def exit_status(error: Exception) -> int:
     """The exit status that stands for an error."""
     from crossdock.common.config import ConfigFileError
 
-    if isinstance(error, ConfigFileError) or type(error).__name__ in _USAGE_ERRORS:
+    if isinstance(error, ConfigFileError) or type(error).__name__ in _USAGE_ERRORS or _file_of(error):
         return EXIT_USAGE
     return EXIT_UNREACHABLE if isinstance(error, ConnectionError | TimeoutError) else EXIT_FAILED
+
+
+def _file_of(error: Exception) -> str:
+    """The file that cannot be read or written as the user named it; "" for any other error."""
+    return str(error.filename) if isinstance(error, OSError) and error.errno in _FILE_ERRORS and error.filename else ""
 
 
 def _failed(error: Exception) -> int:
@@ -393,6 +422,8 @@ def _failed(error: Exception) -> int:
     from rich.text import Text
 
     words = str(error) or type(error).__name__
+    if isinstance(error, OSError) and (file := _file_of(error)):
+        words = f"{file}: expected a file or folder of this user's, got: {error.strerror}"
     if isinstance(error, ImportError):
         words += ' (is the extra installed? pip install "crossdock[worker]")'
     Console(stderr=True).print(Text.assemble(("error: ", "bold red"), words), soft_wrap=True)

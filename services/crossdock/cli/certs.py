@@ -19,6 +19,7 @@ from pathlib import Path
 
 from crossdock.common.config import ConfigFileError, dump
 from crossdock.common.settings import SecurityConfig
+from crossdock.common.small_files import write_text
 
 CONTROL_NAME, WORKER_NAME = "crossdock-control", "crossdock-worker"
 _TIMEOUT_S = 30.0
@@ -82,10 +83,11 @@ def issue(
     """Certificate, key and config of a part, put in place at once; the config's path. Raises ConfigFileError."""
     new = f".{part.name}.new"
     local = ("localhost", "127.0.0.1", "::1", *hosts) if part.serves else ()
-    (folder / f"{new}.ext").write_text(
+    write_text(
+        folder / f"{new}.ext",
         f"subjectAltName={','.join([*map(_san, part.names), *map(_san, local)])}\n"
         f"extendedKeyUsage={'serverAuth,' if part.serves else ''}clientAuth\n"
-        "basicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\n"
+        "basicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\n",
     )
     subject = ("-subj", f"/CN={part.name}")
     _openssl(folder, "req", *_CURVE, *subject, "-keyout", f"{new}.key", "-out", f"{new}.csr")
@@ -105,7 +107,7 @@ def issue(
         worker_name=WORKER_NAME,
     )
     path = folder / f"{part.name}.yaml"
-    path.write_text(dump(config), encoding="utf-8")
+    write_text(path, dump(config))
     return path
 
 

@@ -18,7 +18,9 @@ KNOWN = " or ".join(names())
 """The transports, for people."""
 DEFAULT_TARGET = "127.0.0.1:7400"
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file; every field has a default.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="YAML file; `crossdock config` lists its fields.")
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Override one field: path.to.field=value. Repeatable.")
 ]

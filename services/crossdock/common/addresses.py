@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
 import socket
@@ -38,6 +39,12 @@ def split_targets(targets: str) -> tuple[str, ...]:
 def format_address(host: str, port: int) -> str:
     """The inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def not_bound(listen: str, error: OSError) -> str:
+    """Why a server cannot listen on host:port, in words."""
+    where = "of this host" if error.errno == errno.EADDRNOTAVAIL else "where nothing listens yet"
+    return f"expected an address {where}, got {listen}: {error.strerror or error}"
 
 
 def family_of(host: str) -> socket.AddressFamily:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from dataclasses import asdict, dataclass
 
 from crossdock.common.addresses import EVERY_INTERFACE, format_address, split_address
@@ -27,7 +28,10 @@ class Addresses:
 
 
 def announce(address: str, http_address: str, *, https: bool) -> None:
-    """Print the line on stdout, once, when both servers listen. A closed stdout is ignored."""
+    """Print the line on stdout, once, when both servers listen. It is for programs: on a terminal the log says the
+    same. A closed stdout is ignored."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        return
     with contextlib.suppress(OSError):
         print(READY_WORD, json.dumps(asdict(Addresses(address, http_address, https))), flush=True)
 

@@ -34,6 +34,8 @@ _UNREACHED = re.compile(
     r"failed to connect to all addresses; last error: \w+: ipv[46]:(.*): Failed to connect .*: (.*)"
 )
 """gRPC's message of a connection that could not be made: the last address that was tried, and why."""
+_UNRESOLVED = re.compile(r"(?:DNS resolution failed for|errors resolving) ([^:\s]+):\d+:.*", re.DOTALL)
+"""gRPC's messages of a name without an address."""
 LEADER_KEY = "crossdock-leader"
 """Trailing metadata of UNAVAILABLE: host:port of the leading control plane."""
 
@@ -124,6 +126,8 @@ def error_of(error: grpc.RpcError) -> CallError:
     unreached = _UNREACHED.fullmatch(details)
     if unreached is not None:
         details = f"no connection to {unquote(unreached[1])}: {unreached[2]}"
+    elif unresolved := _UNRESOLVED.fullmatch(details):
+        details = f"no such host: {unresolved[1]}"
     made = error_for(code, details or code.name)
     if isinstance(made, Unavailable):
         made.leader = next((str(value) for key, value in call.trailing_metadata() or () if key == LEADER_KEY), "")

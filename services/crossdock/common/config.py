@@ -5,6 +5,7 @@ it. Unknown keys are refused with their path. The chart's schema is generated fr
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import msgspec
 import yaml
 
-from crossdock.common.addresses import EVERY_INTERFACE, count_up, format_address, split_address, split_targets
+from crossdock.common.addresses import EVERY_INTERFACE, MAX_PORT, count_up, format_address, split_address, split_targets
 from crossdock.common.settings import (
     DockerConfig,
     ElectionConfig,
@@ -59,6 +60,7 @@ class LogConfig(_Config, frozen=True, kw_only=True):
     """How a process logs: one line per event on stderr, and to a file if named."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of the lines that are written."""
     file: str = ""
     """Also write here; a full disk is reported once and never stops the service. Empty: stderr only."""
     max_file_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20
@@ -105,8 +107,8 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
 
     listen: str = "127.0.0.1:7400"
     """host:port of the gRPC server; port 0 = any free one. Loopback, since it has no `security` by default."""
-    http_listen: str = "127.0.0.1:7401"
-    """host:port of /metrics, /livez, /readyz."""
+    http_listen: str = ""
+    """host:port of /metrics, /livez, /readyz. Empty: on loopback, the port after `listen`'s."""
     world_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] | None = None
     """Ranks in the group. Fixed: the slot of a lost rank stays empty until it is replaced. Null: 4; under `crossdock
     up` as many as it has workers, and a larger number waits for workers of other hosts."""
@@ -143,6 +145,15 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     kubernetes: KubernetesConfig | None = None
     """Watch the labels of Kubernetes nodes, for NVLink domains and the order of ranks. Null: facts of hosts only."""
     log: LogConfig = LogConfig()
+    """How this process logs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.http_listen:
+            after = count_up(f"127.0.0.1:{split_address(self.listen)[1]}", 1)
+            if split_address(self.listen)[1] == MAX_PORT:
+                raise ValueError(f"http_listen: expected one beside listen {self.listen}, the last port, got none")
+            msgspec.structs.force_setattr(self, "http_listen", after)
 
     @property
     def num_ranks(self) -> int:
@@ -220,6 +231,7 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     tracing: TracingConfig | None = None
     """Spans of requests for an OpenTelemetry collector. Null: none."""
     log: LogConfig = LogConfig()
+    """How this process logs."""
 
 
 class HostConfig(_Config, frozen=True, kw_only=True):
@@ -235,7 +247,7 @@ class HostConfig(_Config, frozen=True, kw_only=True):
     http_listen: str = ""
     """host:port of /metrics (of every process here), /livez, /readyz (ready = every worker here is). Empty: none."""
     log_dir: str = ""
-    """Directory of one log file per process. Empty: a new temporary one, named at start."""
+    """Directory of one log file per process. Empty: a new temporary one, named at start, removed after a clean end."""
     log_max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20
     """A log file in `log_dir` of this size is copied to <name>.log.1 and emptied. 0: never."""
     log_to_stderr: bool = False
@@ -363,7 +375,36 @@ def load(kind: type[ConfigType], path: str | Path | None, overrides: Sequence[st
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise ConfigFileError(f"{path or 'configuration'}: {error}") from error
+        raise ConfigFileError(f"{path or 'configuration'}: {_in_our_words(str(error), data, kind)}") from error
+
+
+def _in_our_words(said: str, data: Any, kind: type[msgspec.Struct]) -> str:
+    """What msgspec says, as `path.to.field: expected X, got Y`."""
+    words, _, place = said.partition(" - at `")
+    path = place.removeprefix("$").strip("`.")
+    if found := re.fullmatch(r"Object contains unknown field `(.*)`", words):
+        return f"{_under(path, found[1])}: expected a field that there is (`crossdock config`), got an unknown one"
+    if found := re.fullmatch(r"Object missing required field `(.*)`", words):
+        return f"{_under(path, found[1])}: expected a value, got none"
+    if found := re.fullmatch(r"Invalid enum value (.*)", words):
+        return f"{path}: expected one of {', '.join(map(repr, get_args(_type_at(kind, path))))}, got {found[1]}"
+    if found := re.fullmatch(r"Expected (.*?)(, got .*)?", words, re.DOTALL):
+        return f"{path or 'top'}: expected {found[1].replace('`', '')}, got {_value_at(data, path)!r}"
+    return _under(path, words.removeprefix(f"{path.rpartition('.')[2]}."))  # of a check of our own
+
+
+def _under(path: str, words: str) -> str:
+    return f"{path}.{words}" if path else words
+
+
+def _value_at(data: Any, path: str) -> object:
+    """The value at a path like `a.b[0].c`; what is not a mapping or a list has no parts."""
+    for name in re.findall(r"[^.\[\]]+", path):
+        if isinstance(data, dict):
+            data = data.get(name)
+        elif isinstance(data, list | tuple) and name.isdigit():
+            data = data[int(name)]
+    return data
 
 
 def dump(config: msgspec.Struct | Mapping[str, object]) -> str:
@@ -395,14 +436,19 @@ def _apply(data: dict[str, Any], override: str, kind: type[msgspec.Struct]) -> N
 
 def _is_text(kind: type[msgspec.Struct], key: str) -> bool:
     """Whether the field at this path holds text, so that `--set uid=7` means "7"."""
+    bare = _type_at(kind, key)
+    return bare is str or get_origin(bare) is Literal
+
+
+def _type_at(kind: type[msgspec.Struct], key: str) -> Any:
+    """The type of the field at this path, without its limits; None: there is no such field."""
     node: Any = kind
     for name in key.split("."):
         within = (node, *get_args(node))  # through "| None"
         record = next((one for one in within if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
         fields = {field.name: field.type for field in msgspec.structs.fields(record)} if record else {}
         node = fields.get(name)
-    bare = get_args(node)[0] if get_origin(node) is Annotated else node
-    return bare is str or get_origin(bare) is Literal
+    return get_args(node)[0] if get_origin(node) is Annotated else node
 
 
 def _parse(override: str, text: str) -> object:

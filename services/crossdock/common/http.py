@@ -1,4 +1,4 @@
-"""The HTTP server of every process: /metrics, /livez, /readyz. GET only, no other paths. And a client for it.
+"""The HTTP server of every process: /metrics, /livez, /readyz. GET and HEAD, no other paths. And a client for it.
 
 Runs in daemon threads, so that a busy event loop still answers its probes. With TLS (`SecurityConfig.http`) each
 connection uses the current certificate. A connection has `_REQUEST_S` for everything, including handshake and answer;
@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from crossdock.common import descriptors
-from crossdock.common.addresses import bound_to, family_of, format_address, split_address
+from crossdock.common.addresses import bound_to, family_of, format_address, not_bound, split_address
 from crossdock.common.helper_thread import HelperThread
 from crossdock.common.log import get
 from crossdock.common.rpc import ListenError
@@ -149,7 +149,7 @@ def serve_http(
     try:
         return HttpServer(_Server(host, port, page, ready, security, trouble))
     except OSError as error:
-        raise ListenError(f"http_listen: expected an address that is free, got {listen}: {error.strerror}") from error
+        raise ListenError(f"http_listen: {not_bound(listen, error)}") from error
 
 
 class _Server(ThreadingHTTPServer):
@@ -291,7 +291,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, format: str, *args: object) -> None:
         """Do not log each request."""

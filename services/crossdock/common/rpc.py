@@ -7,6 +7,7 @@ here).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -187,12 +188,11 @@ def bind(server: grpc.aio.Server, listen: str, security: Security | None = None)
         host, _ = split_address(listen)
     except ValueError as error:
         raise ListenError(f"listen: {error}") from error
-    try:
+    bound = 0
+    with contextlib.suppress(RuntimeError):
         bound = _add_port(server, listen, security)
-    except RuntimeError as error:
-        raise ListenError(f"listen: cannot bind {listen}: in use, or not an address of this host") from error
     if bound == 0:
-        raise ListenError(f"listen: cannot bind {listen}: in use, or not an address of this host")
+        raise ListenError(f"listen: expected an address of this host where nothing listens yet, got {listen}")
     return format_address(host, bound)
 
 

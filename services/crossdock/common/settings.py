@@ -30,7 +30,9 @@ class AccessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     worker_tokens: str = ""
     """File of the tokens of workers. If any of the three is set, every call needs a token."""
     client_tokens: str = ""
+    """File of the tokens of clients."""
     operator_tokens: str = ""
+    """File of the tokens of operators."""
 
     @property
     def token_files(self) -> dict[str, str]:
@@ -61,6 +63,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How a server offers /metrics, /livez and /readyz: in plain text, behind its certificate, or behind it and
     /metrics only to callers with a certificate of `ca_file`. Probes need none: a kubelet has none."""
     access: AccessConfig = AccessConfig()
+    """Roles of callers, by their certificates' names or by tokens."""
 
     def __post_init__(self) -> None:
         if bool(self.cert_file) != bool(self.key_file):
@@ -100,6 +103,7 @@ class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Several control planes for one group: the holder of a Kubernetes Lease leads, the others stand by."""
 
     lease_name: str = "crossdock"
+    """Name of the Lease."""
     namespace: str = ""
     """Namespace of the Lease. Empty: the pod's own, or `default` outside of one."""
     kubeconfig: str = ""
@@ -121,19 +125,23 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     clique_labels: tuple[str, ...] = ("nvidia.com/gpu.clique", "accelerator.topograph.run/domain")
     """NVLink domain of the node's GPUs, if they do not report it themselves."""
     product_labels: tuple[str, ...] = ("nvidia.com/gpu.product",)
+    """Kind of the node's GPUs."""
     zone_labels: tuple[str, ...] = ("topology.kubernetes.io/zone",)
+    """Zone of the node."""
     block_labels: tuple[str, ...] = (
         "fabric.topograph.run/tier-2",
         "network.topology.nvidia.com/spine",
         "cloud.google.com/gce-topology-block",
         "topology.k8s.aws/network-node-layer-2",
     )
+    """Block of racks of the node."""
     rack_labels: tuple[str, ...] = (
         "fabric.topograph.run/tier-1",
         "network.topology.nvidia.com/leaf",
         "cloud.google.com/gce-topology-subblock",
         "topology.k8s.aws/network-node-layer-3",
     )
+    """Rack of the node."""
 
 
 _CARRIER = r"(tcp|verbs|libfabric(\([a-z0-9_;-]{1,40}\))?)"
@@ -245,7 +253,9 @@ class DockerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: str = "crossdock-up"
     """Name of the network; containers are called `<name>-control` and `<name>-worker`. One run per name."""
     control_image: str = "crossdock-control"
+    """Image of the control plane."""
     worker_image: str = "crossdock-worker"
+    """Image of the workers."""
     gpus: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """GPUs of the workers' container. Null: one per worker with `worker.transport` nvlink, else none."""
     shm_bytes: Count = 1 << 30

@@ -20,6 +20,14 @@ def read_small(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
     return data
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file. Raises OSError that names it, as Python's own does not where the disk is full."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def parse_yaml(text: str) -> Any:
     """The value of one YAML document. Raises ValueError."""
     try:

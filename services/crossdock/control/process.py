@@ -11,6 +11,7 @@ import secrets
 import signal
 from collections.abc import Coroutine
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crossdock.common import descriptors, rpc
@@ -57,6 +58,10 @@ def run_control(config: ControlConfig) -> int:
     if (config.election or config.kubernetes) and find_spec("kubernetes") is None:
         log.error("election and kubernetes need the extra: pip install 'crossdock[control]'", missing="kubernetes")
         return EXIT_BAD_CONFIG
+    for chosen in (config.election, config.kubernetes):
+        if chosen is not None and chosen.kubeconfig and not Path(chosen.kubeconfig).is_file():
+            log.error("kubeconfig: expected a file", got=chosen.kubeconfig)
+            return EXIT_BAD_CONFIG
     try:
         metrics = ControlMetrics()
         with grpc_core_log(metrics.grpc_core_log_lines_total):

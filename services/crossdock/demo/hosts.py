@@ -44,21 +44,23 @@ LOOPBACK = (HostPlace("127.0.0.1"), HostPlace("127.0.0.1"))
 
 
 def become(arguments: Sequence[str], module: str = "crossdock") -> str:
-    """Become `python -m module ARGUMENTS` in a network namespace of its own.
+    """Become `python -m module ARGUMENTS` in a network namespace of its own. Other modules than ours are those of the
+    working directory.
 
     Returns:
         why there can be none; it does not return where there can.
     """
     why = ""
+    safe = ["-P"] if module == "crossdock" else []
     for unshare in _UNSHARE:
-        start = [*unshare, sys.executable, "-m", netlink.__name__]
+        start = [*unshare, sys.executable, "-P", "-m", netlink.__name__]
         try:
             _run([*start, "unshare", "--net", "nsenter", "--version"])
         except ConfigFileError as error:
             why = why or str(error)
             continue
         sys.stdout.flush()
-        os.execvp(start[0], [*start, sys.executable, "-m", module, *arguments])
+        os.execvp(start[0], [*start, sys.executable, *safe, "-m", module, *arguments])
     return why
 
 

@@ -210,7 +210,7 @@ def _serve(
         model = _load(folder, DTYPES[name], where.device)
         with attach(model, group.control_address, timeout_s=CALL_TIMEOUT_S, security=where.security):
             verdict, tokens_per_s = _compare(model, DTYPES[name], plain(), text)
-        phases = scrape.phase_buckets(scrape.fetch(view.members, group.security))
+        phases = scrape.phases(view.members, group.security)
     return Row(family, name, verdict, phases, tokens_per_s, urls)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,7 +16,7 @@ from crossdock.protocol.v1.control_pb2 import Member
 
 PHASES = ("dispatch", "experts", "combine")
 STEP_PHASES = "crossdock_step_phase_duration_seconds"
-_TIMEOUT_S = 10.0
+_TIMEOUT_S, _PAUSE_S = 10.0, 0.1
 
 Buckets = Mapping[float, float]
 """Upper bound in seconds -> observations up to it (cumulative)."""
@@ -24,6 +25,17 @@ Buckets = Mapping[float, float]
 def fetch(members: Iterable[Member], security: Security | None = None) -> list[str]:
     """The pages of several workers. Raises OSError, or http.client.HTTPException."""
     return [_page(member, security) for member in members]
+
+
+def phases(members: Sequence[Member], security: Security | None = None, within_s: float = 5.0) -> dict[str, Buckets]:
+    """The step-phase histograms of the workers together. Workers count a step when its record comes, after its answer:
+    asked again until each phase has been observed, or `within_s` is over. Raises as `fetch` does."""
+    until = time.monotonic() + within_s
+    while True:
+        found = phase_buckets(fetch(members, security))
+        if all(quantile(buckets, 1.0) >= 0 for buckets in found.values()) or time.monotonic() > until:
+            return found
+        time.sleep(_PAUSE_S)
 
 
 def _page(member: Member, security: Security | None) -> str:

@@ -100,7 +100,7 @@ def _run(
     try:
         for command, (out, errors) in zip(commands, said, strict=True):
             with out.open("wb") as to, errors.open("wb") as aside:  # a rank that says much must not wait for a reader
-                program = [sys.executable, "-m", module, *command]
+                program = [sys.executable, "-P", "-m", module, *command]
                 processes.append(subprocess.Popen(program, stdout=to, stderr=aside))
         return [_answer(process, number, deadline, *said[number]) for number, process in enumerate(processes)]
     finally:

@@ -25,6 +25,7 @@ from crossdock.common.config import ConfigFileError, HostConfig, dump
 from crossdock.common.log import get
 from crossdock.common.security import security_of
 from crossdock.common.settings import DockerConfig
+from crossdock.common.small_files import write_text
 from crossdock.host.child import EXITS_FOR_GOOD, bound_log
 from crossdock.host.docker_plan import ContainerPlan, Owner, changed, control_address, parts_of, with_ports
 from crossdock.host.supervisor import HopelessError, SupervisorError, Watched
@@ -34,7 +35,7 @@ log = get(__name__)
 LABEL, OWNER = "crossdock.up", "crossdock.up.owner"
 """Labels of what is made: the config's `docker.name`, and the process that keeps it."""
 
-_CALL_S = 60.0
+_PING_S, _CALL_S = 5.0, 60.0
 _SPARE_S = 10.0
 """A container is given longer to stop than the supervisor inside takes."""
 _LOG_PAUSE_S, _LOG_JOIN_S = 0.2, 10.0
@@ -158,7 +159,7 @@ class Containers(Watched):
     def _create(self, part: ContainerPlan) -> Any:
         chosen, name = self._docker, f"{self._docker.name}-{part.name}"
         path = self._log_dir.resolve() / f"{part.name}.yaml"
-        path.write_text(dump(changed(part.config)), encoding="utf-8")
+        write_text(path, dump(changed(part.config)))
         path.chmod(0o644)  # the user in the container is another one; secrets are never in a config
         inside = f"/config/{part.name}.yaml"
         mounts = {inside: str(path), **{path: path for path in part.mounts}}
@@ -282,8 +283,9 @@ class _Kept:
 def _connect(config: DockerConfig) -> Any:
     """A client of a daemon that answers. Raises ConnectionError."""
     try:
-        client = docker.DockerClient(config.host, timeout=_CALL_S) if config.host else docker.from_env(timeout=_CALL_S)
+        client = docker.DockerClient(config.host, timeout=_PING_S) if config.host else docker.from_env(timeout=_PING_S)
         client.ping()
+        client.api.timeout = _CALL_S
     except (DockerException, OSError) as error:
         where = config.host or "DOCKER_HOST or the default socket"
         raise ConnectionError(f"docker.host: expected a daemon that answers at {where}, got: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from crossdock.common.addresses import is_loopback
 from crossdock.common.config import ConfigFileError, HostConfig, LogConfig
 from crossdock.common.http import serve_http
 from crossdock.common.settings import DockerConfig
+from crossdock.host import gpus
 from crossdock.host.group_table import as_address_table, format_bytes, plain_text_warning
 from crossdock.host.pages import HostMetricsPage, readiness
 from crossdock.host.supervisor import Supervisor, Watched, describe
@@ -41,16 +43,17 @@ def run_host(config: HostConfig, console: Console) -> int:
     """Run the host's processes or containers until SIGINT, SIGTERM or SIGHUP, then drain them; the exit status.
 
     Raises:
-        ConfigFileError: the model's directory or the transport is not there, or an image or the SDK for containers; or
+        ConfigFileError: the model, the transport or a GPU is not there, or an image or the SDK for containers; or
             `log_dir` cannot be written.
         ConnectionError: no daemon answers that could run containers.
         SupervisorError: the group could not come up; HopelessError: it never can, with this configuration or model.
         ListenError: `http_listen` cannot be listened on.
     """
-    if not Path(config.worker.model).is_dir():
-        raise ConfigFileError(f"worker.model: expected a checkpoint's directory, got {config.worker.model!r}")
     check_transport(config)
     check_network(config)
+    if not Path(config.worker.model, "config.json").is_file():
+        wanted = "a directory of a checkpoint, with its config.json"
+        raise ConfigFileError(f"worker.model: expected {wanted}, got {config.worker.model!r}")
     log.setup(LogConfig(level="warning"))
     _interrupt_at_signals()
     log_dir = _log_dir_of(config)
@@ -68,6 +71,8 @@ def run_host(config: HostConfig, console: Console) -> int:
         _print_if_open("draining; Ctrl-C again kills", console)
     finally:
         _stop(supervisor, config.stop_timeout_s)
+    if not config.log_dir:  # ours, and nothing in it says more than that all ended as it should
+        shutil.rmtree(log_dir, ignore_errors=True)
     _print_if_open("stopped", console)
     return 0
 
@@ -105,7 +110,7 @@ def _log_dir_of(config: HostConfig) -> Path:
 
 def check_transport(config: HostConfig) -> None:
     """Raises ConfigFileError for a transport that is not installed here (where none is, containers bring theirs), and
-    for more ranks than it has: their group would fail once all of them have started."""
+    for more ranks than it has, or than GPUs are here: their group would fail once all of them have started."""
     name, known = config.worker.transport, transports.installed()
     if not known:
         return
@@ -116,6 +121,16 @@ def check_transport(config: HostConfig) -> None:
     for field, ranks in asked.items():
         if ranks > most:
             raise ConfigFileError(f"{field}: expected at most {most}, the most ranks of transport {name}, got {ranks}")
+    if known[name].needs_gpu and config.docker is None:
+        _check_gpus(config, gpus.num_gpus())
+
+
+def _check_gpus(config: HostConfig, found: int) -> None:
+    """Raises ConfigFileError where there is no GPU for each worker."""
+    first = config.worker.local_rank if config.worker.device is None else config.worker.device
+    if first + config.num_workers > found:
+        wanted = f"a GPU for each of {config.num_workers} workers, from device {first} on"
+        raise ConfigFileError(f"worker.transport {config.worker.transport}: expected {wanted}, got {found} here")
 
 
 def check_network(config: HostConfig) -> None:

@@ -21,13 +21,14 @@ import grpc
 import msgspec
 
 from crossdock.common import rpc
-from crossdock.common.addresses import family_of, format_address, reachable_from_here, split_address
+from crossdock.common.addresses import family_of, format_address, not_bound, reachable_from_here, split_address
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, WorkerConfig, dump
 from crossdock.common.control_channel import BlockingControlPlaneChannel
 from crossdock.common.cpus import usable_cpus
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.security import Security, security_of
+from crossdock.common.small_files import write_text
 from crossdock.common.transports import needs_gpu
 from crossdock.host.child import EXITS_FOR_GOOD, Child, bound_log
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupState, GroupView, WatchRequest
@@ -245,8 +246,9 @@ class Supervisor(Watched):
 
     def _child(self, name: str, verb: str, config: ControlConfig | WorkerConfig) -> Child:
         path = self._log_dir / f"{name}.yaml"
-        path.write_text(dump(config), encoding="utf-8")
-        program = [sys.executable, "-m", "crossdock", verb, "--config", str(path), "--parent-pid", str(os.getpid())]
+        write_text(path, dump(config))
+        program = [sys.executable, "-P", "-m", "crossdock", verb]  # -P: nothing is imported from where `up` was called
+        program += ["--config", str(path), "--parent-pid", str(os.getpid())]
         self.metrics.process_up.labels(process=name).set(0)
         self.metrics.process_restarts_total.labels(process=name)  # exported as 0 from the start
         log_path = None if self._log_to_stderr else self._log_dir / f"{name}.log"
@@ -278,8 +280,7 @@ def _check_free(field: str, listen: str) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            words = f"expected an address where nothing listens yet, got {listen}: {error.strerror}"
-            raise HopelessError(f"{field}: {words}") from None
+            raise HopelessError(f"{field}: {not_bound(listen, error)}") from None
 
 
 def _reachable(where: Addresses) -> Addresses:

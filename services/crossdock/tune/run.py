@@ -42,6 +42,9 @@ def chosen(transport: str, ranks: int | None) -> tuple[str, int]:
     num_ranks = facts.default_world(num_gpus) if ranks is None else ranks
     if facts.needs_gpu and not num_gpus:
         raise OptionError(f"--transport {facts.name}: expected a CUDA device for each rank, got none")
+    if num_ranks > facts.max_ranks:
+        wanted = f"at most {facts.max_ranks}, the most ranks of transport {facts.name}"
+        raise OptionError(f"--ranks: expected {wanted}, got {num_ranks}")
     if facts.needs_gpu and not 1 <= num_ranks <= num_gpus:
         raise OptionError(f"--ranks: expected a GPU for each rank, got {num_ranks} ranks and {num_gpus} GPUs")
     return facts.name, num_ranks
@@ -88,7 +91,7 @@ def run_ranks(request: TuneRequest, num_ranks: int, progress: Progress) -> list[
     """The records of ranks that are processes of this host. Raises RuntimeError naming the rank that failed."""
     with tempfile.TemporaryDirectory(prefix="crossdock-tune-") as folder:
         logs = [Path(folder) / f"rank-{rank}.log" for rank in range(num_ranks)]
-        command = [sys.executable, "-m", "crossdock.tune.rank", msgspec.json.encode(request).decode()]
+        command = [sys.executable, "-P", "-m", "crossdock.tune.rank", msgspec.json.encode(request).decode()]
         processes = []
         try:
             for rank, log in enumerate(logs):

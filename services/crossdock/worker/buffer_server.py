@@ -27,7 +27,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Hashable
 
 from crossdock.common import log, rpc
-from crossdock.common.addresses import bound_to, family_of, format_address, split_address
+from crossdock.common.addresses import bound_to, family_of, format_address, not_bound, split_address
 from crossdock.common.helper_thread import HelperThread, go_on
 from crossdock.common.tasks import call_in_loop
 from crossdock.protocol.request_buffer import MAX_BUFFER_BYTES, RequestMemory, SharedMemory, host_identity
@@ -89,7 +89,7 @@ class RequestBuffers:
         try:
             sock = _tcp_listener(*split_address(address))
         except OSError as error:
-            raise rpc.ListenError(f"request_port: cannot bind {address}: {error.strerror or error}") from error
+            raise rpc.ListenError(f"request_port: {not_bound(address, error)}") from error
         self.port = sock.getsockname()[1]
         self._begin(sock, tcp=True)
 

@@ -34,6 +34,8 @@ _GROUP_CALL_S = 20.0
 busy for seconds, and a timeout would cost the group an epoch. Two leases if that is longer, as in large groups."""
 _RETRY_S = (0.1, 2.0)
 """First and longest pause between attempts to connect."""
+_SILENCE_S = (2.0, 60.0)
+"""First and longest time between two warnings that there is no control plane."""
 _SPARE_S = 1.0
 """Longest pause of a spare between attempts to register."""
 
@@ -103,6 +105,7 @@ class ControlPlaneClient:
         self.spare = False
         self._heartbeat_now = asyncio.Event()
         self._register_again = asyncio.Event()
+        self._silent_until, self._silence_s = 0.0, _SILENCE_S[0]
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -230,15 +233,25 @@ class ControlPlaneClient:
                     await asyncio.sleep(_SPARE_S * random.uniform(0.5, 1.0))
                     continue
                 pause_s, self.trouble = _RETRY_S[0], ""
+                self._silent_until, self._silence_s = 0.0, _SILENCE_S[0]
                 await self._follow()
             except (rpc.AlreadyExists, rpc.FailedPrecondition, rpc.InvalidArgument) as error:
                 await self._refuse(JoinRefused(str(error), permanent=isinstance(error, rpc.InvalidArgument)))
             except rpc.CallError as error:
                 self.trouble = str(error)
-                _log.info("no control plane", error=error, retry_s=pause_s)
+                self._log_absence(error)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 await self._fail_over(error)
                 pause_s = min(2 * pause_s, _RETRY_S[1])
+
+    def _log_absence(self, error: rpc.CallError) -> None:
+        """Warn of a control plane that does not answer: at once, then after pauses that double up to a minute. Attempts
+        do not become as rare: one that was restarted takes back its group for `recover_s` alone."""
+        now = time.monotonic()
+        if now < self._silent_until:
+            return
+        _log.warning("no control plane", error=error, next_warning_in_s=self._silence_s)
+        self._silent_until, self._silence_s = now + self._silence_s, min(2 * self._silence_s, _SILENCE_S[1])
 
     async def _fail_over(self, error: rpc.CallError | None) -> None:
         if await self._channel.fail_over(error):
