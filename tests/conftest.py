@@ -27,6 +27,7 @@ _SLOW = {"services": 0, "transports": 1, "collectives": 2}
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--over-hosts: the contract suite over several hosts. --all-families: each of them serves, not a few."""
     parser.addoption("--all-families", action="store_true", help="tests/services/test_families.py: serve every family")
+    parser.addoption("--record-families", default="", help="add a line for each family that is served to this file")
     parser.addoption(
         "--over-hosts",
         choices=("none", "short", "full", "gpus"),

@@ -203,6 +203,6 @@ def worker_of(checkpoint: Checkpoint, dtype: torch.dtype) -> FakeWorker:
         topk=spec.topk,
         dtype=wire.NAMES[dtype],
         serving=True,
-        format=spec.format.kind,
+        formats=[format.kind for format in spec.formats],
     )
     return FakeWorker(description, serve(ExpertMLPs.load(checkpoint, range(spec.num_experts), dtype=dtype)))

@@ -99,7 +99,7 @@ def test_experts_take_the_bytes_of_the_checkpoint(layer: Layer, told: dict[str, 
 def expected(layer: Layer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The dequantised layer in float32, one expert at a time."""
     checkpoint, z = Checkpoint.open(layer.path), torch.zeros(x.shape)
-    first, down = (stack[0] for stack in checkpoint.stacks(1, torch.bfloat16, "cpu"))
+    first, down = (stack[0] for stack in checkpoint.stacks(0, 1, torch.bfloat16, "cpu"))
     for expert in ids.unique().tolist():
         checkpoint.read_expert(0, expert, first, down)
         token, place = (ids == expert).nonzero(as_tuple=True)
@@ -112,7 +112,7 @@ def expected(layer: Layer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Te
 
 def floats(expert: Stack) -> torch.Tensor:
     """One matrix."""
-    assert expert.format == Format("fp8", (BLOCK, BLOCK), "_scale_inv")
+    assert expert.format == Format("fp8", (BLOCK, BLOCK))
     whole = torch.empty(expert.rows, expert.columns)
     scratch = torch.empty(max(1 << 19, BLOCK * expert.columns))
     for begin, end in expert.tiles():

@@ -32,10 +32,13 @@ def _refused(path: Path, words: str) -> None:
         ("qwen3_moe", {"dtype": ["bfloat16"]}, r"dtype: expected one of .*, got \['bfloat16'\]"),
         ("qwen3_moe", {"num_hidden_layers": 10**12}, r"num_hidden_layers: expected .*1048576, got 1000000000000"),
         ("qwen3_moe", {"hidden_size": True}, "hidden_size: expected"),
+        ("qwen3_moe", {"num_experts": []}, r"num_experts: expected a positive int up to 1048576, got \[\]"),
+        ("qwen3_moe", {"num_experts_per_tok": [2, 1]},
+         r"num_experts_per_tok: expected the same in all layers, got \[2, 1\]"),
         ("gpt_oss", {"swiglu_limit": float("nan")}, "swiglu_limit: expected a finite number above 0, got nan"),
         ("gpt_oss", {"swiglu_alpha": float("inf")}, "swiglu_alpha: expected a finite number above 0, got inf"),
         ("qwen3_moe", {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"a": 1}}},
-         "config_groups: expected groups with equal weights"),
+         "fp8, of which config.json does not say how it is scaled: serve"),
         ("qwen3_moe", {"quantization_config": "fp8"}, "quantization_config: expected an object, got 'fp8'"),
     ],
 )  # fmt: skip
@@ -49,6 +52,14 @@ def test_config(tmp_path: Path, family: str, fields: dict[str, Any], words: str)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | fields))
     _refused(tmp_path, words)
+
+
+@pytest.mark.parametrize("fields", [{"llm_config": {}}, {"language_config": {}}, {"auto_map": {"AutoModel": "x.Y"}}])
+def test_a_model_of_custom_code(tmp_path: Path, fields: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "internvl_chat"} | fields))
+    _refused(
+        tmp_path, "got 'internvl_chat', a model of custom code: convert it to the one that transformers itself has"
+    )
 
 
 def test_config_that_is_nested_too_deeply(tmp_path: Path) -> None:
@@ -98,7 +109,10 @@ def _with(path: Path, change: dict[str, Change]) -> None:
     ("change", "words"),
     [
         ({".weight": lambda x: x.abs().to(E8M0)}, "expected float .*, got torch.float8_e8m0fnu"),
-        ({"up_proj.weight": lambda x: x.to(torch.uint8)}, "expected float as in other experts, got torch.uint8"),
+        (
+            {"up_proj.weight": lambda x: x.to(torch.uint8)},
+            "expected float as in the layer's other experts, got torch.uint8",
+        ),
     ],
 )
 def test_a_dtype_of_float_weights(tmp_path: Path, change: dict[str, Change], words: str) -> None:
@@ -119,7 +133,7 @@ def test_powers_of_two_as_fp8_scales_are_read_as_numbers(tmp_path: Path) -> None
     write_files(tmp_path, "deepseek_v3", SIZES, draw_weights(SIZES), fp8=True)
     _with(tmp_path, {"_scale_inv": lambda x: (x * 0 + 0.25).to(E8M0)})
     checkpoint = Checkpoint.open(tmp_path)
-    first, down = (stack[0] for stack in checkpoint.stacks(1, torch.float32, "cpu"))
+    first, down = (stack[0] for stack in checkpoint.stacks(0, 1, torch.float32, "cpu"))
     checkpoint.read_expert(0, 0, first, down)
     assert down.scales is not None
     assert down.scales.unique().tolist() == [0.25]

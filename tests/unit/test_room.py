@@ -100,3 +100,19 @@ def test_the_command_shows_it(path: Path) -> None:
         done = CliRunner().invoke(app.app, ["memory", "--model", str(path), *args])
         assert done.exit_code != 0
         assert error in done.output + str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config", "words"),
+    [
+        (Sizes(40, 32, 8, 1), {"num_experts_per_tok": 33}, "topk: expected an int in 1..32, got 33"),
+        (Sizes(2, 66, 8, 1), {}, "rows of a multiple of 16 bytes as dtype, got '264 bytes'"),
+        (Sizes(2, 32, 8, 1), {"num_experts_per_tok": 3}, "topk: expected at most num_experts = 2, got 3"),
+    ],
+)
+def test_what_no_transport_carries(tmp_path: Path, sizes: Sizes, config: dict[str, int], words: str) -> None:
+    """Said before a worker starts."""
+    path = write_files(tmp_path, "qwen3_moe", sizes, draw_weights(sizes), config=config)
+    done = CliRunner().invoke(app.app, ["memory", "--model", str(path)])
+    assert done.exit_code != 0
+    assert words in done.output + str(done.exception)

@@ -170,7 +170,7 @@ def _probe(site: Site, client: Client, description: expert_pb2.DescribeResponse,
     remote = client.forward(site.layer, x, ids, weights, timeout_s=timeout_s).float()
     norms = local.norm(dim=-1)
     error = float(((remote - local).norm(dim=-1) / norms.clamp_min(1e-3 * float(norms.mean()) + 1e-30)).max())
-    is_fp8 = description.format == "fp8"
+    is_fp8 = dict(zip(description.moe_layers, description.formats, strict=False)).get(site.layer) == "fp8"
     most = MAX_FP8_ERROR if is_fp8 else MAX_ERROR.get(x.dtype, MAX_ERROR[torch.bfloat16])
     if not error <= most:
         words = "; transformers dequantises fp8 wrongly where blocks do not divide a matrix" if is_fp8 else ""

@@ -86,8 +86,7 @@ def tiny_model(model_type: str, **fields: Any) -> Any:
     Raises:
         ValueError: it is not tiny: a size that _TINY does not know.
     """
-    config_type = configuration_auto.CONFIG_MAPPING[model_type]
-    keys = _keys(config_type)
+    config_type, keys = configuration_auto.CONFIG_MAPPING[model_type], config_keys(model_type)
     sizes = {key: value for key, value in _TINY.items() if key in keys}
     if "kv_lora_rank" in keys:  # MLA: one key per head, and the width of a head follows from its parts
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
@@ -100,6 +99,11 @@ def tiny_model(model_type: str, **fields: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return _drawn(_made(config))
+
+
+def config_keys(model_type: str) -> set[str]:
+    """Names of the fields of a family's config."""
+    return _keys(configuration_auto.CONFIG_MAPPING[model_type])
 
 
 def next_tokens(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

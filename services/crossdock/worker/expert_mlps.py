@@ -34,7 +34,7 @@ from crossdock.worker.checkpoint import Checkpoint
 from crossdock.worker.expert_loop import ExpertLoop
 from crossdock.worker.gating import Gating
 from crossdock.worker.grouped import support
-from crossdock.worker.weights import Stack
+from crossdock.worker.weights import Format, Stack
 
 if TYPE_CHECKING:
     from crossdock.worker.grouped.products import GroupedProducts
@@ -68,26 +68,35 @@ class ExpertMLPs:
     ) -> None:
         """
         Args:
-            weights: per layer, contiguous, one format and device.
+            weights: per layer, contiguous, on one device; each layer in a format of its own.
             gating: what lies between the products.
             dtype: of float weights and of biases.
             ids: per layer the logical expert of each slot; None: 0 .. L-1.
         """
         self._weights, self._gating, self.dtype = weights, gating, dtype
-        first, down = next(iter(weights.values()))
-        self._format, self._device = first.format, first.data.device
-        self.num_experts = first.data.shape[0]
+        first, _ = next(iter(weights.values()))
+        self._device, self.num_experts = first.data.device, first.data.shape[0]
         self.ids = dict.fromkeys(weights, tuple(range(self.num_experts))) if ids is None else dict(ids)
         self.checkpoints = dict.fromkeys(weights, 0)
         self.num_bytes = sum(stack.num_bytes for pair in weights.values() for stack in pair)
-        plain = self._format.kind == "float"
-        aligned = all(stack.columns * dtype.itemsize % 16 == 0 for stack in (first, down))
-        self._grouped = plain and aligned and has_grouped_mm(self._device, dtype)
-        self._products = None if plain else products_for((first, down), gating, dtype)
         widened = self._device.type == "cpu" and not has_products(dtype)
         self.output_dtype = torch.float32 if widened else dtype
-        needed = not self._grouped and self._products is None
-        self._loop = ExpertLoop((first, down), gating, self.output_dtype) if needed else None
+        self._computed: dict[tuple[Format, int], ExpertLoop | GroupedProducts | None] = {}
+        for pair in weights.values():
+            self._prepare(pair)
+
+    def _prepare(self, weights: Weights) -> None:
+        """Choose what computes weights of this format; None: torch's grouped GEMM."""
+        first, down = weights
+        if _kind(first) in self._computed:
+            return
+        plain = first.format.kind == "float"
+        aligned = all(stack.columns * self.dtype.itemsize % 16 == 0 for stack in weights)
+        made: ExpertLoop | GroupedProducts | None = None
+        if not (plain and aligned and has_grouped_mm(self._device, self.dtype)):
+            made = None if plain else products_for((first, down), self._gating, self.dtype)
+            made = ExpertLoop(weights, self._gating, self.output_dtype) if made is None else made
+        self._computed[_kind(first)] = made
 
     @staticmethod
     def load(
@@ -116,8 +125,9 @@ class ExpertMLPs:
         some = next(iter(checkpoint.values())) if isinstance(checkpoint, Mapping) else checkpoint
         spec, of = some.spec, checkpoint if isinstance(checkpoint, Mapping) else {}
         ids = _by_layer(expert_ids, spec.moe_layers)
-        reader = _Reader(some, (dtype, widen), device, sum(len(row) for row in ids.values()), progress)
-        weights = {layer: reader.layer(layer, row, of=of.get(layer)) for layer, row in ids.items()}
+        total = sum(len(row) * expert_bytes(some, layer, dtype, widen) for layer, row in ids.items())
+        reader = _Reader((dtype, widen), device, total, progress)
+        weights = {layer: reader.layer(of.get(layer, some), layer, row) for layer, row in ids.items()}
         return ExpertMLPs(weights, spec.gating, dtype, ids)
 
     def stage(
@@ -138,15 +148,17 @@ class ExpertMLPs:
             raise ValueError(f"expert_ids: expected {self.num_experts} of them, got {len(expert_ids)}")
         same = number == self.checkpoints[layer]
         known, weights = (self.ids[layer], self._weights[layer]) if same else ((), None)
-        held = self.dtype, self._format.kind == "float"
-        reader = _Reader(checkpoint, held, self._device, len(set(expert_ids) - set(known)), progress)
-        return reader.layer(layer, expert_ids, known, weights)
+        held = self.dtype, self._weights[layer][0].format.kind == "float"
+        total = len(set(expert_ids) - set(known)) * expert_bytes(checkpoint, layer, *held)
+        staged = _Reader(held, self._device, total, progress).layer(checkpoint, layer, expert_ids, known, weights)
+        self._prepare(staged)
+        return staged
 
     def replace(self, layer: int, expert_ids: Sequence[int], first: Stack, down: Stack, *, checkpoint: int = 0) -> None:
         """Hold other weights for a layer, of the same shapes. Not while a step uses it. checkpoint: its number."""
         self._weights[layer], self.checkpoints[layer] = (first, down), checkpoint
         self.ids[layer] = tuple(expert_ids)
-        for computed in (self._loop, self._products):
+        for computed in self._computed.values():
             if computed is not None:
                 computed.forget(layer)
 
@@ -177,12 +189,13 @@ class ExpertMLPs:
         """
         if layer not in self._weights:
             raise ValueError(f"layer: expected one of {sorted(self._weights)}, got {layer}")
-        if self._products is not None:
-            return self._quantised(layer, tokens, offsets, counts, out, num_rows)
-        if self._loop is not None:
-            rows = torch.empty_like(tokens) if out is None else out
-            return self._loop.forward(layer, self._weights[layer], tokens, (offsets, counts), rows)
         first, down = self._weights[layer]
+        computed = self._computed[_kind(first)]
+        if isinstance(computed, ExpertLoop):
+            rows = torch.empty_like(tokens) if out is None else out
+            return computed.forward(layer, (first, down), tokens, (offsets, counts), rows)
+        if computed is not None:
+            return self._quantised(computed, layer, tokens, offsets, counts, out, num_rows)
         slots = _slots(offsets, tokens.shape[0]) if first.bias is not None else None
         inner = self._grouped_product(tokens.to(self.dtype), first, offsets, slots)
         hidden = inner.new_empty(inner.shape[0], down.columns)
@@ -191,6 +204,7 @@ class ExpertMLPs:
 
     def _quantised(
         self,
+        products: GroupedProducts,
         layer: int,
         tokens: torch.Tensor,
         offsets: torch.Tensor,
@@ -198,10 +212,9 @@ class ExpertMLPs:
         out: torch.Tensor | None,
         num_rows: int | None,
     ) -> torch.Tensor:
-        assert self._products is not None
         rows = out if out is not None and out.dtype is self.dtype and out.is_contiguous() else None
         rows = torch.empty_like(tokens, dtype=self.dtype) if rows is None else rows
-        self._products.forward(layer, self._weights[layer], tokens[:num_rows], offsets, counts, rows[:num_rows])
+        products.forward(layer, self._weights[layer], tokens[:num_rows], offsets, counts, rows[:num_rows])
         return rows if rows is out else _given(rows, out, tokens.dtype, num_rows)
 
     @staticmethod
@@ -261,9 +274,14 @@ def has_products(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or (dtype is torch.bfloat16 and any(test is not None and test() for test in tests))
 
 
-def expert_bytes(checkpoint: Checkpoint, dtype: torch.dtype, widen: bool = False) -> int:
-    """Bytes of one expert of one layer, as held."""
-    return sum(stack.num_bytes for stack in checkpoint.stacks(1, dtype, "meta", widen=widen))
+def expert_bytes(checkpoint: Checkpoint, layer: int, dtype: torch.dtype, widen: bool = False) -> int:
+    """Bytes of one expert of that layer, as held."""
+    return sum(stack.num_bytes for stack in checkpoint.stacks(layer, 1, dtype, "meta", widen=widen))
+
+
+def _kind(first: Stack) -> tuple[Format, int]:
+    """What weights have in common that are computed in one way."""
+    return first.format, first.parts
 
 
 def _given(rows: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype, num_rows: int | None) -> torch.Tensor:
@@ -291,37 +309,32 @@ class _Reader:
     """Fills layers with experts and counts bytes."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        held: tuple[torch.dtype, bool],
-        device: str | torch.device,
-        num_experts: int,
-        progress: Progress | None,
+        self, held: tuple[torch.dtype, bool], device: str | torch.device, total: int, progress: Progress | None
     ) -> None:
-        """held: `dtype` and `widen` of `load`; num_experts: how many will be read, in all layers."""
-        self._checkpoint, self._held, self._device, self._progress = checkpoint, held, device, progress
-        self._bytes_of_one, self._num_done, self._num = expert_bytes(checkpoint, *held), 0, num_experts
+        """held: `dtype` and `widen` of `load`; total: bytes that will be read, in all layers."""
+        self._held, self._device, self._progress = held, device, progress
+        self._done, self._total = 0, total
 
     def layer(
         self,
+        checkpoint: Checkpoint,
         layer: int,
         ids: Sequence[int],
         held: Sequence[int] = (),
         weights: Weights | None = None,
-        of: Checkpoint | None = None,
     ) -> Weights:
-        """The experts `ids` by slot; those among `held` are copied out of `weights`. of: read from this one instead."""
-        spec, checkpoint = self._checkpoint.spec, of or self._checkpoint
+        """The experts `ids` by slot; those among `held` are copied out of `weights`."""
+        spec = checkpoint.spec
         if not ids or not all(0 <= expert < spec.num_experts for expert in ids):
             raise ValueError(f"expert_ids: expected some in 0..{spec.num_experts - 1}, got {list(ids)}")
-        first, down = self._checkpoint.stacks(len(ids), self._held[0], self._device, widen=self._held[1])
+        first, down = checkpoint.stacks(layer, len(ids), self._held[0], self._device, widen=self._held[1])
         for slot, expert in enumerate(ids):
             if weights is not None and expert in held:
                 for target, source in zip((first, down), weights, strict=True):
                     target[slot].copy_(source[held.index(expert)])
                 continue
             checkpoint.read_expert(layer, expert, first[slot], down[slot])
-            self._num_done += 1
+            self._done += first[slot].num_bytes + down[slot].num_bytes
             if self._progress is not None:
-                self._progress(self._num_done * self._bytes_of_one, self._num * self._bytes_of_one)
+                self._progress(self._done, self._total)
         return first, down

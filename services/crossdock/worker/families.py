@@ -2,13 +2,13 @@
 
 A family is what is the same in all its checkpoints: which key holds a size, what the experts compute, how stacked
 tensors lie. `NAMINGS` are the names that publishers and `transformers` (before and since 5) give to experts; any family
-may use any of them. Which layers have experts is read from the names, not from a rule.
+may use any of them, and each layer another one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Rule = Literal["gated", "ungated", "scaled", "softcapped"]
 """What an expert computes between its products; `gating.py` says how."""
@@ -22,6 +22,7 @@ PREFIXES = (
     "model.",
     "",
     "model.language_model.",
+    "model.decoder.",
     "language_model.model.",
     "language_model.",
     "model.llm.",
@@ -154,8 +155,24 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 """Families by model_type of config.json, or of its text_config."""
 
-DEFAULTS: dict[str, dict[str, float]] = {"gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}}
-"""What a config.json may leave out, because the first checkpoints of the family do."""
+_ONE_DENSE = (
+    "axk1", "axk2", "dots3_note_text", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "hy_v3", "hy_v4",
+    "hy_v4_vl_text", "kimi_linear", "laguna", "mimo_v2_flash", "mistral_large4_text", "sarvam_mla", "sarvam_moe",
+    "unlimited_ocr_text",
+)  # fmt: skip
+_THREE_DENSE = ("beam", "deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa")
+DEFAULTS: dict[str, dict[str, Any]] = {
+    **{name: {"first_k_dense_replace": 1} for name in _ONE_DENSE},
+    **{name: {"first_k_dense_replace": 3} for name in _THREE_DENSE},
+    "afmoe": {"num_dense_layers": 1},
+    "bailing_hybrid": {"first_k_dense_replace": 2},
+    "ernie4_5_moe": {"moe_layer_start_index": 1},
+    "flint": {"mlp_only_layers": [0, 1]},
+    "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    "jamba": {"expert_layer_period": 2, "expert_layer_offset": 1},
+    "lfm2_moe": {"num_dense_layers": 2},
+}
+"""What a config.json may leave out: `transformers` takes these."""
 
 NOT_SERVED: dict[str, str] = {
     "dbrx": "experts are slices of one flat matrix [E * I, H] per kind",

@@ -62,7 +62,9 @@ class Model:
         index = config.local_rank if config.device is None else config.device
         self.device = devices.choose(self.capabilities.device_type, index, devices.num_gpus())
         devices.enter(self.device)
-        if self.device.type == "cuda" and self.spec.format.kind != "float":  # what Triton multiplies
+        if self.device.type == "cuda" and any(
+            each.kind != "float" for each in self.spec.formats
+        ):  # what Triton multiplies
             compile_into(config.kernel_cache_dir)
         self._held_dtype, self._widen = self._expert_dtype(), bool(config.expert_dtype)
         self._network, self.nic = with_device(self._network, devices.uuid_of(self.device), config.local_rank)
@@ -76,9 +78,9 @@ class Model:
         return self._experts.num_bytes if self._experts else 0
 
     @property
-    def format(self) -> Format:
-        """Of the experts' weights as they are held."""
-        return FLOAT if self._widen else self.spec.format
+    def formats(self) -> tuple[Format, ...]:
+        """Of the experts' weights as they are held, by layer."""
+        return (FLOAT,) * len(self.spec.moe_layers) if self._widen else self.spec.formats
 
     @property
     def row_bytes(self) -> tuple[int, int]:

@@ -10,12 +10,13 @@ import torch
 
 from crossdock.worker.families import DEFAULTS, FAMILIES, NOT_SERVED, NUM_EXPERTS, NUM_LAYERS, TOPK, Family
 from crossdock.worker.gating import ACTIVATIONS, Gating
-from crossdock.worker.names import HINT
 from crossdock.worker.shards import CheckpointError, read_json
+from crossdock.worker.sparse_layers import sparse_layers
 from crossdock.worker.weights import Format
 
 _MOST = 1 << 20
 """Most of any size or number: loops go over layers and experts."""
+_PER_TENSOR = Format("fp8")
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,6 +38,8 @@ class ModelConfig:
         if self.model_type not in FAMILIES:
             why = NOT_SERVED.get(self.model_type)
             served = f"{self.model_type!r}, which is not served: {why}" if why else repr(self.model_type)
+            if {"auto_map", "llm_config", "language_config"} & self._whole.keys():
+                served += ", a model of custom code: convert it to the one that transformers itself has, and serve that"
             raise CheckpointError(f"{path}: model_type: expected one of {sorted(FAMILIES)}, got {served}")
         self.family: Family = FAMILIES[self.model_type]
 
@@ -59,13 +62,16 @@ class ModelConfig:
         return value
 
     def number(self, *names: str) -> int:
-        """The first of `names` that is set; an int in 1.._MOST."""
+        """The first of `names` that is set: an int in 1.._MOST, or a list with the same one for each layer."""
         for name in names:
             value = self._data.get(name)
             if value is not None:
-                if type(value) is not int or not 1 <= value <= _MOST:
+                first = value[0] if isinstance(value, list) and value else value
+                if isinstance(value, list) and any(each != first for each in value):
+                    raise CheckpointError(f"{self.path}: {name}: expected the same in all layers, got {value!r}")
+                if type(first) is not int or not 1 <= first <= _MOST:
                     raise CheckpointError(f"{self.path}: {name}: expected a positive int up to {_MOST}, got {value!r}")
-                return value
+                return first
         raise CheckpointError(f"{self.path}: {names[0]} is missing")
 
     @property
@@ -74,18 +80,15 @@ class ModelConfig:
         kinds = self._data.get("layers_block_type")
         return len(kinds) if isinstance(kinds, list) and kinds else self.number(*NUM_LAYERS)
 
-    def named_dense(self) -> set[int]:
-        """Layers without experts as far as config.json names them, which not every family's does."""
-        numbers = range(self.num_layers)
-        first, step, every = (
-            self._data.get(key) for key in ("first_k_dense_replace", "decoder_sparse_step", "moe_layer_freq")
-        )
-        kinds, named = self._data.get("mlp_layer_types"), self._data.get("mlp_only_layers")
-        dense = {layer for layer in numbers if type(first) is int and layer < first}
-        dense |= {layer for layer in numbers if type(step) is int and step > 0 and (layer + 1) % step}
-        dense |= {layer for layer in numbers if type(every) is int and every > 0 and layer % every}
-        dense |= {layer for layer, kind in enumerate(kinds if isinstance(kinds, list) else ()) if kind == "dense"}
-        return dense | {layer for layer in (named if isinstance(named, list) else ()) if type(layer) is int}
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with experts. Raises CheckpointError."""
+        keys = DEFAULTS.get(self.model_type, {}) | {
+            key: value for key, value in self._data.items() if value is not None
+        }
+        try:
+            return sparse_layers(keys, self.num_layers)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
 
     def fields(self) -> dict[str, Any]:
         """ModelSpec's fields, but for those that depend on the tensors."""
@@ -132,42 +135,37 @@ class ModelConfig:
             raise CheckpointError(f"{self.path}: dtype: expected one of {sorted(_FLOATS)}, got {name!r}")
         return _FLOATS[name]
 
-    def quantised(self) -> Format:
-        """The format of those of the experts' matrices that are not float. Raises CheckpointError."""
+    def fp8_formats(self) -> list[Format]:
+        """The formats that fp8 experts may have; empty: it does not say. Raises CheckpointError."""
         found = self._data.get("quantization_config") or self._whole.get("quantization_config") or {}
         if not isinstance(found, dict):
             raise CheckpointError(f"{self.path}: quantization_config: expected an object, got {found!r}")
         method = found.get("quant_method", "fp8")
-        if method == "fp8":
-            return Format("fp8", self._block(found.get("weight_block_size", [128, 128])), "_scale_inv")
-        if method == "mxfp4":
-            return Format("mxfp4", suffix="_scales")
+        if method == "modelopt":
+            return [_PER_TENSOR]
         if method == "compressed-tensors":
             return self._compressed(found)
-        raise CheckpointError(
-            f"{self.path}: quant_method: expected none, fp8, mxfp4 or compressed-tensors, got {method!r}: {HINT}"
-        )
+        if method != "fp8":
+            return []
+        size = found.get("weight_block_size")
+        return [_PER_TENSOR, Format("fp8", (128, 128))] if size is None else [Format("fp8", self._block(size))]
 
     def _block(self, size: object) -> tuple[int, int]:
         match size:
-            case None:
-                return 0, 0
             case [int(rows), int(columns)] if rows > 0 and columns > 0:
                 return rows, columns
         raise CheckpointError(f"{self.path}: weight_block_size: expected [rows, columns], got {size!r}")
 
-    def _compressed(self, found: dict[str, Any]) -> Format:
-        """Of compressed-tensors: one group, its weights fp8."""
-        groups = found.get("config_groups")
-        each_group = groups.values() if isinstance(groups, dict) else ()
-        all_weights = [group.get("weights") if isinstance(group, dict) else None for group in each_group]
-        weights = all_weights[0] if all_weights else None
-        if not isinstance(weights, dict) or any(each != weights for each in all_weights):
-            raise CheckpointError(f"{self.path}: config_groups: expected groups with equal weights, got {groups!r}")
-        kind = weights.get("type"), weights.get("num_bits")
-        strategy = weights.get("strategy")
-        if kind != ("float", 8) or strategy not in ("channel", "tensor", "block"):
-            got = f"{kind[1]}-bit {kind[0]} by {strategy}"
-            raise CheckpointError(f"{self.path}: expected 8-bit float by channel, block or tensor, got {got}: {HINT}")
-        block = {"channel": (1, 0), "tensor": (0, 0)}.get(strategy) or self._block(weights.get("block_structure"))
-        return Format("fp8", block, "_scale")
+    def _compressed(self, found: dict[str, Any]) -> list[Format]:
+        """Of compressed-tensors: of each group with fp8 weights. Which of them experts have, their scales' shapes say,
+        since a group's targets are names that a server gives to modules."""
+        groups, formats = found.get("config_groups"), []
+        for group in groups.values() if isinstance(groups, dict) else ():
+            match group:
+                case {"weights": {"type": "float", "num_bits": 8, "strategy": "block", **more}}:
+                    formats.append(Format("fp8", self._block(more.get("block_structure"))))
+                case {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}:
+                    formats.append(Format("fp8", (1, 0)))
+                case {"weights": {"type": "float", "num_bits": 8, "strategy": "tensor"}}:
+                    formats.append(_PER_TENSOR)
+        return formats

@@ -1,84 +1,108 @@
-"""Which tensors of a checkpoint are experts: the one of `families.NAMINGS` that its names follow."""
+"""Which tensors of a checkpoint are experts: for each layer the one of `families.namings` that its names follow."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from crossdock.worker.families import PREFIXES, Family, Naming, namings
 from crossdock.worker.shards import CheckpointError
 
 _IN_A_LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>[0-9]{1,9})\.(?P<rest>.*)")
+_OF_EXPERTS = re.compile(r"\bexperts\.")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 _SUFFIXES = ("", "_blocks")
 """Suffixes of a matrix' name: none, or MXFP4's."""
-_PACKED = ("_packed", "qweight")
-"""What int4 formats call a matrix instead."""
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """The names of all experts.
-
-    Attributes:
-        prefix: before `layers.{number}.`.
-        naming: after it.
-        layers: numbers of the layers that have experts, ascending.
-    """
-
-    prefix: str
-    naming: Naming
-    layers: tuple[int, ...]
-
-    @staticmethod
-    def find(names: Iterable[str], family: Family, num_layers: int, dense: Collection[int], where: object) -> Names:
-        """dense: layers that need not be there. Raises CheckpointError: no layer below `num_layers` has experts under a
-        known name, or one has no tensor."""
-        found = _by_kind(names, num_layers)
-        for prefix in PREFIXES:
-            for naming in namings(family):
-                kinds = [(prefix, name + end) for name in (*naming.first, naming.down) for end in _SUFFIXES]
-                layers = set().union(*(found.get(kind, ()) for kind in kinds))
-                if layers:
-                    _check_all_there(found, prefix, set(range(num_layers)) - set(dense), where)
-                    return Names(prefix, naming, tuple(sorted(layers)))
-        packed = next((rest for _, rest in found if rest.endswith(_PACKED)), None)
-        if packed is not None:
-            raise CheckpointError(f"{where}: {packed}: int4 weights are not computed here; {HINT}")
-        some = [f"{PREFIXES[0]}layers.N.{name}" for naming in namings(family)[:3] for name in naming.first]
-        raise CheckpointError(f"{where}: none of the {num_layers} layers has experts; looked for {some} and others")
-
-    def first(self, layer: int, expert: int) -> tuple[str, ...]:
-        """Names of gate and up, or of the tensor that holds both."""
-        return tuple(self._named(name, layer, expert) for name in self.naming.first)
-
-    def down(self, layer: int, expert: int) -> str:
-        """Name of the second matrix."""
-        return self._named(self.naming.down, layer, expert)
-
-    def _named(self, name: str, layer: int, expert: int) -> str:
-        return f"{self.prefix}layers.{layer}.{name.replace('{e}', str(expert))}"
-
-
+_NOT_COMPUTED = {
+    "_global_scale": "NVFP4 of compressed-tensors",
+    "_scale_2": "NVFP4 of ModelOpt",
+    ".absmax": "bitsandbytes",
+    "_packed": "packed integers of compressed-tensors",
+    "qweight": "int4 of AWQ or GPTQ",
+}
+"""Formats by the end of a tensor's name, the most telling first."""
 HINT = "serve this model's bfloat16, fp8 or MXFP4 checkpoint, or write one with the weights dequantised"
 """What to do about weights that are not computed here."""
 
 
-def _check_all_there(found: dict[tuple[str, str], set[int]], prefix: str, wanted: set[int], where: object) -> None:
-    """A layer without experts is dense; one without any tensor is missing, unless config.json names it as dense."""
-    there = set().union(*(layers for (before, _), layers in found.items() if before == prefix))
-    missing = sorted(wanted - there)
-    if missing:
-        raise CheckpointError(f"{where}: layer {missing[0]} has no tensors, and config.json does not name it as dense")
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of one layer's experts.
+
+    Attributes:
+        start: of each name, `layers.{number}.` included.
+        naming: what follows.
+    """
+
+    start: str
+    naming: Naming
+
+    def first(self, expert: int) -> tuple[str, ...]:
+        """Names of gate and up, or of the tensor that holds both."""
+        return tuple(self._named(name, expert) for name in self.naming.first)
+
+    def down(self, expert: int) -> str:
+        """Name of the second matrix."""
+        return self._named(self.naming.down, expert)
+
+    def _named(self, name: str, expert: int) -> str:
+        return f"{self.start}{name.replace('{e}', str(expert))}"
 
 
-def _by_kind(names: Iterable[str], num_layers: int) -> dict[tuple[str, str], set[int]]:
-    """(prefix, name after the layer with {e} for the expert) -> layers below `num_layers` that have it."""
-    found: dict[tuple[str, str], set[int]] = {}
+def find_names(
+    names: Iterable[str], family: Family, layers: Sequence[int], num_layers: int, where: object
+) -> dict[int, Names]:
+    """The names of the experts, by layer.
+
+    Args:
+        names: of all tensors.
+        family: whose namings are looked for.
+        layers: those of `num_layers` that have experts according to config.json, ascending.
+        where: named by errors.
+
+    Raises:
+        CheckpointError: one of them has no experts under a known name, or another one has some.
+    """
+    kinds, found = _by_layer(names), {}
+    for prefix in PREFIXES:
+        every = {layer: _names_of(kinds.get((prefix, layer), set()), family) for layer in range(num_layers)}
+        found = {layer: Names(f"{prefix}layers.{layer}.", naming) for layer, naming in every.items() if naming}
+        if found:
+            break
+    missing = next((layer for layer in layers if layer not in found), None)
+    packed = [packed for (_, layer), rests in kinds.items() if layer == missing and (packed := packed_as(rests))]
+    if packed:
+        raise CheckpointError(f"{where}: experts of layer {missing} are {packed[0]}, not computed here: {HINT}")
+    if not found:
+        some = [f"{PREFIXES[0]}layers.N.{name}" for naming in namings(family)[:3] for name in naming.first]
+        raise CheckpointError(f"{where}: none of the {num_layers} layers has experts; looked for {some} and others")
+    if missing is not None:
+        raise CheckpointError(f"{where}: layer {missing} has no experts, and config.json does not name it as dense")
+    if extra := found.keys() - set(layers):
+        raise CheckpointError(f"{where}: layer {min(extra)} has experts, and config.json names it as dense")
+    return found
+
+
+def _names_of(rests: set[str], family: Family) -> Naming | None:
+    for naming in namings(family):
+        if any(name + end in rests for name in (*naming.first, naming.down) for end in _SUFFIXES):
+            return naming
+    return None
+
+
+def packed_as(names: Iterable[str]) -> str:
+    """In words, the format of experts' tensors among these names that is not computed here; "": there are none."""
+    experts = [name for name in names if _OF_EXPERTS.search(name)]
+    return next((words for end, words in _NOT_COMPUTED.items() if any(name.endswith(end) for name in experts)), "")
+
+
+def _by_layer(names: Iterable[str]) -> dict[tuple[str, int], set[str]]:
+    """(prefix, layer) -> names after it, with {e} for the expert."""
+    found: dict[tuple[str, int], set[str]] = {}
     for name in names:
         match = _IN_A_LAYER.fullmatch(name)
-        if match and int(match["layer"]) < num_layers:
-            kind = match["prefix"], _EXPERT.sub("experts.{e}.", match["rest"])
-            found.setdefault(kind, set()).add(int(match["layer"]))
+        if match:
+            rest = _EXPERT.sub("experts.{e}.", match["rest"])
+            found.setdefault((match["prefix"], int(match["layer"])), set()).add(rest)
     return found

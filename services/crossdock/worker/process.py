@@ -319,7 +319,7 @@ class _Process:
             rank=seat.rank if seat else 0,
             world_size=seat.size if seat else 0,
             serving=self._status.ready()[0],
-            format=self._model.format.kind,
+            formats=[format.kind for format in self._model.formats],
         )
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from crossdock.common.free_memory import free_memory
-from crossdock.worker.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.checkpoint import Checkpoint, CheckpointError, ModelSpec
 from crossdock.worker.expert_mlps import expert_bytes
+from ep_kernels import ConfigError, MoEConfig
+from ep_kernels.groups import PaperGroup
 
 _GIB, _MOST_GIB = 1 << 30, 1 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,7 +26,7 @@ def rank_bytes(checkpoint: Checkpoint, num_slots: int, dtype: torch.dtype, *, wi
         num_slots: experts per layer here: ceil(E / R) without redundant ones.
         dtype, widen: see `ExpertMLPs.load`.
     """
-    return num_slots * len(checkpoint.spec.moe_layers) * expert_bytes(checkpoint, dtype, widen)
+    return num_slots * sum(expert_bytes(checkpoint, layer, dtype, widen) for layer in checkpoint.spec.moe_layers)
 
 
 def least_ranks(checkpoint: Checkpoint, available: int, dtype: torch.dtype, *, widen: bool = False) -> int | None:
@@ -47,6 +49,21 @@ def check_room(
     raise CheckpointError(f"{what} take {_gib(needed)}, {_gib(available)} are free on {device}: {enough}")
 
 
+def check_rows(spec: ModelSpec) -> None:
+    """Raises CheckpointError: no transport carries such rows: topk or hidden_size."""
+    try:
+        MoEConfig(
+            group=PaperGroup(0, 1),
+            num_experts=spec.num_experts,
+            hidden_size=spec.hidden_size,
+            topk=spec.topk,
+            max_tokens_per_rank=1,
+            dtype=spec.dtype,
+        )
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+
+
 def describe(model: Path, ranks: int, expert_dtype: str = "", rank_gib: float | None = None) -> dict[str, Any]:
     """What `crossdock memory --model` shows, in plain JSON types and in bytes.
 
@@ -65,27 +82,33 @@ def describe(model: Path, ranks: int, expert_dtype: str = "", rank_gib: float | 
     if rank_gib is not None and not 0 < rank_gib < _MOST_GIB:
         raise CheckpointError(f"--rank-gib: expected more than 0 and less than {_MOST_GIB}, got {rank_gib:g}")
     checkpoint = Checkpoint.open(model)
+    check_rows(checkpoint.spec)
     spec, dtype, widen = checkpoint.spec, DTYPES.get(expert_dtype, checkpoint.spec.dtype), bool(expert_dtype)
     slots = -(-spec.num_experts // ranks)
-    per_rank = rank_bytes(checkpoint, slots, dtype, widen=widen)
+    per_rank, largest = rank_bytes(checkpoint, slots, dtype, widen=widen), _largest(checkpoint, dtype, widen)
     free = available_bytes(torch.device("cpu")) if rank_gib is None else int(rank_gib * _GIB)
     checkpoint.close()
     return {
         "family": spec.family,
-        "format": str(spec.format) if not widen else "float",
+        "format": "float" if widen else "; ".join(sorted({str(each) for each in spec.formats})),
         "dtype": str(dtype).removeprefix("torch."),
         "moe_layers": len(spec.moe_layers),
         "num_experts": spec.num_experts,
         "ranks": ranks,
         "experts_per_rank": slots,
-        "expert_bytes": expert_bytes(checkpoint, dtype, widen),
+        "expert_bytes": largest,
         "model_bytes": rank_bytes(checkpoint, spec.num_experts, dtype, widen=widen),
         "rank_bytes": per_rank,
-        "moving_bytes": per_rank // len(spec.moe_layers),
+        "moving_bytes": slots * largest,
         "available_bytes": free,
         "fits": per_rank <= free,
         "least_ranks": least_ranks(checkpoint, free, dtype, widen=widen),
     }
+
+
+def _largest(checkpoint: Checkpoint, dtype: torch.dtype, widen: bool) -> int:
+    """Bytes of one expert in the layer where they are largest."""
+    return max(expert_bytes(checkpoint, layer, dtype, widen) for layer in checkpoint.spec.moe_layers)
 
 
 def available_bytes(device: torch.device) -> int:

@@ -37,17 +37,19 @@ class Format:
     Attributes:
         kind: see above.
         block: fp8: rows and columns that share a scale; 0: all of them. (1, 0) is per channel, (0, 0) per tensor.
-        suffix: what follows a matrix' name in the name of its scales.
     """
 
     kind: Literal["float", "fp8", "mxfp4"] = "float"
     block: tuple[int, int] = (0, 0)
-    suffix: str = ""
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
         """Scales of an fp8 matrix of this shape."""
         (height, width) = self.block
         return -(-rows // height) if height else 1, -(-columns // width) if width else 1
+
+    def shared(self, rows: int, columns: int) -> tuple[int, int]:
+        """Rows and columns of an fp8 matrix of this shape that share a scale."""
+        return min(self.block[0] or rows, rows), min(self.block[1] or columns, columns)
 
     def __str__(self) -> str:
         """For people."""

@@ -21,7 +21,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("model", "family", "num_layers", "moe_layers", "num_experts", "hidden_size", "topk", "dtype", "max_tokens_per_step", "epoch", "rank", "world_size", "serving", "format")
+    __slots__ = ("model", "family", "num_layers", "moe_layers", "num_experts", "hidden_size", "topk", "dtype", "max_tokens_per_step", "epoch", "rank", "world_size", "serving", "formats")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -35,7 +35,7 @@ class DescribeResponse(_message.Message):
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
-    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    FORMATS_FIELD_NUMBER: _ClassVar[int]
     model: str
     family: str
     num_layers: int
@@ -49,8 +49,8 @@ class DescribeResponse(_message.Message):
     rank: int
     world_size: int
     serving: bool
-    format: str
-    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., num_layers: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., num_experts: _Optional[int] = ..., hidden_size: _Optional[int] = ..., topk: _Optional[int] = ..., dtype: _Optional[str] = ..., max_tokens_per_step: _Optional[int] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., serving: bool = ..., format: _Optional[str] = ...) -> None: ...
+    formats: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., num_layers: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., num_experts: _Optional[int] = ..., hidden_size: _Optional[int] = ..., topk: _Optional[int] = ..., dtype: _Optional[str] = ..., max_tokens_per_step: _Optional[int] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., serving: bool = ..., formats: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
     __slots__ = ("id", "layer", "x", "topk_ids", "topk_weights", "timeout_ms", "cancel", "model", "traceparent")
