@@ -2,9 +2,8 @@
 
     python -m benchmarks.control --out DIR [--ranks 8 64 ...]        (make bench-control)
 
-The workers are the real `worker/control_client.py` (register, watch, beat, tell what they remember) without a data
-plane behind
-it: they publish a region of 128 bytes, take the table, get ready. All of them share one process and one event loop, so
+The workers are the real `worker/group/control_client.py` (register, watch, heartbeats, reports) without a data plane
+behind it: they publish a region of 128 bytes, take the table, get ready. All share one process and one event loop, so
 seconds are an upper bound: on two cores one belongs to the server and one to all the workers. Bytes that all are sent
 alike (the table of regions) are parsed once for all: what one real worker does in a millisecond, thousands in one
 process would do for seconds, and their heartbeats would be late for no fault of the server's. CPU and memory are the
@@ -31,9 +30,9 @@ from benchmarks.parts import Parts
 from crossdock.common import announce, rpc
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
-from crossdock.worker.control_client import ControlPlaneClient
-from crossdock.worker.seat import seat_in
-from crossdock.worker.work import Fault
+from crossdock.worker.group.control_client import ControlPlaneClient
+from crossdock.worker.group.seat import seat_in
+from crossdock.worker.steps.work import Fault
 
 SIZES = (8, 64, 256, 512, 1024, 2048)
 REGION_BYTES = 128

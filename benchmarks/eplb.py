@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crossdock.control.tables import Load, Shape, Table
+from crossdock.control.placement.tables import Load, Shape, Table
 
 
 def greedy(load: Load, shape: Shape) -> Table:

@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks import eplb, facts
 from benchmarks.parts import Parts
-from crossdock.control.balancer import balance, copies_of, first_table, imbalance, num_moved
-from crossdock.control.tables import Shape, Table
+from crossdock.control.placement.balancer import balance, copies_of, first_table, imbalance, num_moved
+from crossdock.control.placement.tables import Shape, Table
 
 NUM_GROUPS = 8
 HOT = 10

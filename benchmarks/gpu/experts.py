@@ -26,9 +26,9 @@ import torch
 
 from benchmarks import facts
 from benchmarks.parts import Parts
-from crossdock.worker.expert_mlps import ExpertMLPs
-from crossdock.worker.gating import Gating
-from crossdock.worker.weights import Format, Stack
+from crossdock.worker.checkpoints.gating import Gating
+from crossdock.worker.checkpoints.weights import Format, Stack
+from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from ep_kernels.telemetry import quantile
 
 MODULE = "benchmarks.gpu.experts"

@@ -24,7 +24,7 @@ from benchmarks.gpu.peers import Peers
 from crossdock.tune.measure import captured
 from ep_kernels import jit
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink import driver
+from ep_kernels.transports.nvlink.gpu import driver
 
 NODES = 2 * PAIRS
 LINE_BYTES = 128

@@ -31,7 +31,7 @@ from ep_kernels import jit
 from ep_kernels.kernels import abi
 from ep_kernels.network import proxy
 from ep_kernels.telemetry import quantile
-from ep_kernels.transports.nvlink import driver
+from ep_kernels.transports.nvlink.gpu import driver
 
 ROUNDS, WARMUP, WINDOW = 20_000, 992, 64
 TIMEOUT_S = 5.0

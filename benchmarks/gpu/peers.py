@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ep_kernels.transports.nvlink.domain import Domain
-from ep_kernels.transports.nvlink.host_page import HostPage
+from ep_kernels.transports.nvlink.memory.domain import Domain
+from ep_kernels.transports.nvlink.memory.host_page import HostPage
 
 DEADLINE_S = 30.0
 

@@ -17,8 +17,8 @@ import torch
 from benchmarks.service.load import Sizes
 from crossdock.client import Client, attach
 from crossdock.client.buffer_pool import Way
-from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.expert_mlps import ExpertMLPs
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
+from crossdock.worker.experts.expert_mlps import ExpertMLPs
 
 _CLONE_NEWNET = 0x40000000
 _LARGE_BYTES = 30 << 20

@@ -42,11 +42,11 @@ from crossdock.common import rpc
 from crossdock.common.config import LogConfig, WorkerConfig
 from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1.control_pb2 import SERVING
-from crossdock.worker.engine import Engine
-from crossdock.worker.expert_mlps import ExpertMLPs
+from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from crossdock.worker.process import run_worker
-from crossdock.worker.served_buffer import ServedBuffer
-from crossdock.worker.served_connection import ServedConnection
+from crossdock.worker.requests.served_buffer import ServedBuffer
+from crossdock.worker.requests.served_connection import ServedConnection
+from crossdock.worker.steps.engine import Engine
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
 
 WORKERS, SIZES, INNER = 2, Sizes(7168, 8, 2), 16

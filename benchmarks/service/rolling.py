@@ -7,7 +7,7 @@ from pathlib import Path
 
 from crossdock.common import rpc
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc
-from crossdock.worker.checkpoint import Checkpoint
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
 
 BEGIN_S, LOOK_S, DEADLINE_S = 1.0, 0.05, 120.0
 

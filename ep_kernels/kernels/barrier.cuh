@@ -21,8 +21,8 @@ namespace ep {
 //     for the counts of X, which come after, or for the flag that block 0 stores to X itself at the same time.
 // So survivors revoke the permission, at X. A kernel that had read it before has given notice, or does so within the
 // first microseconds of its blocks. Hosts give that time, and then wait until X has sent what it gave notice of: SENT
-// of X has come to STARTED of X (transports/nvlink/left_out.py). Then nothing of X is under way, and nothing follows.
-// What else X stores here lies in its own part of a slot, and its flags are of no later operation.
+// of X has come to STARTED of X (transports/nvlink/calls/left_out.py). Then nothing of X is under way, and nothing
+// follows. What else X stores here lies in its own part of a slot, and its flags are of no later operation.
 __device__ __forceinline__ void revoke(const World& world, i32 peer) {
   const RegionMap& map = world.map;
   ptx::store_relaxed_sys(flag_at(world, peer, FLAG_STARTED, world.rank), 0);
@@ -39,7 +39,7 @@ __device__ __forceinline__ void leave_out(const World& world, u64 epoch) {
   for (i32 peer = threadIdx.x; peer < world.size; peer += blockDim.x) {
     if (world.active[peer] || ptx::load_relaxed_sys(&world.gone[peer]) == GONE_DEAD) continue;
     if constexpr (NETWORK)
-      if (is_remote(world, peer)) continue;  // its connections are closed (transports/nvlink/remote.py)
+      if (is_remote(world, peer)) continue;  // its connections are closed (transports/nvlink/network/remote.py)
     revoke(world, peer);
     for (i32 other = 0; other < world.size; ++other)
       if (other != peer && !world.active[other])

@@ -5,7 +5,7 @@ A rank's region, which its peers write (each array 256-byte aligned; S = 2 slots
     flags       u64 [FLAGS, R]           as in abi.py: COMBINE_STARTED, COMBINE_SENT, BARRIER, LEFT_OUT
     arrivals    u64 [2, MAX_BLOCKS, R]   by stage, block and peer: last seq whose part the peer's block has written
     signatures  16B [S, R]               by peer: seq and signature of its operation; zero before anybody writes
-    copy_flags  16B [COPY_FLAGS, R]      by peer: seq and signature of its copies (transports/nvlink/copy_schedule.py)
+    copy_flags  16B [COPY_FLAGS, R]      by peer: seq and signature of its copies (nvlink/gpu/copy_schedule.py)
     lines           [S, R, packets]      one-shot all-reduce, by source: LL128 packets; zero before anybody writes
     reduce          [S, R, reduce_row]   by source: a chunk to be summed here
     gather          [S, slot_stride]     in the same bytes: this rank's shard, which peers read. In a two-shot sum
@@ -66,7 +66,7 @@ CollectiveArgs = _records.declare(
     "CollectiveArgs",
     ("world", "World", "of dispatch and combine only what every operation needs"),
     ("map", "CollectiveMap", "equal on all ranks"),
-    ("signature", "u64", "what all ranks must have in common: see transports/nvlink/signature.py"),
+    ("signature", "u64", "what all ranks must have in common: see transports/nvlink/gpu/signature.py"),
     ("words", "u64*", "[2] device words of this operation, never read"),
     ("x_bytes", "u64", "of this rank's x: `tokens` of the latency record"),
     ("x", "u8*", "reductions: [num_bytes], or chunks of num_bytes that are `stride` apart"),

@@ -35,7 +35,7 @@ static_assert(sizeof(GatherRange) == 40, "GatherRange: host and GPU differ");
 struct CollectiveArgs {
   World world;  // of dispatch and combine only what every operation needs
   CollectiveMap map;  // equal on all ranks
-  u64 signature;  // what all ranks must have in common: see transports/nvlink/signature.py
+  u64 signature;  // what all ranks must have in common: see transports/nvlink/gpu/signature.py
   u64* words;  // [2] device words of this operation, never read
   u64 x_bytes;  // of this rank's x: `tokens` of the latency record
   u8* x;  // reductions: [num_bytes], or chunks of num_bytes that are `stride` apart

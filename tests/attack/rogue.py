@@ -27,7 +27,7 @@ import msgspec
 
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
-from crossdock.worker.same_weights import Parcel
+from crossdock.worker.group.same_weights import Parcel
 from tests.attack.attacks import learn, registration
 from tests.attack.scene import Scene
 

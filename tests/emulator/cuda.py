@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from ep_kernels import jit
-from ep_kernels.transports.nvlink import driver, memory
+from ep_kernels.transports.nvlink.gpu import driver
+from ep_kernels.transports.nvlink.memory import memory
 from tests.emulator.build import PTX, compiled, program
 
 NUM_SMS = 2

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.transports.nvlink import gpu_direct
-from ep_kernels.transports.nvlink.boxes import Boxes, Flush, PinnedBoxes
-from ep_kernels.transports.nvlink.gpu_direct import Chosen, Way
+from ep_kernels.transports.nvlink.network import gpu_direct
+from ep_kernels.transports.nvlink.network.boxes import Boxes, Flush, PinnedBoxes
+from ep_kernels.transports.nvlink.network.gpu_direct import Chosen, Way
 from tests.emulator.machine import Emulated
 
 _MAP_FIXED = 0x10

@@ -12,7 +12,7 @@ import pytest
 
 from ep_kernels import jit
 from ep_kernels.network import NetworkConfig
-from ep_kernels.transports.nvlink.boxes import Flush
+from ep_kernels.transports.nvlink.network.boxes import Flush
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase, draw_seed
 from tests.emulator.build import build

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ep_kernels.network import NetworkConfig
-from ep_kernels.transports.nvlink import samples
-from ep_kernels.transports.nvlink.boxes import Boxes, PinnedBoxes
-from ep_kernels.transports.nvlink.engine import Call
+from ep_kernels.transports.nvlink.calls.engine import Call
+from ep_kernels.transports.nvlink.memory import samples
+from ep_kernels.transports.nvlink.network.boxes import Boxes, PinnedBoxes
 from tests.emulator.build import build
 
 

@@ -18,8 +18,8 @@ import torch
 from ep_kernels import bringup, jit
 from ep_kernels.communicator import MoECommunicator
 from ep_kernels.transports.build import find_compiler, native_of
-from ep_kernels.transports.nvlink import launch
-from ep_kernels.transports.nvlink.streams import StreamOrder
+from ep_kernels.transports.nvlink.calls.streams import StreamOrder
+from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.transport import NvlinkTransport
 from tests import tools
 from tests.cases import RoutingCase
@@ -164,7 +164,7 @@ def silent_rank(driver: SilentDriver, case: RoutingCase, **fields: Any) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         without_driver(patch)
         patch.setattr(launch, "load", lambda: driver.library)
-        patch.setattr("ep_kernels.transports.nvlink.driver.call", lambda name: driver.context.value or 0)
+        patch.setattr("ep_kernels.transports.nvlink.gpu.driver.call", lambda name: driver.context.value or 0)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
         size = len(case.tokens)
         loop = Loopback(lambda group: case.config(group, **fields), size, 2, NothingRuns())  # type: ignore[arg-type]

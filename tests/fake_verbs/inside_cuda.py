@@ -15,11 +15,11 @@ import torch
 
 from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.transports.nvlink import gpu_direct
-from ep_kernels.transports.nvlink.boxes import Boxes, Flush
-from ep_kernels.transports.nvlink.driver import call
-from ep_kernels.transports.nvlink.gpu_boxes import CudaBoxes, CudaGpu, flush_of
-from ep_kernels.transports.nvlink.gpu_direct import Chosen, Way
+from ep_kernels.transports.nvlink.gpu.driver import call
+from ep_kernels.transports.nvlink.network import gpu_direct
+from ep_kernels.transports.nvlink.network.boxes import Boxes, Flush
+from ep_kernels.transports.nvlink.network.gpu_boxes import CudaBoxes, CudaGpu, flush_of
+from ep_kernels.transports.nvlink.network.gpu_direct import Chosen, Way
 from ep_kernels.types import Layout, Mode
 from tests import fake_verbs
 from tests.cases import cases, draw_seed

@@ -12,8 +12,8 @@ import pytest
 
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.transports.nvlink import gpu_direct
-from ep_kernels.transports.nvlink.gpu_direct import Way
+from ep_kernels.transports.nvlink.network import gpu_direct
+from ep_kernels.transports.nvlink.network.gpu_direct import Way
 from tests import fake_verbs
 from tests.emulator.direct import Direct, DirectGpu
 from tests.emulator.direct_steps import FAR_BOXES, Calls, Steps

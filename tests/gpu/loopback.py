@@ -19,10 +19,11 @@ from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import driver, gpu_direct
-from ep_kernels.transports.nvlink.boxes import Boxes, pin, unpin
-from ep_kernels.transports.nvlink.engine import BOTH, Call, Dispatch, LaunchEngine
-from ep_kernels.transports.nvlink.remote import RemoteRanks
+from ep_kernels.transports.nvlink.calls.engine import BOTH, Call, Dispatch, LaunchEngine
+from ep_kernels.transports.nvlink.gpu import driver
+from ep_kernels.transports.nvlink.network import gpu_direct
+from ep_kernels.transports.nvlink.network.boxes import Boxes, pin, unpin
+from ep_kernels.transports.nvlink.network.remote import RemoteRanks
 from ep_kernels.tuning import cache_dir
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
@@ -81,7 +82,7 @@ class Gpu:
 
     def boxes(self, network: NetworkConfig, rank: int) -> Boxes:
         """See `Machine`."""
-        from ep_kernels.transports.nvlink.gpu_boxes import CudaGpu
+        from ep_kernels.transports.nvlink.network.gpu_boxes import CudaGpu
 
         return gpu_direct.choose(network, rank, CudaGpu(self.device.index))[0]
 

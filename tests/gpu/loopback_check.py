@@ -10,7 +10,7 @@ from ep_kernels import reference
 from ep_kernels.errors import HandleError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs
-from ep_kernels.transports.nvlink.engine import Call
+from ep_kernels.transports.nvlink.calls.engine import Call
 from ep_kernels.types import DispatchHandle, Mode, ScaleFormat
 from tests.cases import RoutingCase, draw_seed
 from tests.compare import expert, filled_rows, packed_layout, poison, same_bits, same_dispatch

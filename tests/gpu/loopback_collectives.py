@@ -10,8 +10,8 @@ import torch
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives.collective_types import Algorithm
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink.collective_engine import CollectiveEngine, Shard
-from ep_kernels.transports.nvlink.engine import Call
+from ep_kernels.transports.nvlink.calls.engine import Call
+from ep_kernels.transports.nvlink.copy_engines.collective_engine import CollectiveEngine, Shard
 from tests.gpu.loopback import Bytes, Machine
 from tests.gpu.loopback_group import LoopGroup
 

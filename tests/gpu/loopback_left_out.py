@@ -13,8 +13,8 @@ from ep_kernels import reference
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink.engine import RECEIVE, SEND, Call, Dispatch
-from ep_kernels.transports.nvlink.left_out import Unsent, leave_out
+from ep_kernels.transports.nvlink.calls.engine import RECEIVE, SEND, Call, Dispatch
+from ep_kernels.transports.nvlink.calls.left_out import Unsent, leave_out
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 from tests.cases import RoutingCase, draw_seed
 from tests.compare import expert, same_bits, same_dispatch

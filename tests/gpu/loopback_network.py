@@ -12,7 +12,7 @@ import torch
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
-from ep_kernels.transports.nvlink.engine import SEND
+from ep_kernels.transports.nvlink.calls.engine import SEND
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase, draw_seed
 from tests.gpu import loopback_left_out

@@ -52,7 +52,7 @@ def killed(rank: int, size: int, store: Store, kind: str, case: RoutingCase, ove
 
 
 def _place(rank: int, size: int, store: Store) -> Place:
-    from ep_kernels.transports.nvlink import domain, memory
+    from ep_kernels.transports.nvlink.memory import domain, memory
 
     ipc: Any = memory.HandleKind.CUDA_IPC
     memory.choose_kind = lambda device, kinds=(): (ipc, {})

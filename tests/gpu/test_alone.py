@@ -1,5 +1,5 @@
-"""LL and HT on one GPU, by one rank: what plain calls (`nvlink/quick_calls.py`) do in graphs, over streams, in compiled
-functions and below `deep_ep`. Several ranks: tests/transports, test_several_gpus.py, test_compile.py."""
+"""LL and HT on one GPU, by one rank: what plain calls (`nvlink/calls/quick_calls.py`) do in graphs, over streams, in
+compiled functions and below `deep_ep`. Several ranks: tests/transports, test_several_gpus.py, test_compile.py."""
 
 from __future__ import annotations
 

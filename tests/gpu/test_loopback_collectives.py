@@ -14,7 +14,7 @@ import torch
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives.collective_types import Algorithm
 from ep_kernels.errors import AbortedError, PeerTimeout
-from ep_kernels.transports.nvlink.signature import difference
+from ep_kernels.transports.nvlink.gpu.signature import difference
 from tests.cases import draw_seed
 from tests.gpu.loopback import Gpu
 from tests.gpu.loopback_collectives import BOTH, KINDS, PLACES, LoopbackCollectives, begun, rows, step

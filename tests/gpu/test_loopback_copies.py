@@ -17,7 +17,7 @@ from ep_kernels.collectives import Collectives, copied_sums
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
 from ep_kernels.errors import PeerTimeout, TransportError
-from ep_kernels.transports.nvlink import memory
+from ep_kernels.transports.nvlink.memory import memory
 from tests.collectives.steps import Seat, everyone, on_device, same_bits, values
 from tests.collectives.stories import exact_products
 from tests.worlds import RankDied, World

@@ -13,7 +13,7 @@ import torch
 
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call
+from ep_kernels.transports.nvlink.calls.engine import BOTH, RECEIVE, SEND, Call
 from ep_kernels.types import DispatchHandle, Layout, Mode
 from tests.cases import RoutingCase, draw_seed
 from tests.gpu.loopback import Loopback

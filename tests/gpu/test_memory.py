@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from ep_kernels import Layout, Mode, MoECommunicator, TransportError, jit
-from ep_kernels.transports.nvlink import driver, memory, sharing
-from ep_kernels.transports.nvlink.memory import HandleKind
+from ep_kernels.transports.nvlink.gpu import driver
+from ep_kernels.transports.nvlink.memory import memory, sharing
+from ep_kernels.transports.nvlink.memory.memory import HandleKind
 from tests.cases import RoutingCase, draw_seed
 from tests.gpu import lives
 from tests.transports.steps import Inputs, Place, Store, check_step, next_case

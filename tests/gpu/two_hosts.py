@@ -36,10 +36,10 @@ from ep_kernels import Layout, Mode, jit, reference
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Network
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import driver
-from ep_kernels.transports.nvlink.boxes import PinnedBoxes, pin, unpin
-from ep_kernels.transports.nvlink.engine import Call, LaunchEngine
-from ep_kernels.transports.nvlink.remote import RemoteRanks
+from ep_kernels.transports.nvlink.calls.engine import Call, LaunchEngine
+from ep_kernels.transports.nvlink.gpu import driver
+from ep_kernels.transports.nvlink.network.boxes import PinnedBoxes, pin, unpin
+from ep_kernels.transports.nvlink.network.remote import RemoteRanks
 from ep_kernels.types import LatencySample
 from tests.cases import RoutingCase
 from tests.compare import expert, same_bits

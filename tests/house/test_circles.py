@@ -48,6 +48,25 @@ def test_no_modules_import_each_other() -> None:
     assert not found, "\n".join(" <-> ".join(circle) for circle in found)
 
 
+ROOMS = ("services/crossdock/worker", "services/crossdock/control", "ep_kernels/transports/nvlink")
+"""Parts that are divided into folders, besides modules that use several of them."""
+
+
+@pytest.mark.parametrize("part", ROOMS)
+def test_no_rooms_import_each_other(part: str) -> None:
+    graph, top = imports_by_module(python_files(part)), part.removeprefix("services/").replace("/", ".")
+
+    def room(module: str) -> str:
+        return ".".join(module.split(".")[: top.count(".") + 2])
+
+    rooms: dict[str, set[str]] = {}
+    for module, needed in graph.items():
+        rooms.setdefault(room(module), set()).update({room(there) for there in needed} - {room(module), top})
+    assert len(rooms) > 5
+    found = circles(rooms)
+    assert not found, "\n".join(" <-> ".join(circle) for circle in found)
+
+
 @pytest.mark.parametrize(
     "closing",
     [

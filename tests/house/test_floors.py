@@ -27,9 +27,9 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.control": {"crossdock.common", "crossdock.protocol.v1"},
     "crossdock.topo": {"crossdock.common", "crossdock.control", "crossdock.protocol.v1"},
     "crossdock.topo.facts": {"crossdock.protocol.v1", "ep_kernels"},
-    "crossdock.worker.families": set(),
+    "crossdock.worker.checkpoints.families": set(),
     "crossdock.worker": {
-        "crossdock.worker.families",
+        "crossdock.worker.checkpoints.families",
         "crossdock.common",
         *WIRE,
         "crossdock.topo.facts",
@@ -53,7 +53,7 @@ FLOORS: dict[str, set[str]] = {
         "crossdock.common",
         "crossdock.host",
         "crossdock.protocol.v1",
-        "crossdock.worker.families",
+        "crossdock.worker.checkpoints.families",
         "ep_kernels",
     },
 }

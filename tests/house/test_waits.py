@@ -24,12 +24,12 @@ WAITS = {
     "transports/cpu/native/helper.hpp": "1 x the helper thread: until kHelperSpinNs",
     "transports/cpu/native/member.cpp": "4 x pauses of wait_any and wait_for_peer; a look at processes",
     "transports/cpu/native/member.hpp": "2 x wait_for_proxy: until the deadline, abort, give_up, signals",
-    "transports/nvlink/copies.py": "4 x threads of copies: until a deadline that kernels have, too; their end",
-    "transports/nvlink/driver.py": "1 x the end of a stream: until its patience",
-    "transports/nvlink/left_out.py": "1 x leave_out: until SENDING_S",
-    "transports/nvlink/mailbox.py": "3 x until the deadline, abort, give_up; wait_for_peer: its timeout",
-    "transports/nvlink/sharing.py": "3 x until the deadline; its thread; a look at a descriptor",
-    "transports/nvlink/watch.py": "2 x its own thread; its end",
+    "transports/nvlink/copy_engines/copies.py": "4 x threads of copies: until the kernels' deadline; their end",
+    "transports/nvlink/gpu/driver.py": "1 x the end of a stream: until its patience",
+    "transports/nvlink/calls/left_out.py": "1 x leave_out: until SENDING_S",
+    "transports/nvlink/memory/mailbox.py": "3 x until the deadline, abort, give_up; wait_for_peer: its timeout",
+    "transports/nvlink/memory/sharing.py": "3 x until the deadline; its thread; a look at a descriptor",
+    "transports/nvlink/memory/watch.py": "2 x its own thread; its end",
     "transports/nvlink/native/quick.cpp": "1 x numbers of a kernel: until that ends, which has the deadline",
 }
 """By file below ep_kernels: how many, which, and what ends them. Benchmarks apart."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.worker.worker_telemetry import WorkerTelemetry
+from crossdock.worker.telemetry.worker_telemetry import WorkerTelemetry
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
 from ep_kernels.transports.build import Native, native_of
 from ep_kernels.transports.cpu import native

@@ -13,8 +13,8 @@ import torch
 from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.transports.base import CombineArgs
-from ep_kernels.transports.nvlink import driver
-from ep_kernels.transports.nvlink.engine import Call
+from ep_kernels.transports.nvlink.calls.engine import Call
+from ep_kernels.transports.nvlink.gpu import driver
 from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback import Gpu, Loopback
 from tests.gpu.loopback_group import LoopGroup

@@ -19,7 +19,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from crossdock.control.latency_watch import INTERVAL_S, LOOK_EVERY_S
+from crossdock.control.latency.latency_watch import INTERVAL_S, LOOK_EVERY_S
 from crossdock.demo.hosts import become
 from crossdock.protocol.v1 import control_pb2 as pb
 from tests.observability.faults import FAULTS

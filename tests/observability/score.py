@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
-from crossdock.control.verdict import Judgement, RankTimes, Usual, judge, usual_of
+from crossdock.control.latency.verdict import Judgement, RankTimes, Usual, judge, usual_of
 from tests.unit.lockstep import Lockstep
 
 KINDS = {

@@ -21,7 +21,7 @@ from crossdock.common import announce, rpc
 from crossdock.common.config import ControlConfig
 from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.server import ControlPlane
+from crossdock.control.server.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, topology_pb2
 

@@ -19,8 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, expert_pb2, expert_pb2_grpc
-from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.expert_mlps import ExpertMLPs
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
+from crossdock.worker.experts.expert_mlps import ExpertMLPs
 
 Answer = expert_pb2.ForwardResponse
 Behaviour = Callable[[expert_pb2.ForwardRequest], Answer | None]

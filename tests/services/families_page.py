@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from crossdock.worker.families import FAMILIES, NOT_SERVED
+from crossdock.worker.checkpoints.families import FAMILIES, NOT_SERVED
 
 ROOT = Path(__file__).parents[2]
 PAGE, RECORDED = ROOT / "docs/models.md", ROOT / "docs/results/2026-11-29-families/families.jsonl"

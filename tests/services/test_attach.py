@@ -20,8 +20,8 @@ from torch.nn.utils import parametrize
 from crossdock.client import Client, ClientError, InvalidRequest, ModelMismatch, RemoteExperts, attach, stream
 from crossdock.client.sites import find_experts
 from crossdock.demo.models import FAMILIES, VOCAB_SIZE, write_checkpoint
-from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.expert_mlps import ExpertMLPs
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
+from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from tests.services.fakes import FakeWorker, refuse, worker_of
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "topk": 2}

@@ -22,9 +22,10 @@ from crossdock.common.call_limits import IDLE_S, CallLimits
 from crossdock.common.config import ControlConfig
 from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control import server, views
-from crossdock.control.placement_service import PlacementService
-from crossdock.control.server import ControlPlane
+from crossdock.control.placement import views
+from crossdock.control.placement.placement_service import PlacementService
+from crossdock.control.server import server
+from crossdock.control.server.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
 from tests.services.control_world import TIMEOUT_S, FakeWorker, until

@@ -17,8 +17,8 @@ from crossdock.client.buffer_pool import Way
 from crossdock.common.config import ControlConfig, WorkerConfig
 from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import FORMING
-from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.expert_mlps import ExpertMLPs
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
+from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S, without_successors
 from tests.services.fakes import dense
 from tests.unit.moe_files import Sizes, draw_weights, write_files

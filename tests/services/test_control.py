@@ -17,7 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig
 from crossdock.common.control_channel import SERVICE_NAME
-from crossdock.control import views, watchers
+from crossdock.control.placement import views
+from crossdock.control.server import watchers
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
 from tests.services.control_world import (

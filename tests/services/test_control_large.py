@@ -10,10 +10,10 @@ import grpc.aio
 import pytest
 
 from crossdock.common.config import ControlConfig
-from crossdock.control import watchers
+from crossdock.control.server import watchers
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
-from crossdock.worker.control_client import ControlPlaneClient
+from crossdock.worker.group.control_client import ControlPlaneClient
 from tests.services.control_world import (
     TIMEOUT_S,
     FakeWorker,

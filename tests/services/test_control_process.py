@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from crossdock.common import rpc
-from crossdock.control.recovery import MAX_LEAP
+from crossdock.control.group.recovery import MAX_LEAP
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
 from tests.services.control_world import (

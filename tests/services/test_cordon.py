@@ -12,7 +12,7 @@ import pytest
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig
 from crossdock.protocol.v1 import control_pb2 as pb
-from crossdock.worker.control_client import ControlPlaneClient
+from crossdock.worker.group.control_client import ControlPlaneClient
 from tests.services.control_world import TIMEOUT_S, FakeWorker, InProcess, exchange, form, in_process, newest_view
 
 CONFIG = ControlConfig(world_size=3, recover_s=0.01)

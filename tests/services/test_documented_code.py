@@ -21,7 +21,7 @@ from crossdock.client import Client
 from crossdock.common.config import ControlConfig, FrameworkConfig, HostConfig
 from crossdock.common.small_files import parse_yaml
 from crossdock.demo.models import write_checkpoint
-from crossdock.worker.checkpoint import Checkpoint
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from ep_kernels import Mode, MoECommunicator, MoEConfig
 from ep_kernels.groups import StoreGroup
 from ep_kernels.network import NetworkConfig

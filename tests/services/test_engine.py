@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.worker import engine as engine_module
-from crossdock.worker.engine import Engine
-from crossdock.worker.expert_tables import ExpertTables
-from crossdock.worker.placement import Placement, WeightsOf
-from crossdock.worker.steps import Step
-from crossdock.worker.work import Done, Failure, Fault, Left, Refused, Slice, Work
-from crossdock.worker.worker_telemetry import WorkerTelemetry
+from crossdock.worker.experts.expert_tables import ExpertTables
+from crossdock.worker.experts.placement import Placement, WeightsOf
+from crossdock.worker.steps import engine as engine_module
+from crossdock.worker.steps.engine import Engine
+from crossdock.worker.steps.steps import Step
+from crossdock.worker.steps.work import Done, Failure, Fault, Left, Refused, Slice, Work
+from crossdock.worker.telemetry.worker_telemetry import WorkerTelemetry
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
 from ep_kernels.transports.cpu.native import OPS
 from ep_kernels.transports.cpu.transport import CpuTransport

@@ -12,8 +12,8 @@ import transformers
 
 from crossdock.client import attach
 from crossdock.demo.tiny import VOCAB_SIZE, config_keys, known_to_transformers, missing, next_tokens, tiny_model
-from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.families import FAMILIES, NOT_SERVED, NUM_EXPERTS, TOPK
+from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.checkpoints.families import FAMILIES, NOT_SERVED, NUM_EXPERTS, TOPK
 from tests.services import families_page
 from tests.services.fakes import FakeWorker, worker_of
 from tests.services.outer_models import OUTER, outer_model
@@ -39,7 +39,7 @@ def _quiet() -> None:
 
 
 def test_every_family_is_served_or_listed() -> None:
-    hint = "add them to FAMILIES of services/crossdock/worker/families.py, or to NOT_SERVED with the reason"
+    hint = "add them to FAMILIES of services/crossdock/worker/checkpoints/families.py, or to NOT_SERVED with the reason"
     assert not missing(), hint
     known = set(known_to_transformers())
     assert set(FAMILIES) - known <= ALIASES, "families that transformers does not know (any more)"

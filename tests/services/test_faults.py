@@ -27,8 +27,8 @@ from crossdock.host import child
 from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.protocol.v1.control_pb2 import SERVING
-from crossdock.worker import device
-from crossdock.worker.device import DeviceLost
+from crossdock.worker.experts import device
+from crossdock.worker.experts.device import DeviceLost
 from crossdock.worker.process import run_worker
 from tests.services.cluster import ANSWER_S, FORM_S, TEST_S, Batch, Caller, Cluster, check, cluster, write_model
 from tests.services.control_world import unused_address

@@ -19,9 +19,9 @@ from crossdock.cli import app
 from crossdock.client import Client
 from crossdock.common.config import ControlConfig, WorkerConfig
 from crossdock.host.supervisor import Supervisor
-from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.gating import Gating
-from crossdock.worker.weights import Format, Stack
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
+from crossdock.worker.checkpoints.gating import Gating
+from crossdock.worker.checkpoints.weights import Format, Stack
 from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S
 
 pytestmark = pytest.mark.timeout(TEST_S)

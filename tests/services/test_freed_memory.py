@@ -7,7 +7,7 @@ import sys
 
 CODE = """
 import resource, time
-from crossdock.worker.freed_memory import KEPT_BYTES, bound_freed_memory, resident_bytes
+from crossdock.worker.telemetry.freed_memory import KEPT_BYTES, bound_freed_memory, resident_bytes
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -40,7 +40,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 _CANNOT_LOAD = """
 import sys
 from crossdock.common.config import WorkerConfig
-from crossdock.worker.expert_mlps import ExpertMLPs
+from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from crossdock.worker.process import run_worker
 
 def stage(*args, **kwargs):

@@ -38,11 +38,11 @@ from crossdock.common import rpc
 from crossdock.common.access import METHODS
 from crossdock.protocol.request_buffer import Places, RepeatedRequests, RequestMemory, SharedMemory, described
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
-from crossdock.worker import buffer_server, served_buffer, ticket_listener
-from crossdock.worker.admission import RequestValidator
-from crossdock.worker.backend import Backend
-from crossdock.worker.served_buffer import ServedBuffer
-from crossdock.worker.work import Failure, Refused, Work
+from crossdock.worker.requests import buffer_server, served_buffer, ticket_listener
+from crossdock.worker.requests.admission import RequestValidator
+from crossdock.worker.requests.backend import Backend
+from crossdock.worker.requests.served_buffer import ServedBuffer
+from crossdock.worker.steps.work import Failure, Refused, Work
 from tests.no_descriptors import processor_s
 from tests.services.cluster import Batch, E, H, K
 from tests.services.control_world import TIMEOUT_S, until

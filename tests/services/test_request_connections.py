@@ -22,9 +22,9 @@ from crossdock.common.settings import SecurityConfig
 from crossdock.protocol.request_buffer import Places, described
 from crossdock.protocol.request_connection import TICKET_BYTES
 from crossdock.protocol.v1 import expert_pb2
-from crossdock.worker import buffer_server, ticket_listener
-from crossdock.worker.served_buffer import ServedBuffer, end
-from crossdock.worker.served_connection import ServedConnection
+from crossdock.worker.requests import buffer_server, ticket_listener
+from crossdock.worker.requests.served_buffer import ServedBuffer, end
+from crossdock.worker.requests.served_connection import ServedConnection
 from tests.services.cluster import Batch, H, K
 from tests.services.control_world import TIMEOUT_S, until
 from tests.services.request_world import INVALID, KIB, Guest, RemoteGuest, World, framed, tensors, warm, world

@@ -23,7 +23,7 @@ from crossdock.client.buffer_pool import Way
 from crossdock.common import rpc
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
-from crossdock.worker.checkpoint import Checkpoint
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from tests.services.cluster import ANSWER_S, FORM_S, LAYERS, TEST_S, Batch, Cluster, cluster, write_model
 
 pytestmark = pytest.mark.timeout(TEST_S)

@@ -13,7 +13,7 @@ from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, WorkerConfig
 from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
-from crossdock.worker.checkpoint import Checkpoint
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from crossdock.worker.process import EXIT_NOT_JOINED
 from tests.services.cluster import ANSWER_S, FORM_S, TEST_S, write_model
 from tests.services.test_faults import Process, one_line

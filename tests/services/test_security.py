@@ -29,12 +29,12 @@ from crossdock.common.http import ask_http
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import Security, SecurityError, TokenFile, load_security
 from crossdock.common.settings import AccessConfig, SecurityConfig
-from crossdock.control.server import ControlPlane
+from crossdock.control.server.server import ControlPlane
 from crossdock.host.pages import HostMetricsPage, readiness
 from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
-from crossdock.worker.control_client import LEASE_KEY
+from crossdock.worker.group.control_client import LEASE_KEY
 from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, cluster
 from tests.services.control_world import TIMEOUT_S, FakeWorker, newest_view, spawn
 from tests.tools import needs

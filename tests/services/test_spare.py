@@ -12,7 +12,7 @@ import pytest
 from crossdock.common.config import ControlConfig
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
-from crossdock.worker.control_client import ControlPlaneClient
+from crossdock.worker.group.control_client import ControlPlaneClient
 from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, check, cluster
 from tests.services.control_world import TIMEOUT_S, form, in_process
 from tests.services.replicas import wait

@@ -21,15 +21,15 @@ from crossdock.common.access import RateLimiter
 from crossdock.common.config import WorkerConfig
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
-from crossdock.worker import service as service_module
-from crossdock.worker.admission import RequestValidator
-from crossdock.worker.backend import Backend
-from crossdock.worker.budget import Budget
-from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.engine import Engine
-from crossdock.worker.service import ExpertService
-from crossdock.worker.work import Done, Failure, Work
-from crossdock.worker.worker_telemetry import WorkerTelemetry
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
+from crossdock.worker.requests import service as service_module
+from crossdock.worker.requests.admission import RequestValidator
+from crossdock.worker.requests.backend import Backend
+from crossdock.worker.requests.budget import Budget
+from crossdock.worker.requests.service import ExpertService
+from crossdock.worker.steps.engine import Engine
+from crossdock.worker.steps.work import Done, Failure, Work
+from crossdock.worker.telemetry.worker_telemetry import WorkerTelemetry
 from tests.services.cluster import Batch, H, write_model
 from tests.services.control_world import TIMEOUT_S, until
 

@@ -17,7 +17,7 @@ from crossdock.tune import run
 from crossdock.tune.request import PAYLOADS, TuneRequest
 from ep_kernels import ConfigError, Layout, tuning
 from ep_kernels.groups import PaperGroup
-from ep_kernels.transports.nvlink import plan
+from ep_kernels.transports.nvlink.calls import plan
 from tests.services.cluster import FORM_S, TEST_S
 
 pytestmark = pytest.mark.timeout(TEST_S)

@@ -22,7 +22,7 @@ from benchmarks import run as program
 from benchmarks.gpu import crossdock, floor, layer, measure, nodes, nodes_network, overlap, run, tables
 from ep_kernels import Mode, MoEConfig, jit
 from ep_kernels.collectives import CollectiveConfig
-from ep_kernels.transports.nvlink import boxes
+from ep_kernels.transports.nvlink.network import boxes
 from tests.emulator.cuda import Graph, pretended
 
 FEW = {"SETS": 2, "PAIRS": 1, "WARMUP": 1, "NODES": 2, "PER_GRAPH": 2, "FLUSH_BYTES": 1 << 10}

@@ -1,5 +1,6 @@
-"""A small world for an exhaustive search: the real group machine, workers that follow worker/control_client.py and
-session.py, and everything that can go wrong a few times each. States are values; `moves` are all that can happen next.
+"""A small world for an exhaustive search: the real group machine, workers that follow worker/group/session.py and its
+control_client.py, and everything that can go wrong a few times each. States are values; `moves` are all that can happen
+next.
 
 Time is left out: between two moves all leases are fresh; a lease, a deadline or a recovery ends by a move of its own.
 With experts, a worker fetches placements. Answers may come late, as may views of a control plane that was replaced.
@@ -12,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from crossdock.control import blame
-from crossdock.control.group import MAX_PAUSE_S, new_group, step
-from crossdock.control.group_state import (
+from crossdock.control.group import blame
+from crossdock.control.group.group import MAX_PAUSE_S, new_group, step
+from crossdock.control.group.group_state import (
     Effect,
     Event,
     Group,
@@ -32,7 +33,7 @@ from crossdock.control.group_state import (
     Tick,
     Worker,
 )
-from crossdock.control.ranks import Place
+from crossdock.control.group.ranks import Place
 from crossdock.protocol.v1 import control_pb2 as pb
 from tests.unit.placement_model import Holding, Side, drops, report_of, takes
 

@@ -28,9 +28,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from crossdock.control import cordon
-from crossdock.control.group import new_group, step
-from crossdock.control.group_state import (
+from crossdock.control.group import cordon
+from crossdock.control.group.group import new_group, step
+from crossdock.control.group.group_state import (
     Bar,
     Blamed,
     Cordon,
@@ -54,7 +54,7 @@ from crossdock.control.group_state import (
     Waits,
     Worker,
 )
-from crossdock.control.ranks import NetworkPlace, Place
+from crossdock.control.group.ranks import NetworkPlace, Place
 
 _NEVER = (Refusal.MIXED_GROUP, Refusal.NAME_TAKEN)
 

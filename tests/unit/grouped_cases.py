@@ -6,8 +6,8 @@ import itertools
 
 import torch
 
-from crossdock.worker.gating import Gating
-from crossdock.worker.weights import Format, Stack
+from crossdock.worker.checkpoints.gating import Gating
+from crossdock.worker.checkpoints.weights import Format, Stack
 
 BLOCKS, CHANNEL, TENSOR, MXFP4 = Format("fp8", (128, 128)), Format("fp8", (1, 0)), Format("fp8"), Format("mxfp4")
 SILU, SCALED, GELU = Gating(), Gating("scaled", limit=1.5, alpha=1.7), Gating(act="gelu")

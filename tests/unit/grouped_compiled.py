@@ -18,10 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from crossdock.worker.gating import Gating
-from crossdock.worker.grouped import products
-from crossdock.worker.grouped.product import grouped_product
-from crossdock.worker.grouped.row_quantiser import quantise_rows
+from crossdock.worker.checkpoints.gating import Gating
+from crossdock.worker.experts.grouped import products
+from crossdock.worker.experts.grouped.product import grouped_product
+from crossdock.worker.experts.grouped.row_quantiser import quantise_rows
 from tests.unit.grouped_cases import BLOCKS, MXFP4, drawn
 
 HIDDEN, INNER, EXPERTS = 512, 256, 4

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
-from crossdock.worker.gating import Gating
-from crossdock.worker.grouped.products import GroupedProducts, Tile
-from crossdock.worker.grouped.row_quantiser import quantise_rows
-from crossdock.worker.grouped.support import fused_rule, reason_in_shapes
-from crossdock.worker.weights import Format, Stack
+from crossdock.worker.checkpoints.gating import Gating
+from crossdock.worker.checkpoints.weights import Format, Stack
+from crossdock.worker.experts.grouped.products import GroupedProducts, Tile
+from crossdock.worker.experts.grouped.row_quantiser import quantise_rows
+from crossdock.worker.experts.grouped.support import fused_rule, reason_in_shapes
 from tests.unit.grouped_cases import CASES, floats, groups, layer, tokens_of
 
 MOST = 2**31 - 1

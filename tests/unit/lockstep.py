@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from crossdock.control.verdict import OPS, RankTimes
+from crossdock.control.latency.verdict import OPS, RankTimes
 
 
 @dataclass

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.expert_reports import Goal, Kind, Move, Report
-from crossdock.control.group_state import Group
-from crossdock.control.placement_manager import PlacementManager
-from crossdock.control.placement_service import PlacementService, _CachedPlan
-from crossdock.control.plans import Plan
+from crossdock.control.group.group_state import Group
+from crossdock.control.placement.expert_reports import Goal, Kind, Move, Report
+from crossdock.control.placement.placement_manager import PlacementManager
+from crossdock.control.placement.placement_service import PlacementService, _CachedPlan
+from crossdock.control.placement.plans import Plan
 from crossdock.protocol.v1 import control_pb2 as pb
 
 METRICS, CONFIG = ControlMetrics(), PlacementConfig()

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 from benchmarks import eplb
 from benchmarks.placement import CASES, Case, apart, drift, measure, zipf_load
-from crossdock.control.balancer import balance, check, copies_of, first_table, imbalance, num_moved, rank_loads
-from crossdock.control.tables import Shape, Table
+from crossdock.control.placement.balancer import (
+    balance,
+    check,
+    copies_of,
+    first_table,
+    imbalance,
+    num_moved,
+    rank_loads,
+)
+from crossdock.control.placement.tables import Shape, Table
 
 
 @st.composite

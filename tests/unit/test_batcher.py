@@ -7,8 +7,8 @@ from collections import Counter
 
 import torch
 
-from crossdock.worker.batcher import Batcher, Head
-from crossdock.worker.work import Work
+from crossdock.worker.steps.batcher import Batcher, Head
+from crossdock.worker.steps.work import Work
 
 
 def work(

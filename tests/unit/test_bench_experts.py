@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.experts import EXPERTS, FORMATS, HIDDEN, INNER, Groups, Row, bound_bytes, missed
-from crossdock.worker.weights import Stack
+from crossdock.worker.checkpoints.weights import Stack
 
 
 def row(format: str, rows: int, ratio: float) -> Row:

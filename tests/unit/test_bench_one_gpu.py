@@ -24,8 +24,9 @@ from benchmarks.service import load as service_load
 from benchmarks.vllm import __main__ as vllm_bench
 from benchmarks.vllm import cases as vllm_cases
 from ep_kernels import MoECommunicator, MoEConfig
-from ep_kernels.transports.nvlink import driver, launch, samples
 from ep_kernels.transports.nvlink.collectives import NvlinkCollectives
+from ep_kernels.transports.nvlink.gpu import driver, launch
+from ep_kernels.transports.nvlink.memory import samples
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember
 from ep_kernels.transports.nvlink.transport import NvlinkTransport
 from tests.emulator.cuda import NAME, pretended

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdock.control import blame
-from crossdock.control.group import new_group, step
-from crossdock.control.group_state import (
+from crossdock.control.group import blame
+from crossdock.control.group.group import new_group, step
+from crossdock.control.group.group_state import (
     Effect,
     Event,
     Group,
@@ -24,7 +24,7 @@ from crossdock.control.group_state import (
     Waits,
     Worker,
 )
-from crossdock.control.ranks import Place
+from crossdock.control.group.ranks import Place
 
 sizes = st.integers(3, 7)
 said = st.lists(st.sets(st.integers(0, 6), min_size=1), min_size=1, max_size=12)

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import pytest
 
-from crossdock.worker.budget import Budget, BudgetExceeded, StreamQuota
+from crossdock.worker.requests.budget import Budget, BudgetExceeded, StreamQuota
 
 
 def share_of(budget: Budget, client: Hashable) -> StreamQuota:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.gating import Gating
-from crossdock.worker.open_checkpoints import OpenCheckpoints
-from crossdock.worker.placement import WeightsOf
-from crossdock.worker.shards import Shards
+from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.checkpoints.gating import Gating
+from crossdock.worker.checkpoints.shards import Shards
+from crossdock.worker.experts.open_checkpoints import OpenCheckpoints
+from crossdock.worker.experts.placement import WeightsOf
 from tests.unit.moe_files import (
     Sizes,
     Weights,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from crossdock.worker import room
-from crossdock.worker.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.experts import room
 from tests.unit.moe_files import Sizes, config_of, draw_weights, quantise, tensors_of, write_files, write_gpt_oss
 
 SIZES = Sizes(num_experts=2, hidden=32, inner=16, layers=1)

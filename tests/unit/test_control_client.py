@@ -12,10 +12,10 @@ import pytest_asyncio
 from crossdock.common import rpc
 from crossdock.common.control_channel import ControlPlaneChannel
 from crossdock.protocol.v1 import control_pb2 as pb
-from crossdock.worker import control_client as client_module
-from crossdock.worker.control_client import ControlPlaneClient
+from crossdock.worker.group import control_client as client_module
+from crossdock.worker.group.control_client import ControlPlaneClient
 from crossdock.worker.process import EXIT_BROKEN, _Process
-from crossdock.worker.work import Fault
+from crossdock.worker.steps.work import Fault
 
 ME, OTHER = pb.WorkerId(uid="h/0", incarnation=7), pb.WorkerId(uid="h/1", incarnation=9)
 

@@ -19,13 +19,15 @@ from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, ElectionConfig, PlacementConfig
 from crossdock.common.http import ask_http
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control import kube_lease, leader, nodes, process
-from crossdock.control.election import Lease
-from crossdock.control.group import new_group
-from crossdock.control.group_state import Group, Settings
-from crossdock.control.placement_manager import PlacementManager
-from crossdock.control.placement_service import PlacementService
-from crossdock.control.server import ControlPlane
+from crossdock.control import process
+from crossdock.control.group.group import new_group
+from crossdock.control.group.group_state import Group, Settings
+from crossdock.control.leader import kube_lease, leader
+from crossdock.control.leader.election import Lease
+from crossdock.control.placement.placement_manager import PlacementManager
+from crossdock.control.placement.placement_service import PlacementService
+from crossdock.control.server.server import ControlPlane
+from crossdock.control.topology import nodes
 from tests.unit.test_elector import LeaseStore
 
 FREE = "127.0.0.1:0"

@@ -23,7 +23,7 @@ from crossdock.demo.models import FAMILIES, VOCAB_SIZE, build, write_checkpoint
 from crossdock.demo.report import Row, notes, shorten, table
 from crossdock.demo.stage import Stage
 from crossdock.protocol.v1.control_pb2 import Member
-from crossdock.worker.checkpoint import Checkpoint
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from tests import tools
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "topk": 2}

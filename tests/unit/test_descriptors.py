@@ -12,7 +12,8 @@ import torch
 
 from crossdock.common import descriptors, http, rpc
 from crossdock.protocol.request_buffer import SharedMemory
-from crossdock.worker import process, ticket_listener
+from crossdock.worker import process
+from crossdock.worker.requests import ticket_listener
 
 
 def test_shared_memory_keeps_no_descriptor() -> None:

@@ -13,9 +13,9 @@ from google.protobuf import json_format
 from rich.console import Console
 
 from crossdock.common.config import ConfigFileError
-from crossdock.control.discovery import CPU, Labels, Topology, gpu_index, join, place
-from crossdock.control.ranks import NetworkPlace
-from crossdock.control.views import Limits, register_event
+from crossdock.control.group.ranks import NetworkPlace
+from crossdock.control.placement.views import Limits, register_event
+from crossdock.control.topology.discovery import CPU, Labels, Topology, gpu_index, join, place
 from crossdock.protocol.v1 import control_pb2, topology_pb2
 from crossdock.topo import listing, picture, sources
 from crossdock.topo.facts import host_facts

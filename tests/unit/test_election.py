@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from crossdock.control.election import (
+from crossdock.control.leader.election import (
     FENCE,
     LAST_LEAPING_TERM,
     MAX_LEAP,

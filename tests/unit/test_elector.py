@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from crossdock.control import leader
-from crossdock.control.election import MAX_TERM, MAX_TERM_STEP, Lease, State
-from crossdock.control.leader import Elector
+from crossdock.control.leader import leader
+from crossdock.control.leader.election import MAX_TERM, MAX_TERM_STEP, Lease, State
+from crossdock.control.leader.leader import Elector
 
 TIMEOUT_S = 60.0
 

@@ -14,9 +14,9 @@ from ep_kernels import jit
 from ep_kernels.collectives.collective_types import Algorithm
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink import collective_plan
-from ep_kernels.transports.nvlink.engine import Call
-from ep_kernels.transports.nvlink.signature import difference
+from ep_kernels.transports.nvlink.calls.engine import Call
+from ep_kernels.transports.nvlink.copy_engines import collective_plan
+from ep_kernels.transports.nvlink.gpu.signature import difference
 from tests.cases import draw_seed
 from tests.emulator.build import build
 from tests.emulator.machine import Emulated, without_driver

@@ -13,7 +13,7 @@ import torch
 from ep_kernels import jit
 from ep_kernels.errors import PeerTimeout
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink import plan
+from ep_kernels.transports.nvlink.calls import plan
 from ep_kernels.types import Layout, Mode, Overflow
 from tests.cases import RoutingCase, cases, draw_seed, replicated
 from tests.emulator.build import build

@@ -18,7 +18,8 @@ from ep_kernels import jit
 from ep_kernels.errors import PeerTimeout
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
-from ep_kernels.transports.nvlink import network_plan, remote
+from ep_kernels.transports.nvlink.calls import network_plan
+from ep_kernels.transports.nvlink.network import remote
 from ep_kernels.types import Layout, Mode, Overflow
 from tests.cases import RoutingCase, draw_seed
 from tests.emulator.build import build

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossdock.worker import expert_mlps as experts_module
-from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.expert_mlps import ExpertMLPs, has_grouped_mm
-from crossdock.worker.gating import ACTIVATIONS
+from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.checkpoints.gating import ACTIVATIONS
+from crossdock.worker.experts import expert_mlps as experts_module
+from crossdock.worker.experts.expert_mlps import ExpertMLPs, has_grouped_mm
 from tests.unit.moe_files import Sizes, draw_weights, write_files
 
 SIZES = Sizes(num_experts=8, hidden=64, inner=32, layers=2)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from crossdock.protocol.v1 import control_pb2 as pb
-from crossdock.worker.expert_mover import ExpertMover
-from crossdock.worker.expert_tables import ExpertTables
-from crossdock.worker.placement import Placement
-from crossdock.worker.seat import Seat
+from crossdock.worker.experts.expert_tables import ExpertTables
+from crossdock.worker.experts.placement import Placement
+from crossdock.worker.group.expert_mover import ExpertMover
+from crossdock.worker.group.seat import Seat
 
 E, R, LAYERS = 4, 2, (1,)
 BEFORE, AFTER = (Placement(version, R, {1: row}) for version, row in ((1, (0, 1, 2, 3)), (2, (1, 0, 2, 3))))

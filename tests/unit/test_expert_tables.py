@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from crossdock.protocol.v1 import control_pb2 as pb
-from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.expert_mlps import ExpertMLPs
-from crossdock.worker.expert_tables import ExpertTables, LoadTask, MoveCancelled
-from crossdock.worker.placement import Placement, PlacementError, SlotMap
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
+from crossdock.worker.experts.expert_mlps import ExpertMLPs
+from crossdock.worker.experts.expert_tables import ExpertTables, LoadTask, MoveCancelled
+from crossdock.worker.experts.placement import Placement, PlacementError, SlotMap
 from tests.unit.moe_files import Sizes, draw_weights, write_files
 
 E, R, P = 4, 2, 6

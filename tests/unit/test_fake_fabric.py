@@ -7,8 +7,8 @@ import platform
 import pytest
 
 from ep_kernels.network import NetworkConfig
-from ep_kernels.transports.nvlink import gpu_direct
-from ep_kernels.transports.nvlink.gpu_direct import Way
+from ep_kernels.transports.nvlink.network import gpu_direct
+from ep_kernels.transports.nvlink.network.gpu_direct import Way
 from tests import fake_fabric
 from tests.emulator.direct import DirectGpu
 

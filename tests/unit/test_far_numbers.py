@@ -8,10 +8,10 @@ import pytest
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.rpc import InvalidArgument
-from crossdock.control import views
-from crossdock.control.group_state import Phase
-from crossdock.control.recovery import MAX_LEAP
-from crossdock.control.server import ControlPlane
+from crossdock.control.group.group_state import Phase
+from crossdock.control.group.recovery import MAX_LEAP
+from crossdock.control.placement import views
+from crossdock.control.server.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
 
@@ -23,8 +23,8 @@ FAR = [1 << 62, (1 << 64) - 1, 1 << 40, 1 << 22]
 @pytest.fixture(autouse=True)
 def clock_and_leap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every control plane makes the greatest leap."""
-    monkeypatch.setattr("crossdock.control.server.time.time", lambda: NOW_S)
-    monkeypatch.setattr("crossdock.control.server.secrets.randbelow", lambda bound: bound - 1)
+    monkeypatch.setattr("crossdock.control.server.server.time.time", lambda: NOW_S)
+    monkeypatch.setattr("crossdock.control.server.server.secrets.randbelow", lambda bound: bound - 1)
 
 
 class Plane:
@@ -135,7 +135,7 @@ async def test_the_worst_number_that_is_believed_is_believed_by_the_next_control
     await plane.serve()
     for uid in UIDS:
         await plane.beat(uid, plane.epoch)
-    monkeypatch.setattr("crossdock.control.server.time.time", lambda: NOW_S + 1.0)
+    monkeypatch.setattr("crossdock.control.server.server.time.time", lambda: NOW_S + 1.0)
     successor = Plane()
     for uid in UIDS:
         await successor.register(uid, plane.epoch)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.rpc import CallError
-from crossdock.control.server import ControlPlane
+from crossdock.control.server.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 
 REQUESTS = {

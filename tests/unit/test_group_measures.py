@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.group import new_group, step
-from crossdock.control.group_measures import GroupMeasures
-from crossdock.control.group_state import (
+from crossdock.control.group.group import new_group, step
+from crossdock.control.group.group_measures import GroupMeasures
+from crossdock.control.group.group_state import (
     Blamed,
     Event,
     Heartbeat,

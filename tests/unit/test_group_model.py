@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from crossdock.control import group as machine
-from crossdock.control.expert_reports import Goal
-from crossdock.control.group_state import Phase
-from crossdock.control.placement_service import PlacementService, _CachedPlan
+from crossdock.control.group import group as machine
+from crossdock.control.group.group_state import Phase
+from crossdock.control.placement.expert_reports import Goal
+from crossdock.control.placement.placement_service import PlacementService, _CachedPlan
 from tests.unit import group_model
 from tests.unit.group_model import Budget, Peer, World, moves, start
 

@@ -6,9 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from crossdock.control import views
-from crossdock.control.group import new_group, step
-from crossdock.control.group_state import (
+from crossdock.control.group.group import new_group, step
+from crossdock.control.group.group_state import (
     Event,
     Group,
     Heartbeat,
@@ -24,7 +23,8 @@ from crossdock.control.group_state import (
     Tick,
     Worker,
 )
-from crossdock.control.ranks import Place
+from crossdock.control.group.ranks import Place
+from crossdock.control.placement import views
 from crossdock.protocol.v1 import control_pb2 as pb
 
 UIDS = [f"{host}/{local}" for host in "ab" for local in range(3)]

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from crossdock.worker.expert_mlps import ExpertMLPs
-from crossdock.worker.gating import Gating
-from crossdock.worker.grouped.launcher import Launcher
-from crossdock.worker.grouped.support import compile_into, reason_against, reason_in_shapes
-from crossdock.worker.weights import Format, Stack
+from crossdock.worker.checkpoints.gating import Gating
+from crossdock.worker.checkpoints.weights import Format, Stack
+from crossdock.worker.experts.expert_mlps import ExpertMLPs
+from crossdock.worker.experts.grouped.launcher import Launcher
+from crossdock.worker.experts.grouped.support import compile_into, reason_against, reason_in_shapes
 from tests.tools import needs
 from tests.unit.grouped_cases import BLOCKS, CASES, MXFP4, floats, groups, layer, tokens_of
 

@@ -11,7 +11,7 @@ import pytest
 
 from crossdock.common import helper_thread, liveness, log
 from crossdock.common.helper_thread import HelperThread, go_on
-from crossdock.worker import freed_memory
+from crossdock.worker.telemetry import freed_memory
 
 
 async def test_a_thread_that_an_error_ends_fails_the_liveness_probe(

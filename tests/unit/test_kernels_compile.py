@@ -20,8 +20,9 @@ from ep_kernels.collectives.collective_types import SUM_DTYPES
 from ep_kernels.errors import TransportError
 from ep_kernels.groups import PaperGroup
 from ep_kernels.tools import kernels
-from ep_kernels.transports.nvlink import collective_plan, inspection
-from ep_kernels.transports.nvlink.engine import LaunchEngine
+from ep_kernels.transports.nvlink import inspection
+from ep_kernels.transports.nvlink.calls.engine import LaunchEngine
+from ep_kernels.transports.nvlink.copy_engines import collective_plan
 from ep_kernels.transports.nvlink.inspection import Job
 from tests.tools import needs
 

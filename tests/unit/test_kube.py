@@ -20,8 +20,8 @@ from kubernetes.client import ApiClient, CoordinationV1Api, V1Lease
 from kubernetes.config import incluster_config
 
 from crossdock.cli import certs
-from crossdock.control import kube
-from crossdock.control.kube import ApiError, ApiServer, Timeouts
+from crossdock.control.leader import kube
+from crossdock.control.leader.kube import ApiError, ApiServer, Timeouts
 from tests.services.lease_api import LeaseApi
 from tests.tools import needs
 

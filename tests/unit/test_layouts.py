@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from crossdock.worker import room
-from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.expert_mlps import ExpertMLPs
-from crossdock.worker.sparse_layers import sparse_layers
+from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.checkpoints.sparse_layers import sparse_layers
+from crossdock.worker.experts import room
+from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from tests.unit.moe_files import Sizes, config_of, draw_weights, tensors_of, write_tensors
 
 SIZES = Sizes(num_experts=3, hidden=200, inner=72, layers=3)

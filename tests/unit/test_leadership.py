@@ -10,8 +10,8 @@ import pytest
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.leader import TERM_KEY, Replica
-from crossdock.control.server import ControlPlane
+from crossdock.control.leader.leader import TERM_KEY, Replica
+from crossdock.control.server.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 
 

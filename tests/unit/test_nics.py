@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossdock.control.discovery import join
+from crossdock.control.topology.discovery import join
 from crossdock.doctor import data_port, rdma
 from crossdock.doctor.findings import Level
 from crossdock.topo.facts import host_facts
-from crossdock.worker import data_network
+from crossdock.worker.group import data_network
 from ep_kernels import TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.nics import best_gid, nic_of_gpus, nic_of_rank, resolved

@@ -16,9 +16,9 @@ import yaml
 pytest.importorskip("kubernetes", reason="the client comes with the extra [control]")
 
 from crossdock.common.settings import KubernetesConfig
-from crossdock.control import nodes as nodes_module
-from crossdock.control.discovery import Labels
-from crossdock.control.nodes import Nodes, labels_of
+from crossdock.control.topology import nodes as nodes_module
+from crossdock.control.topology.discovery import Labels
+from crossdock.control.topology.nodes import Nodes, labels_of
 from tests.waiting import until
 
 CLIQUE, RACK = "nvidia.com/gpu.clique", "network.topology.nvidia.com/leaf"

@@ -18,9 +18,12 @@ import torch
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.kernels import collective_abi
 from ep_kernels.transports.flat_copy import copy_by_kernel
-from ep_kernels.transports.nvlink import copies, copy_schedule
-from ep_kernels.transports.nvlink.copies import CopyEngines
-from ep_kernels.transports.nvlink.copy_schedule import (
+from ep_kernels.transports.nvlink.copy_engines import copies
+from ep_kernels.transports.nvlink.copy_engines.copies import CopyEngines
+from ep_kernels.transports.nvlink.copy_engines.copy_times import RING, CopyTimes
+from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, CopyRepeat, Quiet
+from ep_kernels.transports.nvlink.gpu import copy_schedule
+from ep_kernels.transports.nvlink.gpu.copy_schedule import (
     COPY,
     GRAPH,
     MARK,
@@ -30,9 +33,7 @@ from ep_kernels.transports.nvlink.copy_schedule import (
     CopyPart,
     CopyPlaces,
 )
-from ep_kernels.transports.nvlink.copy_times import RING, CopyTimes
-from ep_kernels.transports.nvlink.host_page import HostPage
-from ep_kernels.transports.nvlink.repeat_records import DISTURBED, CopyRepeat, Quiet
+from ep_kernels.transports.nvlink.memory.host_page import HostPage
 from tests.cases import draw_seed
 from tests.emulator.machine import without_driver
 

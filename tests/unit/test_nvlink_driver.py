@@ -8,7 +8,7 @@ pytest.importorskip("cuda.bindings.driver")
 
 from ep_kernels import jit
 from ep_kernels.errors import TransportError
-from ep_kernels.transports.nvlink import driver
+from ep_kernels.transports.nvlink.gpu import driver
 
 
 def as_capability(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:

@@ -22,8 +22,9 @@ import pytest
 
 pytest.importorskip("cuda.bindings.driver")
 from ep_kernels.transports.base import EXCHANGE_WORDS
-from ep_kernels.transports.nvlink import driver, mailbox, memory, sharing
-from ep_kernels.transports.nvlink.watch import PeerWatch
+from ep_kernels.transports.nvlink.gpu import driver
+from ep_kernels.transports.nvlink.memory import mailbox, memory, sharing
+from ep_kernels.transports.nvlink.memory.watch import PeerWatch
 
 SOON_S = 20.0
 
@@ -163,7 +164,7 @@ def test_what_a_descriptor_server_lent_comes_back() -> None:
 
 BORROW = """
 import sys, time
-from ep_kernels.transports.nvlink import sharing
+from ep_kernels.transports.nvlink.memory import sharing
 loan = sharing.borrow(0, bytes.fromhex(sys.argv[1]), 1, 20)
 print("have it", flush=True)
 time.sleep(600)

@@ -22,13 +22,13 @@ from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Network
 from ep_kernels.transports.base import EXCHANGE_WORDS
-from ep_kernels.transports.nvlink import sharing, watch
-from ep_kernels.transports.nvlink.domain import Domain
-from ep_kernels.transports.nvlink.mailbox import Mailbox
+from ep_kernels.transports.nvlink.memory import sharing, watch
+from ep_kernels.transports.nvlink.memory.domain import Domain
+from ep_kernels.transports.nvlink.memory.mailbox import Mailbox
+from ep_kernels.transports.nvlink.memory.remote_pages import BLOCK_WORDS
+from ep_kernels.transports.nvlink.memory.ticket import Host, RegionTicket
+from ep_kernels.transports.nvlink.network.remote import RemoteRanks
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember
-from ep_kernels.transports.nvlink.remote import RemoteRanks
-from ep_kernels.transports.nvlink.remote_pages import BLOCK_WORDS
-from ep_kernels.transports.nvlink.ticket import Host, RegionTicket
 from tests.gpu.loopback_group import LoopGroup
 
 SIZE = 3

@@ -13,8 +13,10 @@ import pytest
 from ep_kernels import jit
 from ep_kernels.errors import TransportError
 from ep_kernels.transports.build import Native, find_compiler, native_of
-from ep_kernels.transports.nvlink import copy_schedule, launch
-from ep_kernels.transports.nvlink.copy_schedule import (
+from ep_kernels.transports.nvlink.copy_engines.copy_times import TimedKind
+from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, PushTemplate, Quiet
+from ep_kernels.transports.nvlink.gpu import copy_schedule, launch
+from ep_kernels.transports.nvlink.gpu.copy_schedule import (
     COPY,
     GRAPH,
     MARK,
@@ -25,8 +27,6 @@ from ep_kernels.transports.nvlink.copy_schedule import (
     CopyPart,
     CopyPlaces,
 )
-from ep_kernels.transports.nvlink.copy_times import TimedKind
-from ep_kernels.transports.nvlink.repeat_records import DISTURBED, PushTemplate, Quiet
 from tests import tools
 
 FAKE_DRIVER = """
@@ -315,7 +315,7 @@ def test_a_packaged_kernel_that_the_driver_refuses_is_compiled(
     shipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    from ep_kernels.transports.nvlink import driver
+    from ep_kernels.transports.nvlink.gpu import driver
 
     barrier, asked = jit.Variant("barrier"), []
     compiler = jit.Compiler(tmp_path / "cache", tmp_path / "shipped")

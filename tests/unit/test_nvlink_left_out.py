@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ep_kernels.errors import TransportError
-from ep_kernels.transports.nvlink.left_out import PAUSE_S, SENDING_S, Unsent, is_needed, leave_out
+from ep_kernels.transports.nvlink.calls.left_out import PAUSE_S, SENDING_S, Unsent, is_needed, leave_out
 
 LATE = Unsent(3, "combine", 8, 7)
 

@@ -10,8 +10,8 @@ import pytest
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import TransportError
 from ep_kernels.topology import Gpu, Peer, nvml
-from ep_kernels.transports.nvlink import links, ticket
-from ep_kernels.transports.nvlink.ticket import Host, RegionTicket
+from ep_kernels.transports.nvlink.memory import links, ticket
+from ep_kernels.transports.nvlink.memory.ticket import Host, RegionTicket
 from ep_kernels.types import Mode
 from tests.gpu.loopback_group import LoopGroup
 

@@ -10,8 +10,8 @@ import pytest
 from ep_kernels.errors import TransportError
 
 pytest.importorskip("cuda.bindings.driver")
-from ep_kernels.transports.nvlink import memory
-from ep_kernels.transports.nvlink.memory import HandleKind
+from ep_kernels.transports.nvlink.memory import memory
+from ep_kernels.transports.nvlink.memory.memory import HandleKind
 
 
 @pytest.fixture

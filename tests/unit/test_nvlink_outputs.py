@@ -13,8 +13,8 @@ import torch
 from ep_kernels import reference
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink import plan
-from ep_kernels.transports.nvlink.outputs import Outputs
+from ep_kernels.transports.nvlink.calls import plan
+from ep_kernels.transports.nvlink.calls.outputs import Outputs
 from ep_kernels.types import DispatchOutput, Layout, Mode, ScaleFormat
 from tests.cases import RoutingCase, draw_seed
 from tests.compare import packed_layout

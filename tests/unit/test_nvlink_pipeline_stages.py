@@ -1,4 +1,4 @@
-"""Shared memory of HT combine: what `transports/nvlink/pipeline_stages.py` plans is what `kernels/ht/` may rely on."""
+"""Shared memory of HT combine: what `calls/pipeline_stages.py` plans is what `kernels/ht/` may rely on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from ep_kernels import jit
 from ep_kernels.config import FP8_BLOCK, MoEConfig
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink import pipeline_stages as stages
-from ep_kernels.transports.nvlink import plan
+from ep_kernels.transports.nvlink.calls import pipeline_stages as stages
+from ep_kernels.transports.nvlink.calls import plan
 from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
 

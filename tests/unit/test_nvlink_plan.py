@@ -15,9 +15,9 @@ from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ConfigError
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink import plan
-from ep_kernels.transports.nvlink.engine import LaunchEngine
-from ep_kernels.transports.nvlink.tables import wire_bytes
+from ep_kernels.transports.nvlink.calls import plan
+from ep_kernels.transports.nvlink.calls.engine import LaunchEngine
+from ep_kernels.transports.nvlink.calls.tables import wire_bytes
 from ep_kernels.transports.nvlink.transport import NvlinkTransport
 from ep_kernels.types import Layout, Mode
 from tests.emulator.machine import without_driver

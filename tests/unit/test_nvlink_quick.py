@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ep_kernels import ArgumentError, CapacityError, HandleError, MoECommunicator, ScaleFormat
 from ep_kernels.errors import AbortedError, TransportError
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink import quick
-from ep_kernels.transports.nvlink.engine import RECEIVE, SEND
-from ep_kernels.transports.nvlink.routing_state import QuickState, StateParts
+from ep_kernels.transports.nvlink.calls import quick
+from ep_kernels.transports.nvlink.calls.engine import RECEIVE, SEND
+from ep_kernels.transports.nvlink.calls.routing_state import QuickState, StateParts
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 from tests.cases import RoutingCase
 from tests.compare import freed

@@ -15,7 +15,8 @@ pytest.importorskip("cuda.bindings.driver")
 from cuda.bindings import driver as cuda
 
 from ep_kernels.errors import TransportError
-from ep_kernels.transports.nvlink import driver, samples
+from ep_kernels.transports.nvlink.gpu import driver
+from ep_kernels.transports.nvlink.memory import samples
 
 RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL

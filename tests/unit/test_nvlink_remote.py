@@ -23,10 +23,10 @@ from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.network.network import Network
 from ep_kernels.transports.base import EXCHANGE_WORDS
-from ep_kernels.transports.nvlink.domain import Domain
-from ep_kernels.transports.nvlink.mailbox import Mailbox
-from ep_kernels.transports.nvlink.remote_pages import PAGE_BYTES, RemotePages
-from ep_kernels.transports.nvlink.ticket import RegionTicket
+from ep_kernels.transports.nvlink.memory.domain import Domain
+from ep_kernels.transports.nvlink.memory.mailbox import Mailbox
+from ep_kernels.transports.nvlink.memory.remote_pages import PAGE_BYTES, RemotePages
+from ep_kernels.transports.nvlink.memory.ticket import RegionTicket
 from tests.gpu.loopback_group import LoopGroup
 
 WAIT_S = 30.0
@@ -60,8 +60,8 @@ def fake_memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return SimpleNamespace(address=1, close=lambda: None, close_in_child=lambda: None)
 
     fake = SimpleNamespace(HandleKind=Kind, redeem=redeem, free_returned=lambda: None, keep=lambda *_: None)
-    monkeypatch.setitem(sys.modules, "ep_kernels.transports.nvlink.memory", fake)
-    monkeypatch.setattr("ep_kernels.transports.nvlink.memory", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "ep_kernels.transports.nvlink.memory.memory", fake)
+    monkeypatch.setattr("ep_kernels.transports.nvlink.memory.memory", fake, raising=False)
     return redeemed
 
 

@@ -9,8 +9,8 @@ import torch
 
 from ep_kernels.errors import TransportError
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink import samples
-from ep_kernels.transports.nvlink.samples import SampleRing
+from ep_kernels.transports.nvlink.memory import samples
+from ep_kernels.transports.nvlink.memory.samples import SampleRing
 from ep_kernels.types import LatencySample
 from tests.cases import draw_seed
 

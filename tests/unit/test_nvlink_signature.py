@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
-from ep_kernels.transports.nvlink.signature import difference, signature
+from ep_kernels.transports.nvlink.gpu.signature import difference, signature
 
 BASE: dict[str, Any] = {
     "op": CollectiveOp.ALL_GATHER, "algorithm": Algorithm.KERNEL_PUSH, "dtype": torch.float32, "num_bytes": 32,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink.engine import Dispatch, LaunchEngine
+from ep_kernels.transports.nvlink.calls.engine import Dispatch, LaunchEngine
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase
 from tests.emulator.machine import without_driver

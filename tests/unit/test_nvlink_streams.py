@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ep_kernels.transports.nvlink import beside, streams
+from ep_kernels.transports.nvlink.calls import beside, streams
+from ep_kernels.transports.nvlink.calls.routing_state import Origin, QuickState, quick_handle
+from ep_kernels.transports.nvlink.calls.streams import StreamOrder, tensors_in
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember
-from ep_kernels.transports.nvlink.routing_state import Origin, QuickState, quick_handle
-from ep_kernels.transports.nvlink.streams import StreamOrder, tensors_in
 from ep_kernels.types import Mode
 
 

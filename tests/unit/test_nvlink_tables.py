@@ -7,7 +7,7 @@ import torch
 
 from ep_kernels.errors import AbortedError, CapacityError, HandleError, PeerTimeout, TransportError
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink.host_page import HostPage
+from ep_kernels.transports.nvlink.memory.host_page import HostPage
 
 
 @pytest.fixture

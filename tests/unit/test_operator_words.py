@@ -29,7 +29,7 @@ from crossdock.host import gpus, run
 from crossdock.host.supervisor import HopelessError, Supervisor, SupervisorError, Watched
 from crossdock.protocol.v1.control_pb2 import Member
 from crossdock.tune import run as tune
-from crossdock.worker import control_client
+from crossdock.worker.group import control_client
 
 
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[int, str, str]:

@@ -16,7 +16,7 @@ from crossdock.doctor.findings import Level
 from crossdock.doctor.ping import main
 from ep_kernels import EpError, TransportError
 from ep_kernels.network import NetworkConfig, ping
-from ep_kernels.transports.nvlink import gpu_direct
+from ep_kernels.transports.nvlink.network import gpu_direct
 
 
 @pytest.mark.parametrize("provider", ["tcp", "shuffle(tcp)"])

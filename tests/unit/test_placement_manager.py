@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from crossdock.common.config import PlacementConfig
-from crossdock.control.balancer import copies_of
-from crossdock.control.expert_reports import Kind, Report
-from crossdock.control.placement_manager import PlacementManager
-from crossdock.control.plans import Plan, domain_imbalance, total_imbalance
-from crossdock.control.tables import Table
+from crossdock.control.placement.balancer import copies_of
+from crossdock.control.placement.expert_reports import Kind, Report
+from crossdock.control.placement.placement_manager import PlacementManager
+from crossdock.control.placement.plans import Plan, domain_imbalance, total_imbalance
+from crossdock.control.placement.tables import Table
 
 R, E = 2, 4
 KIND = Kind(E, (1, 3))

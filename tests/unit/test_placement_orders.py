@@ -12,8 +12,8 @@ import pytest
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, PlacementConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.group_state import Phase
-from crossdock.control.server import ControlPlane
+from crossdock.control.group.group_state import Phase
+from crossdock.control.server.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
 from tests.stepper import StepLoop, every_order
@@ -93,7 +93,7 @@ def plan_at_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         await loop.gate("plan is made")
         return made
 
-    monkeypatch.setattr("crossdock.control.placement_service.asyncio.to_thread", to_thread)
+    monkeypatch.setattr("crossdock.control.placement.placement_service.asyncio.to_thread", to_thread)
 
 
 async def rejoin(group: Group, uid: str, held: dict[str, Tables]) -> None:

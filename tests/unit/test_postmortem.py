@@ -14,7 +14,7 @@ from crossdock.cli import postmortem
 from crossdock.cli.postmortem import conclusion, in_order, read, story, words
 from crossdock.common.config import ConfigFileError
 from crossdock.common.postmortem_record import MAX_CHARS, parse
-from crossdock.control.postmortems import MAX_RECORDS, Postmortems
+from crossdock.control.latency.postmortems import MAX_RECORDS, Postmortems
 from crossdock.protocol.v1 import control_pb2 as pb
 from ep_kernels import LatencySample, PeerTimeout
 from ep_kernels.postmortem import record_of
@@ -83,7 +83,7 @@ def test_the_conclusion_follows_the_chain() -> None:
 
 def test_logs_of_all_ranks_become_one_story(tmp_path: Path) -> None:
     first, second = record(0, 2, unix_s=100.25), record(1, 2, unix_s=100.125)
-    line = "2026-11-25T12:00:00.000Z warning crossdock.worker.engine postmortem {} host=a rank=0"
+    line = "2026-11-25T12:00:00.000Z warning crossdock.worker.steps.engine postmortem {} host=a rank=0"
     log = tmp_path / "a.log"
     log.write_text("\n".join(["noise {", line.format(json.dumps(first)), line.format("{broken"), '{"a": 1}']))
     other = tmp_path / "b.log"

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from crossdock.worker import progress
+from crossdock.worker.group import progress
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 

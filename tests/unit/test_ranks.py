@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdock.control.ranks import Place, Slot, assign_rank, assign_ranks
+from crossdock.control.group.ranks import Place, Slot, assign_rank, assign_ranks
 
 
 def place(text: str) -> Place:

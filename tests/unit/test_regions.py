@@ -16,7 +16,7 @@ from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.geometry import geometry_of
-from ep_kernels.transports.nvlink import plan
+from ep_kernels.transports.nvlink.calls import plan
 from ep_kernels.transports.nvlink.inspection import HOLDS, arrays
 
 DEFAULTS = {

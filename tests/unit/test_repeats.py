@@ -15,9 +15,9 @@ from ep_kernels.collectives import Algorithm, CollectiveConfig, Collectives
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.errors import AbortedError, ArgumentError
 from ep_kernels.transports.collective_base import ReduceArgs
-from ep_kernels.transports.nvlink import launch
-from ep_kernels.transports.nvlink.collective_repeat import CopyPlan, KernelPlan
-from ep_kernels.transports.nvlink.repeat_records import DISTURBED, KernelRepeat, Quiet
+from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, KernelPlan
+from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, KernelRepeat, Quiet
+from ep_kernels.transports.nvlink.gpu import launch
 from tests.cases import draw_seed
 from tests.collectives.steps import same_bits
 from tests.compare import freed

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from crossdock.worker.kept_rows import KeptRows
-from crossdock.worker.request_sockets import RequestSockets
+from crossdock.worker.experts.kept_rows import KeptRows
+from crossdock.worker.steps.request_sockets import RequestSockets
 
 WAIT_S = 20.0
 

@@ -6,9 +6,9 @@ import pytest
 
 from crossdock.common import rpc
 from crossdock.common.config import PlacementConfig
-from crossdock.control.checkpoints import Checkpoints, Ref, experts_of, number_of, weights_of
-from crossdock.control.expert_reports import Kind, Report
-from crossdock.control.placement_manager import PlacementManager
+from crossdock.control.placement.checkpoints import Checkpoints, Ref, experts_of, number_of, weights_of
+from crossdock.control.placement.expert_reports import Kind, Report
+from crossdock.control.placement.placement_manager import PlacementManager
 from crossdock.protocol.v1 import control_pb2 as pb
 
 R, E, LAYERS = 2, 4, (1, 3, 5)

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from crossdock.cli import app
 from crossdock.common.config import WorkerConfig
 from crossdock.common.free_memory import free_memory
-from crossdock.worker import room
-from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.expert_mlps import ExpertMLPs
-from crossdock.worker.model import Model
-from crossdock.worker.placement import Placement
+from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.experts import room
+from crossdock.worker.experts.expert_mlps import ExpertMLPs
+from crossdock.worker.experts.placement import Placement
+from crossdock.worker.group.model import Model
 from tests.unit.moe_files import Sizes, draw_weights, write_files
 
 SIZES = Sizes(num_experts=6, hidden=256, inner=128, layers=2)

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 import torch
 
-from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.comparison import WeightsComparison
-from crossdock.worker.control_client import JoinRefused
-from crossdock.worker.placement import Placement
-from crossdock.worker.same_weights import Parcel, differences, sum_of
-from crossdock.worker.seat import ControlGroup, Seat
-from crossdock.worker.work import Fault
+from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.experts.placement import Placement
+from crossdock.worker.group.comparison import WeightsComparison
+from crossdock.worker.group.control_client import JoinRefused
+from crossdock.worker.group.same_weights import Parcel, differences, sum_of
+from crossdock.worker.group.seat import ControlGroup, Seat
+from crossdock.worker.steps.work import Fault
 from ep_kernels import TransportError
 from tests.unit.moe_files import (
     Sizes,

@@ -29,8 +29,8 @@ from crossdock.common.config import (
 )
 from crossdock.common.settings import PROVIDER_PATTERN, AccessConfig, SecurityConfig, WorkerNetworkConfig
 from crossdock.host.run import _log_dir_of, check_network, check_transport
-from crossdock.worker import data_network
-from crossdock.worker.data_network import announced, network_of
+from crossdock.worker.group import data_network
+from crossdock.worker.group.data_network import announced, network_of
 from crossdock.worker.process import _Process
 from ep_kernels import ConfigError
 from ep_kernels.network import NetworkConfig

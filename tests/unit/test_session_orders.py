@@ -17,17 +17,17 @@ import pytest
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, PlacementConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.group_state import Phase
-from crossdock.control.plans import Plan, Snapshot
-from crossdock.control.server import ControlPlane
+from crossdock.control.group.group_state import Phase
+from crossdock.control.placement.plans import Plan, Snapshot
+from crossdock.control.server.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
-from crossdock.worker.control_client import ControlPlaneClient
-from crossdock.worker.expert_mover import ExpertMover
-from crossdock.worker.expert_tables import ExpertTables
-from crossdock.worker.placement import Placement
-from crossdock.worker.session import Session
-from crossdock.worker.work import Fault
+from crossdock.worker.experts.expert_tables import ExpertTables
+from crossdock.worker.experts.placement import Placement
+from crossdock.worker.group.control_client import ControlPlaneClient
+from crossdock.worker.group.expert_mover import ExpertMover
+from crossdock.worker.group.session import Session
+from crossdock.worker.steps.work import Fault
 from tests.stepper import StepLoop, every_order
 
 R, E, LAYERS = 2, 4, (1,)
@@ -179,14 +179,15 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         return Plan(snapshot.version, snapshot.tables, turned, 2.0, 1.0, moves=E)
 
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # hundreds of lives are not worth reading
-    monkeypatch.setattr("crossdock.worker.session.in_thread", in_thread)
-    monkeypatch.setattr("crossdock.worker.expert_mover.in_thread", in_thread)
-    monkeypatch.setattr("crossdock.worker.comparison.in_thread", in_thread)
-    monkeypatch.setattr("crossdock.control.placement_service.asyncio.to_thread", to_thread)
+    monkeypatch.setattr("crossdock.worker.group.session.in_thread", in_thread)
+    monkeypatch.setattr("crossdock.worker.group.expert_mover.in_thread", in_thread)
+    monkeypatch.setattr("crossdock.worker.group.comparison.in_thread", in_thread)
+    monkeypatch.setattr("crossdock.control.placement.placement_service.asyncio.to_thread", to_thread)
     monkeypatch.setattr(
-        "crossdock.worker.control_client.ControlPlaneChannel", lambda target, security: Mock(has_several_targets=False)
+        "crossdock.worker.group.control_client.ControlPlaneChannel",
+        lambda target, security: Mock(has_several_targets=False),
     )
-    monkeypatch.setattr("crossdock.worker.control_client.control_pb2_grpc.ControlPlaneStub", lambda channel: None)
+    monkeypatch.setattr("crossdock.worker.group.control_client.control_pb2_grpc.ControlPlaneStub", lambda channel: None)
 
 
 def test_a_worker_is_held_anywhere_while_experts_move_and_an_epoch_ends() -> None:

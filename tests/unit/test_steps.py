@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from crossdock.worker.batcher import Head
-from crossdock.worker.steps import NO_LAYER, Departure, DesyncError, Idle, Proposal, Step, choose_step
+from crossdock.worker.steps.batcher import Head
+from crossdock.worker.steps.steps import NO_LAYER, Departure, DesyncError, Idle, Proposal, Step, choose_step
 
 M = 64
 

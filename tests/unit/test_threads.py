@@ -16,11 +16,11 @@ import pytest
 from crossdock.common.config import WorkerConfig
 from crossdock.common.cpus import usable_cpus
 from crossdock.host.supervisor import share_cpus
-from crossdock.worker.threads import in_thread
+from crossdock.worker.group.threads import in_thread
 
 _PRODUCT = """
 import asyncio, os, torch
-from crossdock.worker.threads import in_thread
+from crossdock.worker.group.threads import in_thread
 
 def product():
     before = len(os.listdir("/proc/self/task"))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from crossdock.common import transports
-from crossdock.control.means import means_of_transport
+from crossdock.control.topology.means import means_of_transport
 from ep_kernels import Capabilities, MoEConfig
 from ep_kernels.groups import PaperGroup
 from ep_kernels.kernels import abi

@@ -12,9 +12,9 @@ import pytest
 
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.rpc import InvalidArgument
-from crossdock.control import latency_watch as latency
-from crossdock.control import verdict
-from crossdock.control.verdict import Judgement, RankTimes, Usual, judge
+from crossdock.control.latency import latency_watch as latency
+from crossdock.control.latency import verdict
+from crossdock.control.latency.verdict import Judgement, RankTimes, Usual, judge
 from crossdock.protocol.v1 import control_pb2 as pb
 from tests.house.tree import ROOT
 from tests.unit.lockstep import Lockstep

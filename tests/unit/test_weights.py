@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossdock.worker import expert_mlps as experts_module
-from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.expert_mlps import ExpertMLPs
-from crossdock.worker.weights import Format, Stack, from_fp8, from_mxfp4
+from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.checkpoints.weights import Format, Stack, from_fp8, from_mxfp4
+from crossdock.worker.experts import expert_mlps as experts_module
+from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from tests.unit.moe_files import Sizes, config_of, draw_weights, tensors_of, write_files, write_gpt_oss, write_tensors
 
 SIZES = Sizes(num_experts=3, hidden=192, inner=136, layers=2)
@@ -117,7 +117,7 @@ def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("native", [True, False], ids=["bf16 products", "fp32 products"])
 def test_tiles_cover_every_row_once(monkeypatch: pytest.MonkeyPatch, native: bool, tmp_path: Path) -> None:
     monkeypatch.setattr(experts_module, "has_products", lambda dtype: native)
-    monkeypatch.setattr("crossdock.worker.weights._TILE_ELEMENTS", 1000)
+    monkeypatch.setattr("crossdock.worker.checkpoints.weights._TILE_ELEMENTS", 1000)
     write_gpt_oss(tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     held = ExpertMLPs.load(checkpoint, range(3), dtype=torch.bfloat16)

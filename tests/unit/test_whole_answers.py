@@ -9,11 +9,11 @@ import random
 
 import pytest
 
-from crossdock.worker.batcher import Batcher
-from crossdock.worker.expert_tables import ExpertTables
-from crossdock.worker.placement import Placement
-from crossdock.worker.steps import Proposal, Step, choose_step
-from crossdock.worker.work import Work
+from crossdock.worker.experts.expert_tables import ExpertTables
+from crossdock.worker.experts.placement import Placement
+from crossdock.worker.steps.batcher import Batcher
+from crossdock.worker.steps.steps import Proposal, Step, choose_step
+from crossdock.worker.steps.work import Work
 from tests.unit.test_batcher import work
 
 E, M, LAYERS = 2, 16, (1, 2)

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from crossdock.common.config import ConfigFileError, HostConfig, WorkerConfig, load
 from crossdock.demo.stage import Stage
-from crossdock.worker import device as device_module
-from crossdock.worker.checkpoint import CheckpointError
-from crossdock.worker.device import choose, enter, peak_bytes_per_s
-from crossdock.worker.device_stream import CpuStream, stream_of
-from crossdock.worker.model import Model
-from crossdock.worker.stepper import Stepper
-from crossdock.worker.work import Slice, Work
+from crossdock.worker.checkpoints.checkpoint import CheckpointError
+from crossdock.worker.experts import device as device_module
+from crossdock.worker.experts.device import choose, enter, peak_bytes_per_s
+from crossdock.worker.group.model import Model
+from crossdock.worker.steps.device_stream import CpuStream, stream_of
+from crossdock.worker.steps.stepper import Stepper
+from crossdock.worker.steps.work import Slice, Work
 from ep_kernels import CombineOrder, ConfigError, Layout, MoECommunicator, MoEConfig, Overflow, StoreGroup
 from ep_kernels.bringup import Hello, fingerprint
 from tests.groups import LonelyGroup

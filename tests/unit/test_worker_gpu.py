@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossdock.worker import expert_mlps as experts_module
-from crossdock.worker.checkpoint import Checkpoint
-from crossdock.worker.device_stream import GpuStream
-from crossdock.worker.expert_mlps import ExpertMLPs, has_grouped_mm
-from crossdock.worker.stepper import Stepper
-from crossdock.worker.work import Slice, Work
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
+from crossdock.worker.experts import expert_mlps as experts_module
+from crossdock.worker.experts.expert_mlps import ExpertMLPs, has_grouped_mm
+from crossdock.worker.steps.device_stream import GpuStream
+from crossdock.worker.steps.stepper import Stepper
+from crossdock.worker.steps.work import Slice, Work
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, Overflow, StoreGroup
 from tests.unit.moe_files import Sizes, draw_weights, write_files, write_gpt_oss
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.worker.worker_status import WorkerStatus
+from crossdock.worker.group.worker_status import WorkerStatus
 
 SEAT: Any = SimpleNamespace(rank=2, epoch=5, size=4, mask=(True, True, True, False))
 

@@ -3,7 +3,7 @@
 // that is replayed by a rank that has stopped write to no peer.
 //
 //   phase 0  GRAPH_SHARD -> peers: this rank's shard may be read; wait GRAPH_SHARD of peers
-//   copies   shards of peers -> out, nodes of the graph (transports/nvlink/copy_schedule.py)
+//   copies   shards of peers -> out, nodes of the graph (transports/nvlink/gpu/copy_schedule.py)
 //   phase 1  GRAPH_READY -> peers: their shards have been read; wait GRAPH_READY of peers; the operation is over
 //
 // Memory order. What the stream did before a phase comes before its flags (release); an acquire of them before what the

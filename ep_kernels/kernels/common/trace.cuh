@@ -5,8 +5,8 @@
 //
 // The last block to send fills in the record and advances the ring; each receiving block adds its end. `parts` reaches
 // kCompleteRecord when all have: the sender adds kCompleteRecord less the number of receiving blocks, each of these
-// adds 1. No fence orders them: the host (transports/nvlink/samples.py) copies the ring, and takes a record only from a
-// copy made after one in which it was complete. A reader that lags a whole ring behind loses the oldest.
+// adds 1. No fence orders them: the host (transports/nvlink/memory/samples.py) copies the ring, and takes a record only
+// from a copy made after one in which it was complete. A reader that lags a whole ring behind loses the oldest.
 #pragma once
 
 #include "common/block.cuh"

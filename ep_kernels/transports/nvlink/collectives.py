@@ -23,21 +23,23 @@ from ep_kernels.errors import ArgumentError, TransportError
 from ep_kernels.kernels import abi, collective_abi
 from ep_kernels.telemetry import merged
 from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs
-from ep_kernels.transports.nvlink import collective_plan as plan
-from ep_kernels.transports.nvlink import copies, launch, links
-from ep_kernels.transports.nvlink.collective_engine import CollectiveEngine, Shard
-from ep_kernels.transports.nvlink.collective_repeat import CopyPlan, KernelPlan
-from ep_kernels.transports.nvlink.collective_work import CopyWork, DoneWork, KernelWork
-from ep_kernels.transports.nvlink.copy_schedule import CopyPlaces
-from ep_kernels.transports.nvlink.copy_times import CopyTimes
-from ep_kernels.transports.nvlink.engine import Call
-from ep_kernels.transports.nvlink.gather_copies import GatherCopies
-from ep_kernels.transports.nvlink.left_out import Unsent, unsent_in
+from ep_kernels.transports.nvlink.calls.engine import Call
+from ep_kernels.transports.nvlink.calls.left_out import Unsent, unsent_in
+from ep_kernels.transports.nvlink.calls.plan import Launch
+from ep_kernels.transports.nvlink.copy_engines import collective_plan as plan
+from ep_kernels.transports.nvlink.copy_engines import copies
+from ep_kernels.transports.nvlink.copy_engines.collective_engine import CollectiveEngine, Shard
+from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, KernelPlan
+from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork, DoneWork, KernelWork
+from ep_kernels.transports.nvlink.copy_engines.copy_times import CopyTimes
+from ep_kernels.transports.nvlink.copy_engines.gather_copies import GatherCopies
+from ep_kernels.transports.nvlink.copy_engines.repeat_records import Quiet
+from ep_kernels.transports.nvlink.copy_engines.term_copies import NvlinkTerms
+from ep_kernels.transports.nvlink.gpu import launch
+from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPlaces
+from ep_kernels.transports.nvlink.gpu.signature import difference
+from ep_kernels.transports.nvlink.memory import links
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
-from ep_kernels.transports.nvlink.plan import Launch
-from ep_kernels.transports.nvlink.repeat_records import Quiet
-from ep_kernels.transports.nvlink.signature import difference
-from ep_kernels.transports.nvlink.term_copies import NvlinkTerms
 from ep_kernels.types import LatencySample
 
 COPY_MIN_BYTES = 128 << 20
@@ -123,7 +125,7 @@ class NvlinkCollectives(NvlinkMember):
             self.capabilities = replace(self.capabilities, algorithms=can)
 
     def _attach(self) -> None:
-        from ep_kernels.transports.nvlink import driver
+        from ep_kernels.transports.nvlink.gpu import driver
 
         self._engine.attach(self._domain.addresses)
         size, base = self._config.group.size, self._domain.region.mapping.address

@@ -29,7 +29,9 @@ from ep_kernels.groups import PaperGroup
 from ep_kernels.kernels import abi, collective_abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.base import RegionArray, RegionMap
-from ep_kernels.transports.nvlink import collective_plan, plan, scoreboards
+from ep_kernels.transports.nvlink import scoreboards
+from ep_kernels.transports.nvlink.calls import plan
+from ep_kernels.transports.nvlink.copy_engines import collective_plan
 from ep_kernels.types import Layout, Mode
 
 A = TypeVar("A")
@@ -87,8 +89,8 @@ def region_map(config: MoEConfig) -> RegionMap:
 
 def probe(device: int) -> dict[str, Any]:
     """See `base.probe`: how device memory is shared here, and why no better way is; how NICs would reach it."""
-    from ep_kernels.transports.nvlink.gpu_boxes import CudaGpu
-    from ep_kernels.transports.nvlink.memory import choose_kind
+    from ep_kernels.transports.nvlink.memory.memory import choose_kind
+    from ep_kernels.transports.nvlink.network.gpu_boxes import CudaGpu
 
     kind, refused = choose_kind(device)
     handles = {"kind": kind.value, "refused": {other.value: why for other, why in refused.items()}}
@@ -97,8 +99,8 @@ def probe(device: int) -> dict[str, Any]:
 
 def boxes(network: NetworkConfig, device: int) -> str:
     """See `base.boxes`."""
-    from ep_kernels.transports.nvlink import gpu_direct
-    from ep_kernels.transports.nvlink.gpu_boxes import CudaGpu
+    from ep_kernels.transports.nvlink.network import gpu_direct
+    from ep_kernels.transports.nvlink.network.gpu_boxes import CudaGpu
 
     torch.zeros(1, device=f"cuda:{device}", dtype=torch.float32)  # its context is current
     return str(gpu_direct.look(network, CudaGpu(device)))

@@ -18,14 +18,14 @@ from ep_kernels.errors import ArgumentError, TransportError
 from ep_kernels.network.sending import require
 from ep_kernels.telemetry import merged
 from ep_kernels.transports.base import EXCHANGE_WORDS
-from ep_kernels.transports.nvlink import left_out
-from ep_kernels.transports.nvlink.domain import Domain
-from ep_kernels.transports.nvlink.engine import BOTH, Call
-from ep_kernels.transports.nvlink.left_out import Unsent
-from ep_kernels.transports.nvlink.plan import Launch
-from ep_kernels.transports.nvlink.rank_tables import RankTables
-from ep_kernels.transports.nvlink.remote import RemoteRanks
-from ep_kernels.transports.nvlink.streams import StreamOrder
+from ep_kernels.transports.nvlink.calls import left_out
+from ep_kernels.transports.nvlink.calls.engine import BOTH, Call
+from ep_kernels.transports.nvlink.calls.left_out import Unsent
+from ep_kernels.transports.nvlink.calls.plan import Launch
+from ep_kernels.transports.nvlink.calls.rank_tables import RankTables
+from ep_kernels.transports.nvlink.calls.streams import StreamOrder
+from ep_kernels.transports.nvlink.memory.domain import Domain
+from ep_kernels.transports.nvlink.network.remote import RemoteRanks
 from ep_kernels.types import LatencySample, PeerTraffic
 
 _kept: list[Any] = []
@@ -109,7 +109,7 @@ class NvlinkMember:
         return num_sms
 
     def _load(self, variants: Mapping[jit.Variant, Launch]) -> None:
-        from ep_kernels.transports.nvlink import driver
+        from ep_kernels.transports.nvlink.gpu import driver
 
         compiler = jit.Compiler(tuning.cache_dir(self._config.kernel_cache_dir))
         for variant, launch in variants.items():

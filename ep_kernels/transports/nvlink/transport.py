@@ -17,16 +17,19 @@ from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink import gpu_direct, launch, links, plan, remote, tables
-from ep_kernels.transports.nvlink.domain import needs_boxes
-from ep_kernels.transports.nvlink.engine import BOTH, RECEIVE, SEND, Call, Dispatch, LaunchEngine
-from ep_kernels.transports.nvlink.left_out import Unsent
+from ep_kernels.transports.nvlink.calls import plan, tables
+from ep_kernels.transports.nvlink.calls.engine import BOTH, RECEIVE, SEND, Call, Dispatch, LaunchEngine
+from ep_kernels.transports.nvlink.calls.left_out import Unsent
+from ep_kernels.transports.nvlink.calls.pending import NvlinkCombine, NvlinkDispatch
+from ep_kernels.transports.nvlink.calls.quick import Surroundings, is_offered
+from ep_kernels.transports.nvlink.calls.quick_calls import NvlinkQuickCalls
+from ep_kernels.transports.nvlink.calls.routing_state import DispatchState, restored, trimmed
+from ep_kernels.transports.nvlink.gpu import launch
+from ep_kernels.transports.nvlink.memory import links
+from ep_kernels.transports.nvlink.memory.domain import needs_boxes
+from ep_kernels.transports.nvlink.network import gpu_direct, remote
+from ep_kernels.transports.nvlink.network.remote import RemoteRanks
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
-from ep_kernels.transports.nvlink.pending import NvlinkCombine, NvlinkDispatch
-from ep_kernels.transports.nvlink.quick import Surroundings, is_offered
-from ep_kernels.transports.nvlink.quick_calls import NvlinkQuickCalls
-from ep_kernels.transports.nvlink.remote import RemoteRanks
-from ep_kernels.transports.nvlink.routing_state import DispatchState, restored, trimmed
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, Overflow
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
@@ -62,8 +65,8 @@ class NvlinkTransport(NvlinkMember):
         """See `base.Transport`."""
         require_cuda()
         self._config = msgspec.structs.replace(self._config, ll_max_tokens=ll_max_tokens)
-        from ep_kernels.transports.nvlink import driver
-        from ep_kernels.transports.nvlink.gpu_boxes import CudaGpu
+        from ep_kernels.transports.nvlink.gpu import driver
+        from ep_kernels.transports.nvlink.network.gpu_boxes import CudaGpu
 
         num_sms = self._enter_device([self._config.resolved_dispatch_sms, self._config.resolved_combine_sms])
         block_bytes = driver.block_bytes(self._device.index) - plan.STATIC_BYTES
@@ -122,7 +125,7 @@ class NvlinkTransport(NvlinkMember):
         library, mailbox, host = launch.load(), self._domain.mailbox, self._tables.host
         if self._config.network is not None or not is_offered(library):
             return None
-        from ep_kernels.transports.nvlink import driver
+        from ep_kernels.transports.nvlink.gpu import driver
 
         watched = [(address, 0) for address in host.fault_addresses] + mailbox.watched()
         context = int(driver.call("cuCtxGetCurrent"))

@@ -319,7 +319,7 @@ def memory(
 
     if model is not None:
         from crossdock.cli.expert_memory import as_table
-        from crossdock.worker import room
+        from crossdock.worker.experts import room
 
         found = room.describe(model, ranks, expert_dtype, rank_gib)
         show_json(found) if as_json else console().print(as_table(found))

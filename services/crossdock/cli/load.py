@@ -58,7 +58,7 @@ def load(
 def _request(path: Path) -> LoadRequest:
     """The request for the checkpoint in this folder, whose fingerprint is read here."""
     from crossdock.protocol.v1.control_pb2 import LoadRequest
-    from crossdock.worker.checkpoint import Checkpoint
+    from crossdock.worker.checkpoints.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(path)
     try:

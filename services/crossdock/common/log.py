@@ -2,7 +2,7 @@
 
     log = get(__name__)
     log.info("epoch raised", epoch=5, lost=[2])
-    2026-11-21T01:50:00.123Z info    crossdock.control.server epoch raised epoch=5 lost=[2] host=a
+    2026-11-21T01:50:00.123Z info    crossdock.control.server.server epoch raised epoch=5 lost=[2] host=a
 
 `bind` adds fields to every later line of the process (host, rank, epoch). Lines of other libraries keep their text.
 """

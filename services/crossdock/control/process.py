@@ -28,13 +28,13 @@ from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import SecurityError, security_of, warn_of_plain_text
 from crossdock.common.settings import KubernetesConfig
 from crossdock.common.tasks import background
-from crossdock.control.election import State
-from crossdock.control.leader import Elector, Replica
-from crossdock.control.server import ControlPlane
+from crossdock.control.leader.election import State
+from crossdock.control.leader.leader import Elector, Replica
+from crossdock.control.server.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2_grpc
 
 if TYPE_CHECKING:
-    from crossdock.control.nodes import Nodes
+    from crossdock.control.topology.nodes import Nodes
 
 TICKS_PER_LEASE = 8
 MAX_TICK_S = 0.25
@@ -92,7 +92,7 @@ class Leadership:
         if self._config.election is None:
             self._metrics.is_leader.set(1)
             return self._make()
-        from crossdock.control.kube_lease import KubernetesLeaseStore
+        from crossdock.control.leader.kube_lease import KubernetesLeaseStore
 
         chosen, platform = self._config.election, Identity.from_env()
         name = chosen.identity or platform.pod_name or platform.hostname
@@ -172,7 +172,7 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
 
 
 async def _nodes(config: KubernetesConfig, alive: Liveness, closing: contextlib.AsyncExitStack) -> Nodes:
-    from crossdock.control.nodes import Nodes
+    from crossdock.control.topology.nodes import Nodes
 
     nodes = Nodes(config)
     closing.callback(nodes.close)

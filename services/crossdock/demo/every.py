@@ -24,7 +24,7 @@ from crossdock.demo import hosts
 from crossdock.demo.serving import FORM_TIMEOUT_S, serving
 from crossdock.demo.stage import Stage
 from crossdock.demo.tiny import VOCAB_SIZE, known_to_transformers, next_tokens, tiny_model
-from crossdock.worker.families import FAMILIES, NOT_SERVED
+from crossdock.worker.checkpoints.families import FAMILIES, NOT_SERVED
 
 NUM_PROMPTS, NUM_TOKENS = 4, 64
 MAX_DIFFERENCE = 1e-3

@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from crossdock.worker.families import FAMILIES, NOT_SERVED
+from crossdock.worker.checkpoints.families import FAMILIES, NOT_SERVED
 
 NUM_EXPERTS, TOPK, VOCAB_SIZE = 8, 2, 256
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from crossdock.common.transports import GPU_LINKS, installed
-from crossdock.control.discovery import Topology, gpu_trouble, join, nic_trouble, oldest_gpu, too_old
+from crossdock.control.topology.discovery import Topology, gpu_trouble, join, nic_trouble, oldest_gpu, too_old
 from crossdock.doctor.findings import Finding, Level, fail, judge, ok, skipped, warn
 from crossdock.protocol.v1 import topology_pb2 as pb
 

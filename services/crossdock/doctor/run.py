@@ -14,7 +14,7 @@ from crossdock.common.config import ConfigFileError
 from crossdock.common.log import printable
 from crossdock.common.security import Security
 from crossdock.common.settings import WorkerNetworkConfig
-from crossdock.control.discovery import join
+from crossdock.control.topology.discovery import join
 from crossdock.doctor import data_port, hardware, rdma, reach, system, trial
 from crossdock.doctor.findings import Finding, Level, ok, skipped
 from crossdock.protocol.v1 import topology_pb2

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from crossdock.common.plural import counted
-from crossdock.control.discovery import CPU, Reach, gpu_trouble
-from crossdock.control.means import means_of_transport
+from crossdock.control.topology.discovery import CPU, Reach, gpu_trouble
+from crossdock.control.topology.means import means_of_transport
 from crossdock.topo.sources import Picture
 
 MATRIX_RANKS = 16

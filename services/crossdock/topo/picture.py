@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from html import escape
 
 from crossdock.common.plural import counted
-from crossdock.control.discovery import CPU, WORDS, Device
+from crossdock.control.topology.discovery import CPU, WORDS, Device
 from crossdock.topo.sources import Picture
 
 _COLOURS = ("#7fb3d5", "#f5b041", "#82c99a", "#d98880", "#bb9fd6", "#8fd3d1", "#f1a7c3", "#c0ca75")

@@ -14,8 +14,8 @@ from crossdock.common import rpc
 from crossdock.common.config import ConfigFileError
 from crossdock.common.control_channel import call_leader
 from crossdock.common.security import Security
-from crossdock.control.discovery import CPU, Device, Labels, Topology, join
-from crossdock.control.ranks import NetworkPlace, Place, assign_ranks
+from crossdock.control.group.ranks import NetworkPlace, Place, assign_ranks
+from crossdock.control.topology.discovery import CPU, Device, Labels, Topology, join
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, topology_pb2
 
 FACTS = "crossdock-host-facts"

@@ -38,22 +38,22 @@ from crossdock.common.tracing import Tracer, TracingError, tracer_of
 from crossdock.protocol.v1 import control_pb2, expert_pb2, expert_pb2_grpc
 from crossdock.protocol.wire import NAMES
 from crossdock.topo.facts import host_facts
-from crossdock.worker.admission import RequestValidator
-from crossdock.worker.backend import Backend
-from crossdock.worker.budget import Budget
-from crossdock.worker.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.control_client import ControlPlaneClient, JoinRefused
-from crossdock.worker.data_network import announced
-from crossdock.worker.device import DeviceLost, peak_bytes_per_s, used_bytes, uuid_of
-from crossdock.worker.engine import Engine
-from crossdock.worker.expert_mover import ExpertMover
-from crossdock.worker.freed_memory import bound_freed_memory
-from crossdock.worker.model import Model
-from crossdock.worker.same_weights import KIND
-from crossdock.worker.service import SERVICE_NAME, ExpertService
-from crossdock.worker.session import Session
-from crossdock.worker.worker_status import WorkerStatus
-from crossdock.worker.worker_telemetry import WorkerTelemetry
+from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.experts.device import DeviceLost, peak_bytes_per_s, used_bytes, uuid_of
+from crossdock.worker.group.control_client import ControlPlaneClient, JoinRefused
+from crossdock.worker.group.data_network import announced
+from crossdock.worker.group.expert_mover import ExpertMover
+from crossdock.worker.group.model import Model
+from crossdock.worker.group.same_weights import KIND
+from crossdock.worker.group.session import Session
+from crossdock.worker.group.worker_status import WorkerStatus
+from crossdock.worker.requests.admission import RequestValidator
+from crossdock.worker.requests.backend import Backend
+from crossdock.worker.requests.budget import Budget
+from crossdock.worker.requests.service import SERVICE_NAME, ExpertService
+from crossdock.worker.steps.engine import Engine
+from crossdock.worker.telemetry.freed_memory import bound_freed_memory
+from crossdock.worker.telemetry.worker_telemetry import WorkerTelemetry
 from ep_kernels import EpError
 
 EXIT_BROKEN = 1

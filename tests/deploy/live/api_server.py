@@ -214,7 +214,7 @@ def test_calls_in_the_name_of_the_accounts_are_answered_or_refused(cluster: Clus
 READER = """
 import json, sys, time
 from crossdock.common.settings import KubernetesConfig
-from crossdock.control.nodes import Nodes
+from crossdock.control.topology.nodes import Nodes
 nodes, said = Nodes(KubernetesConfig(kubeconfig=sys.argv[1])), None
 nodes.start()
 while True:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from crossdock.common.config import ElectionConfig
-from crossdock.control.election import Lease
-from crossdock.control.kube_lease import KubernetesLeaseStore
+from crossdock.control.leader.election import Lease
+from crossdock.control.leader.kube_lease import KubernetesLeaseStore
 from tests.deploy.bed.cluster import Cluster
 from tests.deploy.bed.release import CHART
 

@@ -1,4 +1,4 @@
-// What the network brings of the hosts' words of ranks of other hosts: see transports/nvlink/remote_pages.py.
+// What the network brings of the hosts' words of ranks of other hosts: see transports/nvlink/memory/remote_pages.py.
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>

@@ -1,4 +1,5 @@
-// Latency records as the device writes them become those of ep_kernels/telemetry.py: see transports/nvlink/samples.py.
+// Latency records as the device writes them become those of ep_kernels/telemetry.py: see
+// transports/nvlink/memory/samples.py.
 #include <cstdint>
 #include <cstring>
 

@@ -1,0 +1,1 @@
+"""Dispatch and combine on GPUs: plans, arguments, outputs, streams, and repeated calls."""

@@ -1,0 +1,233 @@
+"""Plain operations by one native call each (native/quick.cpp): it looks at the arguments, fills the record, launches.
+
+A plan holds what no call of its kind changes. It begins nothing where anything is unlike the plan: an argument that is
+not what it must be, a fault, a second stream, another thread's context, a graph's capture where the host has to read.
+The call then says None, and the operation takes the long way, which sees to all of that or names what is wrong. Without
+torch's DLPack exchange there are no plans, and every operation takes that way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import addressof, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+
+from ep_kernels.kernels import abi
+from ep_kernels.transports.nvlink.gpu import launch
+
+_MOST_DIMS, _MOST_TENSORS, _MOST_ADDRESSES, _MOST_RECORD_BYTES = 3, 7, 24, 4096
+TOKENS, ROWS = -1, -2
+"""Instead of a length: T of the operation, its received rows."""
+_OPTIONAL, _ALIGNED, _MAY_BE_WIDE = 1, 2, 4
+_MARK = 48
+"""Bits of an offset below the number of its base."""
+STATE_BASES = ("routing", "routing_id", "carried", "weights")
+"""What a dispatch leaves to later operations: these addresses, then T and rows (`State` of quick.cpp)."""
+_FIRST_TENSOR = 1 + len(STATE_BASES)
+STATE_BYTES = 8 * (len(STATE_BASES) + 2)
+"""Bytes of a state; behind it is the record of the second half of the operation."""
+_CUDA, _CPU = 2, 1
+_CODES = {
+    torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.float32: (2, 32), torch.float8_e4m3fn: (10, 8),
+    torch.uint8: (1, 8), torch.int8: (0, 8), torch.int32: (0, 32), torch.int64: (0, 64), torch.float8_e8m0fnu: (14, 8),
+}  # fmt: skip
+"""DLPack's code and bits."""
+
+
+Marks = Mapping[str, int]
+"""A number that stands for an address, by name of a tensor or of STATE_BASES."""
+
+
+class ExpectedTensor(NamedTuple):
+    """What a tensor must be: dtype, shape (lengths, TOKENS or ROWS), whether None will do, whether 16-byte aligned,
+    whether int64 will do instead of int32."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    optional: bool = False
+    aligned: bool = False
+    may_be_wide: bool = False
+
+
+class _ExpectedWords(ctypes.Structure):
+    _fields_ = (
+        ("dtype", c_uint32),
+        ("flags", c_uint32),
+        ("ndim", c_int32),
+        ("pad", c_int32),
+        ("shape", c_int64 * _MOST_DIMS),
+    )
+
+
+class _WatchWords(ctypes.Structure):
+    _fields_ = (("word", c_void_p), ("most", c_uint64))
+
+
+class _PlaceWords(ctypes.Structure):
+    _fields_ = (("base", c_uint32), ("pad", c_uint32), ("offset", c_uint64))
+
+
+class _PlanWords(ctypes.Structure):
+    """`Plan` of native/quick.cpp."""
+
+    _fields_ = (
+        ("launch", launch.Prepared),
+        ("record", c_void_p),
+        ("record_bytes", c_uint64),
+        ("num_tokens_at", c_uint64),
+        ("addresses_at", c_uint64),
+        ("phases_at", c_uint64),
+        ("num_rows_at", c_uint64),
+        ("num_addresses", c_uint32),
+        ("num_tensors", c_uint32),
+        ("addresses", _PlaceWords * _MOST_ADDRESSES),
+        ("tensors", _ExpectedWords * _MOST_TENSORS),
+        ("state", _PlaceWords * len(STATE_BASES)),
+        ("makes_state", c_uint32),
+        ("takes_state", c_uint32),
+        ("most_tokens", c_int64),
+        ("rows", c_int64),
+        ("watches", c_void_p),
+        ("num_watches", c_uint64),
+        ("context", c_void_p),
+        ("stream", c_void_p),
+        ("device_type", c_int32),
+        ("device_id", c_int32),
+        ("not_captured", c_uint32),
+        ("was_captured", c_uint32),
+        ("numbers", c_void_p),
+        ("copy_from", _PlaceWords),
+        ("copy_to", _PlaceWords),
+        ("narrow", launch.Prepared),
+        ("narrow_to", _PlaceWords),
+        ("token_words", c_uint64),
+    )
+
+
+PLAN_BYTES = ctypes.sizeof(_PlanWords)
+
+
+class Surroundings(NamedTuple):
+    """What the plans of one rank share.
+
+    Attributes:
+        stream: word with the handle of the only stream of all launches so far, else -1.
+        watched: (address of a word, the most that it may say): more in it ends plain operations.
+        keep: what those addresses lie in.
+        context: CUDA context that must be current, as an address.
+        library: `launch.load()`.
+    """
+
+    device: torch.device
+    stream: c_int64
+    watched: Sequence[tuple[int, int]]
+    keep: Any
+    context: int
+    library: ctypes.CDLL
+
+
+class OperationPlan:
+    """One kind of operation.
+
+    Args:
+        around: of the rank.
+        prepared: the launch.
+        record: its argument record, filled but for the words below.
+        numbers, addresses: names of the first of the two runs of words that a call sets; of the numbers, a call sets
+            two: T and the slot.
+        tensors: by name, in the order in which `call` takes them: what each must be.
+        places: gives the run of addresses, from the addresses of tensors and of STATE_BASES by name.
+        most_tokens: T at most.
+        rows: received, -1: the numbers say, or the former state.
+        state: gives the addresses of the state that the call makes, as `places`; None: makes none.
+        takes_state: a former state is given, whose T and rows hold.
+        reads: num_rows and num_dropped are waited for.
+        split: two launches, one that sends and one that receives.
+        not_captured: not plain while a CUDA graph captures the stream.
+        routed: numbers of each token in what follows.
+        narrowed: launch of the kernel `narrow`, and where it writes, as `places`.
+        copied: (from, to) as `places`: float32 that are copied, by that kernel where it is launched.
+    """
+
+    def __init__(
+        self, around: Surroundings, prepared: Any, record: Any, runs: tuple[str, str],
+        tensors: Mapping[str, ExpectedTensor], places: Callable[[Marks], Sequence[int]], most_tokens: int, rows: int,
+        state: Callable[[Marks], Sequence[int]] | None = None, takes_state: bool = False, reads: bool = False,
+        split: bool = False, not_captured: bool = False, routed: int = 0,
+        narrowed: tuple[launch.Prepared, Callable[[Marks], int]] | None = None,
+        copied: Callable[[Marks], tuple[int, int]] | None = None,
+    ) -> None:  # fmt: skip
+        assert ctypes.sizeof(record) <= _MOST_RECORD_BYTES
+        marks = {name: (1 + i) << _MARK for i, name in enumerate(STATE_BASES)}
+        marks |= {name: (_FIRST_TENSOR + i) << _MARK for i, name in enumerate(tensors)}
+        found, left = places(marks), () if state is None else state(marks)
+        words = (_WatchWords * len(around.watched))(*(_WatchWords(*each) for each in around.watched))
+        self._plan = _PlanWords(
+            launch=prepared, record=addressof(record), record_bytes=ctypes.sizeof(record),
+            num_tokens_at=getattr(type(record), runs[0]).offset,
+            addresses_at=getattr(type(record), runs[1]).offset, num_addresses=len(found), num_tensors=len(tensors),
+            addresses=tuple(map(_place, found)), tensors=tuple(map(_expected, tensors.values())),
+            state=tuple(map(_place, left)), makes_state=state is not None, takes_state=takes_state,
+            most_tokens=most_tokens, rows=rows, watches=addressof(words), num_watches=len(words),
+            context=around.context, stream=addressof(around.stream), not_captured=not_captured,
+            device_type=_CUDA if around.device.type == "cuda" else _CPU, device_id=around.device.index or 0,
+        )  # fmt: skip
+        self._plan.token_words = routed
+        if narrowed is not None:
+            self._plan.narrow, self._plan.narrow_to = narrowed[0], _place(narrowed[1](marks))
+        if copied is not None:
+            self._plan.copy_from, self._plan.copy_to = map(_place, copied(marks))
+        if split:
+            self._plan.phases_at = type(record).work.offset + abi.Work.phases.offset
+        self.numbers = self._read_numbers(type(record).num_rows.offset) if reads else None
+        self._kept = around, record, words
+        make = _maker(around.library)
+        self.call = make(addressof(self._plan), False)
+        """call(slot, former state or None, *tensors): the state (and what is left, where that is another launch), or 0
+        where there is neither; the driver's status, which is greater; None: nothing has begun."""
+        self.receive = make(addressof(self._plan), True)
+        """receive(what `call` gave): the state; the driver's status; None: nothing was launched."""
+
+    def _read_numbers(self, at: int) -> torch.Tensor:
+        numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True, device="cpu")
+        self._plan.numbers, self._plan.num_rows_at = numbers.data_ptr(), at
+        return numbers
+
+    @property
+    def was_captured(self) -> bool:
+        """Whether a CUDA graph took one of its launches."""
+        return bool(self._plan.was_captured)
+
+
+def _place(mark: int) -> _PlaceWords:
+    return _PlaceWords(mark >> _MARK, 0, mark & ((1 << _MARK) - 1))
+
+
+def _expected(want: ExpectedTensor) -> _ExpectedWords:
+    code, bits = _CODES[want.dtype]
+    flags = want.optional * _OPTIONAL | want.aligned * _ALIGNED | want.may_be_wide * _MAY_BE_WIDE
+    return _ExpectedWords(code | bits << 8 | 1 << 16, flags, len(want.shape), 0, want.shape)
+
+
+def is_offered(library: ctypes.CDLL) -> bool:
+    """Whether this torch and this Python are what the native call is written for."""
+    return _maker(library) is not None
+
+
+@functools.cache
+def _maker(library: ctypes.CDLL) -> Any:
+    """cd_quick, or None."""
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    try:
+        exchange = get(capsule, b"dlpack_exchange_api")
+    except (ValueError, TypeError):
+        return None
+    if library.cd_quick_open(exchange, id(torch.Tensor)) != 0:
+        return None
+    return ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_int)(("cd_quick", library))

@@ -1,0 +1,108 @@
+"""One communicator, several streams: its operations keep one order, whatever streams its caller is on.
+
+Slots of the region are recycled in the order of calls, so an operation on another stream waits (on the device) for the
+one before; from then on, what an operation used is kept from being recycled by torch's allocator until that stream is
+past it. A communicator that lives on one stream is like any torch operation there: tensors that were made on another
+stream are the caller's to keep (`record_stream`).
+
+Under graph capture nothing runs yet: operations captured on several streams of one capture are ordered within it, and
+it is the caller who orders replays with each other and with operations outside of the graph, as for any other work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ep_kernels.transports.nvlink.calls import beside
+from ep_kernels.transports.nvlink.calls.routing_state import StateParts
+
+_LOOK_CLOSER = -1
+"""No stream's handle: the default stream's is 0."""
+
+
+class StreamOrder:
+    """The order of one communicator's launches.
+
+    Args:
+        device: CUDA device of the launches.
+        num_blocks, num_sms: most blocks of a launch, and multiprocessors of the device: see `beside`. 0: unknown.
+    """
+
+    def __init__(self, device: torch.device, num_blocks: int = 0, num_sms: int = 0) -> None:
+        self._device, self._num_blocks, self._num_sms = device, num_blocks, num_sms
+        self._handle = _LOOK_CLOSER  # of `_last`
+        self._last: torch.cuda.Stream | None = None
+        self._captured: torch.cuda.Stream | None = None
+        self.alone = ctypes.c_int64(_LOOK_CLOSER)
+        """The handle of the only stream of all launches so far; else -1."""
+        self._event: torch.cuda.Event | None = None  # after the last launch; made when a second stream first shows
+
+    def enter(self) -> int:
+        """The handle of the stream to launch on: the current one, made to wait for the launch before this one."""
+        handle = int(torch._C._cuda_getCurrentRawStream(self._device.index))
+        if handle != self._handle:
+            self._change(torch.cuda.current_stream(self._device))
+        return handle
+
+    def alone_on(self) -> torch.cuda.Stream | None:
+        """The current stream, where every launch so far has been on it: the next one needs neither `enter` nor `leave`.
+        None elsewhere."""
+        if self._event is not None or torch._C._cuda_getCurrentRawStream(self._device.index) != self._handle:
+            return None
+        return self._last
+
+    def _change(self, stream: torch.cuda.Stream) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            for other in (self._last, self._captured):
+                if other is not None and other != stream and _capturing(other):
+                    stream.wait_event(other.record_event())
+            self._captured, self._handle, self.alone.value = stream, _LOOK_CLOSER, _LOOK_CLOSER
+            return
+        last, self._last, self._handle = self._last, stream, stream.cuda_stream
+        if self._num_blocks:
+            beside.note(self, self._device.index, self._handle, self._num_blocks, self._num_sms)
+        if last is not None and last != stream:
+            if self._event is None:
+                self._event = last.record_event()
+            stream.wait_event(self._event)
+        self.alone.value = self._handle if self._event is None else _LOOK_CLOSER
+
+    def rest(self) -> None:
+        """The host has waited for the last launch. The next one, on whatever stream, is looked at closely."""
+        self._handle = self.alone.value = _LOOK_CLOSER
+        if self._num_blocks:
+            beside.forget(self, self._device.index)
+
+    def leave(self, kept: Any) -> None:
+        """A kernel that uses the tensors in `kept` was launched on the stream that `enter` gave."""
+        if self._event is None or self._last is None or torch.cuda.is_current_stream_capturing():
+            return
+        self._event.record(self._last)
+        for tensor in tensors_in(kept):
+            tensor.record_stream(self._last)
+
+
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    """Every tensor on a device in nested lists, dicts, records and states of handles."""
+    if isinstance(thing, torch.Tensor):
+        if thing.is_cuda:
+            yield thing
+    elif isinstance(thing, StateParts):
+        yield from tensors_in(thing.flatten())
+    elif isinstance(thing, list | tuple):
+        for each in thing:
+            yield from tensors_in(each)
+    elif isinstance(thing, dict):
+        yield from tensors_in(list(thing.values()))
+    elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        yield from tensors_in([getattr(thing, field.name) for field in dataclasses.fields(thing)])
+
+
+def _capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,1 @@
+"""Collectives, by kernels or copy engines."""

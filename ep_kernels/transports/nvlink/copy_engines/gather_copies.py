@@ -1,0 +1,155 @@
+"""All-gathers by copy engines: what their parts are, what is staged, and the two kernels between the copies of a graph.
+
+Under capture a kernel of two warps waits between the copies: a stream's own wait could not count at a replay, nor be
+released at a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
+from ep_kernels.kernels import collective_abi
+from ep_kernels.transports.collective_base import GatherArgs, GatherPart
+from ep_kernels.transports.flat_copy import copy_by_kernel
+from ep_kernels.transports.nvlink.calls.engine import Call
+from ep_kernels.transports.nvlink.copy_engines import collective_plan as plan
+from ep_kernels.transports.nvlink.copy_engines.collective_engine import CollectiveEngine
+from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, PlanOwner
+from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork
+from ep_kernels.transports.nvlink.copy_engines.copies import CopyEngines
+from ep_kernels.transports.nvlink.copy_engines.repeat_records import Quiet
+from ep_kernels.transports.nvlink.gpu import copy_schedule
+from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPart
+from ep_kernels.transports.nvlink.gpu.signature import signature
+from ep_kernels.transports.nvlink.memory.memory import Mapping
+
+
+class GatherCopies:
+    """All-gathers of one rank.
+
+    Args:
+        owner: the transport.
+        engine, engines: of this rank.
+        stream: of the copies.
+        region: of this rank.
+        offset_of: of a tensor in the region; None where it is not registered.
+    """
+
+    def __init__(
+        self,
+        owner: PlanOwner,
+        engine: CollectiveEngine,
+        engines: CopyEngines,
+        stream: torch.cuda.Stream,
+        region: Mapping,
+        offset_of: Callable[[torch.Tensor], int | None],
+    ) -> None:
+        self._owner, self._engine, self._engines = owner, engine, engines
+        self._stream, self._offset_of = stream, offset_of
+        self._rank, self._size = engine.group.rank, engine.group.size
+        self._slot_bytes = int(engine.map.slot_stride)
+        slots = [engine.copy_slot(seq) for seq in range(collective_abi.SLOTS)] + [engine.graph_slot]
+        self._slots = [region.view(slot, (self._slot_bytes,), torch.uint8) for slot in slots]
+
+    def push(self, parts: Sequence[GatherPart], args: GatherArgs) -> CopyWork:
+        """`parts` of `args` into registered outs."""
+        listed, word = self._pushed(parts, args.half_bytes)
+        behind = torch.cuda.current_stream().cuda_stream
+        seq = self._engines.begin(listed, word, True, _storages(parts), behind)
+        splits = not copy_schedule.is_small(listed)
+        halves = args.half_bytes > 0 and args.takes_halves
+        return self._work(parts, seq, splits, halves)
+
+    def pull(self, parts: Sequence[GatherPart]) -> CopyWork:
+        """Into any outs."""
+        word = self._signature(parts, Algorithm.COPY_PULL, None)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        rounds = list(plan.gather_rounds([part.x.numel() for part in parts], self._slot_bytes))
+        seq = 0
+        for ranges in rounds:
+            seq = self._pull_round(parts, ranges, word)
+        return self._work(parts, seq, len(rounds) == 1)
+
+    def capture(self, parts: Sequence[GatherPart], launch: Callable[[torch.cuda.Stream, Call], None]) -> None:
+        """Under capture: a pull, on a branch of the graph, by `launch` of kernels on the stream of the copies."""
+        offsets = [self._offset_of(part.out) for part in parts]
+        in_place = all(self.own(part).data_ptr() == part.x.data_ptr() for part in parts)
+        direct = [
+            CopyPart(0, part.out.data_ptr(), offset, part.x.numel(), part.x.numel(), part.x.numel())
+            for part, offset in zip(parts, offsets, strict=True) if offset is not None and in_place
+        ]  # fmt: skip
+        whole = len(direct) == len(parts)
+        word = self._signature(parts, Algorithm.COPY_PULL, offsets if whole else None)
+        lengths = [part.x.numel() for part in parts]
+        rounds: list[Any] = [direct] if whole else list(plan.gather_rounds(lengths, self._slot_bytes))
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for each in rounds:
+                listed = each if whole else self._stage(parts, each, self._engine.graph_slot, self._slots[-1])
+                launch(self._stream, self._engine.copy_wait(word, 0))
+                self._engines.graph_copies(listed)
+                launch(self._stream, self._engine.copy_wait(word, 1))
+            for part in parts:
+                copy_by_kernel(self.own(part), part.x)
+
+    def plan_for(self, part: GatherPart, quiet: Quiet) -> CopyPlan | None:
+        """The plan of a push of one part in its place; None for other operations."""
+        if self.own(part).data_ptr() != part.x.data_ptr():
+            return None
+        listed, word = self._pushed([part])
+        return CopyPlan(self._owner, self._engines, lambda: self._engines.template(listed, word, quiet), self._rank)
+
+    def own(self, part: GatherPart) -> torch.Tensor:
+        """This rank's place in the out."""
+        return part.out[self._rank * part.x.numel() :][: part.x.numel()]
+
+    def _signature(self, parts: Sequence[GatherPart], algorithm: Algorithm, places: Any) -> int:
+        lengths = [part.x.numel() for part in parts]
+        more = [(part.dtype, length) for part, length in zip(parts[1:], lengths[1:], strict=True)]
+        return signature(CollectiveOp.ALL_GATHER, algorithm, parts[0].dtype, sum(lengths), (more, places))
+
+    def _pushed(self, parts: Sequence[GatherPart], half: int = 0) -> tuple[list[CopyPart], int]:
+        """(parts as copy engines push them, signature)."""
+        offsets = [self._offset_of(part.out) for part in parts]
+        listed = [
+            CopyPart(part.x.data_ptr(), offset, 0, part.x.numel(), part.x.numel(), half=half)
+            for part, offset in zip(parts, offsets, strict=True) if offset is not None
+        ]  # fmt: skip
+        return listed, self._signature(parts, Algorithm.COPY_PUSH, (offsets, half))
+
+    def _pull_round(self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], word: int) -> int:
+        seq = self._engines.seq + 1
+        with torch.cuda.stream(self._stream):
+            listed = self._stage(parts, ranges, self._engine.copy_slot(seq), self._slots[seq % collective_abi.SLOTS])
+        return self._engines.begin(listed, word, False, _storages(parts))
+
+    def _stage(
+        self, parts: Sequence[GatherPart], ranges: Sequence[plan.PartRange], slot: int, staged: torch.Tensor
+    ) -> list[CopyPart]:
+        """Copy this rank's shards into a slot, on the current stream."""
+        listed, at = [], 0
+        for each in ranges:
+            part = parts[each.index]
+            copy_by_kernel(staged[at : at + each.num_bytes], part.x[each.begin :][: each.num_bytes])
+            out = part.out.data_ptr() + each.begin
+            listed.append(CopyPart(0, out, slot + at, each.num_bytes, part.x.numel()))
+            at += -(-each.num_bytes // 16) * 16
+        return listed
+
+    def _work(self, parts: Sequence[GatherPart], seq: int, splits: bool, halves: bool = False) -> CopyWork:
+        apart = [part for part in parts if self.own(part).data_ptr() != part.x.data_ptr()]
+        for part in apart:
+            copy_by_kernel(self.own(part), part.x)
+        placed = torch.cuda.current_stream().record_event() if apart else None
+        epoch, arrivals = self._owner.epoch, self._engines.arrivals()
+        return CopyWork(self._owner, seq, self._rank, arrivals, splits, placed, epoch, halves and splits)
+
+
+def _storages(parts: Sequence[GatherPart]) -> list[Any]:
+    """What holds their memory. Not the tensors: the caller may watch for their end, to use the memory again in the
+    order of streams, long before the host sees that the copies have ended."""
+    return [tensor.untyped_storage() for part in parts for tensor in (part.x, part.out)]

@@ -1,0 +1,1 @@
+"""The CUDA driver: modules, launches, streams, graphs of copies."""

@@ -1,0 +1,202 @@
+"""Kernel launches and copies through `native/launch.cpp`: what every call of the transport pays, and nothing more.
+
+Knows function handles and addresses; neither modules (see `driver`) nor tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from array import array
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from typing import Any
+
+from ep_kernels.errors import TransportError
+from ep_kernels.transports.build import Native, native_of
+from ep_kernels.transports.library import Signature
+from ep_kernels.transports.library import load as load_library
+from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyStep
+
+DRIVER = "libcuda.so.1"
+_COOPERATIVE, _OVERLAPPED = 1, 2
+LAUNCH, COPIES = "cuLaunchKernelEx", "copies on a stream"
+_NAME, _TEXT = 0, 1
+_LIBRARY = native_of("nvlink")
+
+
+class Prepared(ctypes.Structure):
+    """`Prepared` of native/launch.cpp."""
+
+    _fields_ = (
+        ("function", c_void_p),
+        ("blocks", c_uint32),
+        ("threads", c_uint32),
+        ("shared_bytes", c_uint32),
+        ("flags", c_uint32),
+    )
+
+
+_SIGNATURES: dict[str, Signature] = {
+    "cd_open": (c_char_p, (c_char_p,)),
+    "cd_error": (c_char_p, (c_int, c_int)),
+    "cd_launch": (c_int, (c_void_p, c_void_p, c_void_p)),
+    "cd_launch_one": (c_int, (c_void_p, c_void_p, c_void_p)),
+    "cd_copies": (c_int, (c_void_p, c_int, c_void_p)),
+    "cd_copies_behind": (c_int, (c_void_p, c_int, c_void_p, c_void_p, c_void_p)),
+    "cd_graph": (c_int, (c_void_p, c_int, c_void_p)),
+    "cd_graph_free": (c_int, (c_void_p,)),
+    "cd_await": (c_int, (c_void_p, c_void_p)),
+    "cd_repeat_kernel": (c_int, (c_void_p, c_void_p, c_uint64, c_uint64)),
+    "cd_repeat_copies": (c_int, (c_void_p, c_uint64, c_void_p, c_void_p)),
+    "cd_quick_open": (c_int, (c_void_p, c_void_p)),
+    "cd_quick_plan_bytes": (c_size_t, ()),
+}
+BOXES: dict[str, Signature] = {
+    "cd_boxes_new": (c_void_p, (c_int, c_void_p, c_void_p, c_void_p)),
+    "cd_boxes_flush": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "cd_boxes_handler": (c_void_p, ()),
+    "cd_boxes_restart": (None, (c_void_p, c_uint64, c_uint64, c_uint64)),
+    "cd_boxes_free": (None, (c_void_p,)),
+}
+"""Functions of native/box_words.cpp, which need no driver."""
+SAMPLES: dict[str, Signature] = {
+    "cd_samples_whole": (c_int, (c_void_p, c_int, c_int, c_int64, c_void_p)),
+    "cd_samples": (None, (c_void_p, c_void_p, c_int, c_int, c_int64, c_void_p)),
+}
+"""Functions of native/samples.cpp, which need none either."""
+
+
+@functools.cache
+def load(library: Native = _LIBRARY, driver: str = DRIVER) -> ctypes.CDLL:
+    """The library, with the CUDA driver found. Raises TransportError saying which of the two is missing, and the
+    cure.
+    """
+    found = load_library("nvlink", library, _SIGNATURES)
+    problem = found.cd_open(driver.encode())
+    if problem is not None:
+        raise TransportError(f"nvlink transport: cannot use the CUDA driver: {problem.decode()}; is one installed?")
+    return found
+
+
+@functools.cache
+def fence(library: Native = _LIBRARY) -> Callable[[], None]:
+    """A call that parts the stores and loads of Python before it from those behind it, on processors (Arm's) which
+    would not keep them in order. Needs no driver. Raises TransportError."""
+    call: Callable[[], None] = load_library("nvlink", library, {"cd_fence": (None, ())}).cd_fence
+    return call
+
+
+@functools.cache
+def boxes(library: Native = _LIBRARY) -> ctypes.CDLL:
+    """The library, for what the network brings. Raises TransportError."""
+    return load_library("nvlink", library, BOXES)
+
+
+@functools.cache
+def samples(library: Native = _LIBRARY) -> ctypes.CDLL:
+    """The library, for latency records. Raises TransportError."""
+    return load_library("nvlink", library, SAMPLES)
+
+
+def run_steps(steps: Sequence[CopyStep], stream: int, library: ctypes.CDLL) -> None:
+    """Put copies, waits and writes on a CUstream, in order, by one call. Raises TransportError; then those behind the
+    refused one are not there."""
+    words = array("Q", itertools.chain.from_iterable(steps))
+    raise_refused(COPIES, library.cd_copies(words.buffer_info()[0], len(steps), stream), library)
+
+
+def run_steps_behind(steps: Sequence[CopyStep], stream: int, behind: int, event: int, library: ctypes.CDLL) -> None:
+    """As `run_steps`, after what another CUstream has now; the event stands there."""
+    words = array("Q", itertools.chain.from_iterable(steps))
+    status = library.cd_copies_behind(words.buffer_info()[0], len(steps), stream, behind, event)
+    raise_refused(COPIES, status, library)
+
+
+def graph_of(steps: Sequence[CopyStep], library: ctypes.CDLL) -> int:
+    """A CUgraphExec of copies, to be given back by `free_graph`. Raises TransportError."""
+    words, made = array("Q", itertools.chain.from_iterable(steps)), c_void_p()
+    status = library.cd_graph(words.buffer_info()[0], len(steps), addressof(made))
+    raise_refused("a graph of copies", status, library)
+    return made.value or 0
+
+
+def free_graph(graph: int, library: ctypes.CDLL) -> None:
+    """Free a graph of which nothing runs any more."""
+    library.cd_graph_free(graph)
+
+
+def raise_refused(call: str, status: int, library: ctypes.CDLL) -> None:
+    """Raise TransportError where a driver's status is none of success."""
+    if status > 0:
+        raise refused(call, status, library)
+
+
+def refused(call: str, status: int, library: ctypes.CDLL) -> TransportError:
+    """An error in the driver's words."""
+    name, text = (library.cd_error(status, which).decode() for which in (_NAME, _TEXT))
+    return TransportError(f"{call}: {name or status}: {text or 'unknown error'}")
+
+
+class Kernel:
+    """A loaded kernel as its callers see it.
+
+    Attributes:
+        library: `load()`.
+
+    Args:
+        function: CUfunction.
+        shared_bytes: dynamic shared memory per block.
+        library: `load()`.
+    """
+
+    def __init__(self, function: int, shared_bytes: int, library: ctypes.CDLL) -> None:
+        self._function, self._shared_bytes, self.library = function, shared_bytes, library
+        self._prepared: dict[tuple[int, int, int], Prepared] = {}
+
+    def launch(
+        self,
+        num_blocks: int,
+        num_threads: int,
+        stream: int,
+        *arguments: Any,
+        cooperative: bool = False,
+        overlapped: bool = True,
+    ) -> None:
+        """Launch on a CUstream. Arguments are ctypes values, which are copied before this returns.
+
+        Cooperative: all blocks are resident together or the launch is refused; never overlapped. Overlapped: the launch
+        may be set up while the kernel before it ends; such kernels wait for that end themselves. Raises TransportError.
+        """
+        prepared = self.prepared(num_blocks, num_threads, cooperative=cooperative, overlapped=overlapped)
+        address = addressof(prepared)
+        status = self.library.cd_launch(address, stream, (c_void_p * len(arguments))(*map(addressof, arguments)))
+        if status:
+            raise refused(LAUNCH, status, self.library)
+
+    def starter(
+        self, num_blocks: int, num_threads: int, *, cooperative: bool, overlapped: bool
+    ) -> Callable[[int, Any], bool]:
+        """`start(stream, record)` launches a kernel of one argument as `launch` does, at the least price; True where a
+        CUDA graph captured the launch."""
+        prepared = self.prepared(num_blocks, num_threads, cooperative=cooperative, overlapped=overlapped)
+        address = addressof(prepared)
+        library, launch_one = self.library, self.library.cd_launch_one
+
+        def start(stream: int, record: Any) -> bool:
+            status = launch_one(address, stream, addressof(record))
+            if status > 0:
+                raise refused(LAUNCH, status, library)
+            return bool(status)
+
+        return start
+
+    def prepared(self, num_blocks: int, num_threads: int, *, cooperative: bool, overlapped: bool) -> Prepared:
+        """A launch with this grid; made once."""
+        flags = _COOPERATIVE if cooperative else _OVERLAPPED if overlapped else 0
+        found = self._prepared.get((num_blocks, num_threads, flags))
+        if found is None:
+            found = Prepared(self._function, num_blocks, num_threads, self._shared_bytes, flags)
+            self._prepared[num_blocks, num_threads, flags] = found
+        return found

@@ -1,0 +1,1 @@
+"""Rows of ranks of other hosts: boxes, GPUDirect."""

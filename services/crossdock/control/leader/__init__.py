@@ -1,0 +1,1 @@
+"""Which of several control planes decides: election by a Kubernetes Lease."""

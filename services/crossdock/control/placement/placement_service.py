@@ -1,0 +1,312 @@
+"""Placement part of the control plane's service: messages ↔ PlacementManager, plans made in a thread, logs and
+metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from crossdock.common import log as logs
+from crossdock.common import rpc
+from crossdock.common.config import PlacementConfig
+from crossdock.common.metrics import ControlMetrics
+from crossdock.common.tasks import background
+from crossdock.control.group.group_state import Group, Phase
+from crossdock.control.placement import views
+from crossdock.control.placement.balancer import imbalance
+from crossdock.control.placement.checkpoints import (
+    MAX_CHARS,
+    MAX_NUMBER,
+    Checkpoints,
+    experts_of,
+    number_of,
+    weights_of,
+)
+from crossdock.control.placement.expert_reports import Goal, Kind, Outcome, Report
+from crossdock.control.placement.placement_manager import PlacementManager
+from crossdock.control.placement.plans import Plan, Snapshot, domain_imbalance, rank_shares
+from crossdock.control.placement.tables import Table
+from crossdock.protocol.v1 import control_pb2 as pb
+
+MAX_EXPERTS = 1 << 14
+MAX_LAYERS = 1 << 10
+MAX_ERROR_CHARS = 1000
+PLAN_FRESH_S = 2.0
+"""Lifetime of a plan, in which it is reused."""
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedPlan:
+    """A plan and its input."""
+
+    epoch: int
+    kind: Kind
+    snapshot: Snapshot
+    plan: Plan
+    at: float
+
+
+class PlacementService:
+    """Placement of the experts of one group, and their moves.
+
+    Args:
+        config: of placement.
+        world_size: R.
+        metrics: of the control plane.
+        clock: monotonic seconds.
+        group: returns the current state. Plans are made in a thread, so it is checked again after each of them.
+        announce: called when the members must be notified of another placement.
+    """
+
+    def __init__(
+        self,
+        config: PlacementConfig,
+        world_size: int,
+        metrics: ControlMetrics,
+        clock: Callable[[], float],
+        group: Callable[[], Group],
+        announce: Callable[[], None],
+    ) -> None:
+        self._manager = PlacementManager(config, world_size)
+        self._metrics, self._clock, self._group, self._announce = metrics, clock, group, announce
+        self._cached: _CachedPlan | None = None
+        self._stopped = False
+        self._planning = asyncio.Lock()
+        self._rebalance_task: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int:
+        """Version of the placement, for the views."""
+        return self._manager.version
+
+    def kind_of(self, request: pb.RegisterRequest) -> Kind | None:
+        """The experts in a registration; None: the worker takes no placements. Raises InvalidArgument, also if the
+        configured copies do not fit, which is permanent."""
+        layers = tuple(request.moe_layers)
+        if not request.num_experts:
+            return None
+        if request.num_experts > MAX_EXPERTS or not 1 <= len(layers) <= MAX_LAYERS:
+            got = f"{request.num_experts} experts in {len(layers)} layers"
+            raise rpc.InvalidArgument(f"num_experts: expected <= {MAX_EXPERTS} in 1..{MAX_LAYERS} layers, got {got}")
+        if any(later <= layer for layer, later in itertools.pairwise(layers)):
+            raise rpc.InvalidArgument("moe_layers: expected numbers in ascending order")
+        kind = Kind(request.num_experts, layers)
+        try:
+            self._manager.check_kind(kind)
+        except ValueError as error:
+            raise rpc.InvalidArgument(str(error)) from None
+        return kind
+
+    def set_kind(self, kind: Kind | None, checkpoints: Checkpoints | None = None) -> None:
+        """Set the model of a registered worker, and what it knows of checkpoints."""
+        if kind is not None:
+            self._manager.set_kind(kind)
+            self._manager.learn(checkpoints or Checkpoints())
+
+    def checkpoints_of(self, message: pb.RegisterRequest | pb.ExpertReport) -> Checkpoints:
+        """What a worker knows of checkpoints. Raises InvalidArgument."""
+        return Checkpoints.parse(message.checkpoints, views.greatest(self.version or None, time.time()))
+
+    def group_changed(self, before: Group, after: Group) -> None:
+        """Update the placement; called before watchers are notified."""
+        began = (before.phase, before.epoch) != (after.phase, after.epoch)
+        if before.members and not after.members:
+            self._manager.emptied()
+        places = {member.rank: member.worker.place for member in after.members}
+        held = {rank: place.nvlink_domain or place.hostname for rank, place in places.items()}
+        domains = [held.get(rank) for rank in range(after.settings.world_size)]
+        if began and after.phase is Phase.EXCHANGING:
+            self._manager.form(domains, self._clock())
+        elif began and after.phase is Phase.SERVING and before.recovering:
+            missing = frozenset(range(after.settings.world_size)) - after.taking_part
+            self._manager.recovered(domains, missing)
+        self._metrics.placement_version.set(self.version)
+
+    def check_report(self, group: Group, request: pb.HeartbeatRequest) -> tuple[int, Report] | None:
+        """The rank and its checked expert report; None: no report, or not for the serving epoch. Raises
+        InvalidArgument."""
+        member = group.member(request.worker.uid)
+        current = group.phase is Phase.SERVING and request.epoch == group.epoch
+        if member is None or not request.HasField("experts") or not current or self._manager.kind is None:
+            return None
+        message, most = request.experts, views.greatest(self.version or None, time.time())
+        if message.version > most:
+            raise rpc.InvalidArgument(f"experts.version: expected <= {most}, got {message.version}")
+        error = "".join(char if char.isprintable() else " " for char in message.error[:MAX_ERROR_CHARS])
+        held = tuple(tuple(layer.experts) for layer in message.layers)
+        rows = tuple(tuple(layer.rows) for layer in message.layers)
+        report = Report(message.version, message.switched, message.to_switch, error, held, rows)
+        try:
+            self._manager.check_report(member.rank, report)
+        except ValueError as wrong:
+            raise rpc.InvalidArgument(str(wrong)) from None
+        numbers, size = [layer.checkpoint for layer in message.layers], self._manager.kind.num_experts
+        if max(numbers, default=0) >= MAX_NUMBER:
+            raise rpc.InvalidArgument(f"experts.layers.checkpoint: expected < {MAX_NUMBER}, got {max(numbers)}")
+        known = self.checkpoints_of(message)
+        weights = tuple(weights_of((one,), size, number)[0] for one, number in zip(held, numbers, strict=True))
+        return member.rank, replace(report, layers=weights, checkpoints=known)
+
+    def record_report(self, epoch: int, rank: int, report: Report) -> None:
+        """Record a checked report of `epoch`, unless its heartbeat has ended that epoch."""
+        group = self._group()
+        if group.phase is not Phase.SERVING or group.epoch != epoch:
+            return
+        self._manager.learn(report.checkpoints)
+        before = self.version
+        self._publish(self._manager.record_report(rank, report, self._clock()), before)
+
+    def tick(self, serving: bool) -> None:
+        """Advance time."""
+        now, before = self._clock(), self.version
+        self._publish(self._manager.expire(now), before)
+        if not self._obstacle(self._group().epoch) and self._manager.settle(now):
+            log.info("checkpoint", placement=self.version, wanted=self._manager.checkpoints.wanted)
+            self._metrics.placement_version.set(self.version)
+            self._announce()
+        if serving and self._manager.is_due(now) and (self._rebalance_task is None or self._rebalance_task.done()):
+            self._rebalance_task = background(self._rebalance_if_worth(), "placement planning")
+
+    def placement(self, group: Group, request: pb.PlacementRequest) -> pb.PlacementResponse:
+        """The tables of an epoch: the frozen ones until it serves, then the newest. Raises FailedPrecondition."""
+        manager = self._manager
+        goal = {
+            Phase.EXCHANGING: manager.epoch_goal,
+            Phase.SERVING: Goal(manager.version, manager.tables) if manager.version else None,
+        }.get(group.phase)
+        if request.epoch != group.epoch or goal is None:
+            raise rpc.FailedPrecondition(f"placement: expected one of epoch {group.epoch}, got {request.epoch}")
+        response = pb.PlacementResponse(version=goal.version, num_slots=len(_row(goal.tables[0])))
+        size = manager.kind.num_experts if manager.kind is not None else 1
+        for table in goal.tables:
+            response.layers.add(experts=_row(experts_of(table, size)), checkpoint=number_of(table, size))
+        response.checkpoints.CopyFrom(manager.checkpoints.message())
+        return response
+
+    def stop(self) -> None:
+        """Start no further moves."""
+        self._stopped = True
+        if self._rebalance_task is not None:
+            self._rebalance_task.cancel()
+
+    def load(self, request: pb.LoadRequest) -> pb.LoadResponse:
+        """Start to load another checkpoint. Raises FailedPrecondition, InvalidArgument."""
+        if why := self._obstacle(self._group().epoch):
+            raise rpc.FailedPrecondition(f"load: {why}")
+        if (
+            not request.path
+            or not request.fingerprint
+            or max(map(len, (request.path, request.fingerprint))) > MAX_CHARS
+        ):
+            raise rpc.InvalidArgument(f"path, fingerprint: expected texts of 1..{MAX_CHARS} characters")
+        if not (request.path + request.fingerprint).isprintable():
+            raise rpc.InvalidArgument("path, fingerprint: expected printable characters")
+        number = self._manager.load(request.path, request.fingerprint, self._clock())
+        self._metrics.placement_version.set(self.version)
+        log.info("loading started", placement=self.version, checkpoint=number, path=request.path)
+        self._announce()
+        return pb.LoadResponse(version=self.version, number=number, layers=len(self._manager.tables))
+
+    async def rebalance(self) -> pb.RebalanceResponse:
+        """Make a plan and start it. Raises FailedPrecondition."""
+        if why := self._obstacle(self._group().epoch):
+            raise rpc.FailedPrecondition(f"rebalance: {why}")
+        made = await self._plan()
+        if why := self._obstacle(made.epoch):
+            raise rpc.FailedPrecondition(f"rebalance: while the plan was made: {why}")
+        started = self._start(made)
+        return pb.RebalanceResponse(version=self.version, moves=made.plan.moves if started else 0)
+
+    def _obstacle(self, epoch: int) -> str:
+        """Why no experts can be moved in `epoch`; "" = they can."""
+        group = self._group()
+        if self._stopped:
+            return "this control plane has stopped leading"
+        if group.phase is not Phase.SERVING or group.active is not None or not self.version:
+            missing = " without some ranks" if group.active is not None else ""
+            return f"expected a complete serving group, got {group.phase.value}{missing}"
+        if group.epoch != epoch:
+            return f"expected epoch {epoch}, got {group.epoch}"
+        return "experts are moving already" if self._manager.is_moving else ""
+
+    async def experts(self) -> pb.ExpertsResponse:
+        """Placement, load and plan, for display."""
+        manager = self._manager
+        response = pb.ExpertsResponse(
+            version=self.version, world_size=manager.world_size, last_change=manager.last_change
+        )
+        response.checkpoints.CopyFrom(manager.checkpoints.message())
+        if manager.kind is None or not self.version:
+            return response
+        response.layers_switched, response.layers_moving = manager.moving
+        made = await self._plan()
+        kind, snapshot, plan = made.kind, made.snapshot, made.plan
+        response.version = snapshot.version
+        response.num_experts, response.num_slots = kind.num_experts, snapshot.shape.num_slots
+        response.imbalance, response.imbalance_if_moved = plan.imbalance, plan.imbalance_after
+        response.would_move = plan.moves
+        response.rank_loads.extend(rank_shares(snapshot))
+        response.domains.extend(snapshot.shape.domains)
+        response.domain_imbalance = domain_imbalance(snapshot)
+        for number, load, now, then in zip(kind.layers, snapshot.loads, plan.before, plan.after, strict=True):
+            response.layers.add(
+                layer=number,
+                slots=_row(now),
+                load=load,
+                imbalance=imbalance(load, now),
+                imbalance_if_moved=imbalance(load, then),
+                slots_if_moved=_row(then),
+            )
+        return response
+
+    async def _plan(self) -> _CachedPlan:
+        async with self._planning:
+            now, made, epoch, kind = self._clock(), self._cached, self._group().epoch, self._manager.kind
+            of_now = made is not None and (made.epoch, made.plan.base) == (epoch, self.version)
+            if made is None or not of_now or now - made.at > PLAN_FRESH_S:
+                snapshot = self._manager.snapshot(now)
+                if snapshot is None or kind is None:
+                    raise rpc.Unavailable("experts: their placement is not known yet")
+                made = _CachedPlan(epoch, kind, snapshot, await asyncio.to_thread(snapshot.plan), now)
+                self._cached = made
+                if not self._stopped:  # the gauge may already belong to a successor
+                    self._metrics.expert_imbalance_ratio.set(made.plan.imbalance)
+            return made
+
+    async def _rebalance_if_worth(self) -> None:
+        """Start a move if it gains enough."""
+        try:
+            made = await self._plan()
+        except rpc.Unavailable:
+            return
+        if self._manager.is_worth_it(made.plan):
+            self._start(made)
+
+    def _start(self, made: _CachedPlan) -> bool:
+        """Start a plan if the group still serves its epoch: in any other epoch, ranks may be fetching the placement."""
+        plan = made.plan
+        if self._obstacle(made.epoch) or not self._manager.start(plan, self._clock()):
+            return False
+        self._metrics.placement_version.set(self.version)
+        figures = {"imbalance": round(plan.imbalance, 4), "then": round(plan.imbalance_after, 4)}
+        log.info("move started", placement=self.version, copies=plan.moves, **figures)
+        self._announce()
+        return True
+
+    def _publish(self, outcome: Outcome | None, before: int) -> None:
+        if outcome is not None:
+            say = log.info if outcome.result == "done" else log.warning
+            say("move done" if outcome.result == "done" else "move rolled back", what=outcome.text)
+            self._metrics.expert_moves_total.labels(result=outcome.result).inc()
+        if self.version != before:
+            self._metrics.placement_version.set(self.version)
+            self._announce()
+
+
+def _row(table: Table) -> Sequence[int]:
+    return [expert for held in table for expert in held]

@@ -1,0 +1,389 @@
+"""The control plane's service: messages become events, effects become Watch streams, log lines and metrics.
+
+All state is one frozen `Group`; every handler is one `step` of group.py on the event loop, so there is no lock. Watch
+streams are conflated: a slow watcher skips views and gets the newest. Nothing is written to disk.
+"""
+# ruff: noqa: N802  (the methods of a servicer are named in control.proto)
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from crossdock.common import log as logs
+from crossdock.common import rpc
+from crossdock.common.access import check_uid
+from crossdock.common.config import ControlConfig
+from crossdock.common.metrics import ControlMetrics
+from crossdock.control.group import group_state
+from crossdock.control.group.group import new_group, step
+from crossdock.control.group.group_measures import GroupMeasures
+from crossdock.control.group.group_state import (
+    Blamed,
+    Cordon,
+    Effect,
+    Event,
+    Group,
+    Lost,
+    Phase,
+    Publish,
+    Refusal,
+    Refuse,
+    RefusedWorker,
+    Settings,
+    Tick,
+    Uncordon,
+    Waits,
+)
+from crossdock.control.group.recovery import MAX_LEAP
+from crossdock.control.latency import latency_watch
+from crossdock.control.latency.postmortems import Postmortems
+from crossdock.control.placement import views
+from crossdock.control.placement.placement_service import PlacementService
+from crossdock.control.server import barred
+from crossdock.control.server.watchers import Watchers
+from crossdock.control.server.worker_keys import WorkerKeys
+from crossdock.control.topology import discovery
+from crossdock.protocol.v1 import control_pb2 as pb
+from crossdock.protocol.v1 import control_pb2_grpc, topology_pb2
+
+_LONG_PLAN_S, _PLAN_PAUSES = 0.1, 10
+"""A plan of a large model takes seconds of a core, and any client may ask: at most a tenth of the time is spent on
+it."""
+log = logs.get(__name__)
+
+REFUSALS: dict[Refusal, type[rpc.CallError]] = {
+    Refusal.UNKNOWN_WORKER: rpc.NotFound,
+    Refusal.REPLACED: rpc.AlreadyExists,
+    Refusal.NAME_TAKEN: rpc.AlreadyExists,
+    Refusal.WRONG_EPOCH: rpc.FailedPrecondition,
+    Refusal.WRONG_PHASE: rpc.FailedPrecondition,
+    Refusal.MIXED_PLACEMENT: rpc.FailedPrecondition,
+    Refusal.MIXED_GROUP: rpc.FailedPrecondition,
+    Refusal.GROUP_FULL: rpc.ResourceExhausted,
+    Refusal.BAD_VALUE: rpc.InvalidArgument,
+    Refusal.BARRED: rpc.ResourceExhausted,
+}
+"""Status of each refusal; call_errors.py has their meanings."""
+
+
+class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
+    """The ControlPlane service of one group.
+
+    Args:
+        config: of this process.
+        metrics: of this process.
+        clock: monotonic seconds.
+        labels: returns the platform's labels of hosts, by hostname.
+    """
+
+    def __init__(
+        self,
+        config: ControlConfig,
+        metrics: ControlMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        labels: Callable[[], Mapping[str, discovery.Labels]] = dict,
+    ) -> None:
+        settings = Settings(
+            config.num_ranks,
+            config.lease_s,
+            config.form_timeout_s,
+            config.recover_s,
+            elastic=config.elastic,
+            blame_epochs=config.blame_epochs,
+            blame_window_s=config.blame_window_s,
+            quarantine_s=config.quarantine_s,
+        )
+        self._id = secrets.randbits(63) | 1
+        self._clock, self._metrics, self._labels = clock, metrics, labels
+        self._facts: dict[str, tuple[topology_pb2.HostFacts, int]] = {}
+        self._planned: tuple[int, float, pb.ExpertsResponse] | None = None
+        self._topology: tuple[int, dict[str, discovery.Labels], bytes] | None = None
+        self._limits = views.Limits.of(config.num_ranks)
+        self._group = new_group(settings, clock(), 1 + secrets.randbelow(MAX_LEAP))
+        self._version = 1
+        self._stats: dict[str, pb.WorkerStats] = {}
+        self._keys = WorkerKeys()
+        self._watchers = Watchers(config.num_ranks, metrics)
+        self._rendered: dict[bool, tuple[int, bytes]] = {}
+        self._experts = PlacementService(
+            config.placement, config.num_ranks, metrics, clock, lambda: self._group, self._announce
+        )
+        self._postmortems, self._measures = Postmortems(), GroupMeasures(metrics)
+        self._latency, self._slow_s = latency_watch.LatencyWatch(metrics), config.quarantine_slow_s
+        metrics.world_size.set(config.num_ranks)
+        self._measure()
+
+    @property
+    def group(self) -> Group:
+        """The current state."""
+        return self._group
+
+    async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
+        """Add a worker to the group, or renew its membership."""
+        host = request.host
+        views.check_incarnation(request.worker.incarnation, time.time_ns())
+        self._keys.check(request.worker, context)
+        event = views.register_event(request, self._limits, self._max_epoch(), self._labels().get(host.hostname))
+        kind, known = self._experts.kind_of(request), self._experts.checkpoints_of(request)
+        response = pb.RegisterResponse(lease_s=self._group.settings.lease_s)
+        if not self._admit(event, request, response, lambda: self._experts.set_kind(kind, known)):
+            return response
+        self._keys.bind(request.worker, context)
+        host.DiscardUnknownFields()
+        self._topology = None
+        self._facts[event.worker.uid] = host, discovery.gpu_index(host, request.gpu_uuid, request.local_rank)
+        response.epoch = self._group.epoch
+        return response
+
+    def _admit(
+        self,
+        event: group_state.Register,
+        request: pb.RegisterRequest,
+        response: pb.RegisterResponse,
+        accepted: Callable[[], None],
+    ) -> bool:
+        """Apply the event. False: the worker is barred, and `response` says so."""
+        worker = event.worker
+        bar = barred.remembered(self._group, worker, request.barred, self._clock(), self._id)
+        if bar is not None:
+            self._apply(Cordon((bar,)))
+        try:
+            self._apply(event, accepted)
+        except rpc.ResourceExhausted:
+            bar = self._group.bar_of(worker)
+            if bar is None:
+                self._apply(Waits(worker))
+                raise
+            response.barred.CopyFrom(barred.to_message(bar, self._clock(), self._id))
+            return False
+        except (rpc.FailedPrecondition, rpc.AlreadyExists) as error:
+            self._apply(RefusedWorker(worker.uid, str(error)))
+            raise
+        return True
+
+    async def PublishRegion(self, request: pb.PublishRegionRequest, context: Any) -> pb.PublishRegionResponse:
+        """Store a member's region for this epoch."""
+        self._keys.check(request.worker, context)
+        self._apply(views.publish_event(request, self._limits))
+        return pb.PublishRegionResponse()
+
+    async def Ready(self, request: pb.ReadyRequest, context: Any) -> pb.ReadyResponse:
+        """Mark a member as ready: it has mapped all regions."""
+        self._keys.check(request.worker, context)
+        self._apply(views.ready_event(request))
+        return pb.ReadyResponse()
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
+        """Renew a lease; record reports of silent ranks and of experts."""
+        self._keys.check(request.worker, context)
+        report = self._experts.check_report(self._group, request)
+        views.check_stats(request.stats)
+        latency_watch.check(request.stats.latency, self._limits.world_size)
+        self._apply(views.heartbeat_event(request, self._limits, self._max_epoch()))
+        self._metrics.heartbeats_total.inc()
+        self._postmortems.record(request)
+        if report is not None:
+            self._experts.record_report(request.epoch, *report)
+        response, member = pb.HeartbeatResponse(epoch=self._group.epoch), self._group.member(request.worker.uid)
+        if request.HasField("stats") and member is not None:  # its own report may have ended its membership
+            self._latency.record(self._group, request, self._clock())
+            request.stats.DiscardUnknownFields()  # unknown fields would be copied into every view
+            self._stats[request.worker.uid] = request.stats
+        bar = self._group.bar_of(member.worker) if member is not None else None
+        if bar is not None:
+            response.barred.CopyFrom(barred.to_message(bar, self._clock(), self._id))
+        return response
+
+    async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
+        """Remove a member. OK also if it is already gone."""
+        self._keys.check(request.worker, context)
+        self._apply(views.leave_event(request))
+        return pb.LeaveResponse()
+
+    async def Topology(self, request: pb.TopologyRequest, context: Any) -> bytes:
+        """Hosts and seats. Rendered once per state of the group, since any client may ask."""
+        labels, made = dict(self._labels()), self._topology
+        if made is None or made[:2] != (self._version, labels):
+            response = views.topology_response(self._group, self._facts, labels)
+            made = self._topology = (self._version, labels, response.SerializeToString())
+        return made[2]
+
+    async def Placement(self, request: pb.PlacementRequest, context: Any) -> pb.PlacementResponse:
+        """The expert tables of an epoch."""
+        return self._experts.placement(self._group, request)
+
+    async def Experts(self, request: pb.ExpertsRequest, context: Any) -> pb.ExpertsResponse:
+        """Load of the experts and the planned move. A slow plan is reused for ten times its duration."""
+        version, now = self._experts.version, time.monotonic()
+        if self._planned is None or self._planned[0] != version or now >= self._planned[1]:
+            answer = await self._experts.experts()
+            took_s = time.monotonic() - now
+            fresh_s = _PLAN_PAUSES * took_s if took_s > _LONG_PLAN_S else 0.0
+            self._planned = version, time.monotonic() + fresh_s, answer
+        return self._planned[2]
+
+    async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceResponse:
+        """Move experts now."""
+        return await self._experts.rebalance()
+
+    async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:
+        """Load another checkpoint now."""
+        return self._experts.load(request)
+
+    async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:
+        """Bar workers from registering again; with `drain`, the answers to their heartbeats ask them to leave."""
+        bars = barred.bars_of(self._group, request)
+        self._apply(Cordon(bars))
+        log.warning("cordoned", workers=", ".join(bar.uid for bar in bars), drain=request.drain, reason=bars[0].reason)
+        return pb.CordonResponse(barred=barred.to_messages(bars, self._clock(), self._id))
+
+    async def Uncordon(self, request: pb.UncordonRequest, context: Any) -> pb.UncordonResponse:
+        """Lift bars."""
+        bars = barred.to_lift(self._group, request)
+        self._apply(Uncordon(frozenset(bar.uid for bar in bars)))
+        log.warning("uncordoned", workers=", ".join(bar.uid for bar in bars))
+        return pb.UncordonResponse(barred=barred.to_messages(bars, self._clock(), self._id))
+
+    async def Postmortems(self, request: pb.PostmortemsRequest, context: Any) -> pb.PostmortemsResponse:
+        """What ranks knew when a wait failed."""
+        return self._postmortems.message()
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
+        """The newest view, then each change, until the caller or this process ends the stream."""
+        worker, brief, table_once, latency = _identity(request), request.brief, request.table_once, request.latency
+        del request  # the stream is long-lived, and must not keep the request alive
+        if worker.uid:
+            self._keys.check(worker, context)
+        inside = views.is_member(self._group, worker)
+        changed, has_table = self._watchers.enter(inside), 0
+        try:
+            while not self._watchers.stopped:
+                changed.clear()
+                if views.is_replaced(self._group, worker):
+                    advice = "if two hosts have one name, set worker.uid on one of them"
+                    raise rpc.AlreadyExists(f"worker {worker.uid}: a newer process holds its rank; {advice}")
+                message, has_table = self._view(worker, brief, table_once, has_table, latency=latency)
+                yield message
+                await changed.wait()
+            raise rpc.Unavailable("the control plane is stopping")
+        finally:
+            self._watchers.leave(changed, inside)
+
+    def tick(self) -> None:
+        """Advance time."""
+        self._apply(Tick())
+        self._measures.measure_members(self._group)
+        self._latency.tick(self._group, self._clock())
+        slow = self._latency.slow(self._group, self._slow_s, self._clock()) if self._slow_s else None
+        if slow is not None:
+            self._apply(slow)
+        self._experts.tick(self._group.phase is Phase.SERVING and self._group.active is None)
+
+    def stop(self) -> None:
+        """End every Watch stream with UNAVAILABLE, so that watchers find the new leader; clear the group's gauges."""
+        self._watchers.stopped = True
+        self._experts.stop()
+        self._metrics.clear_group()
+        self._watchers.notify_now()
+
+    def _max_epoch(self) -> int:
+        return views.greatest_epoch(self._group, time.time())
+
+    def _view(
+        self, worker: pb.WorkerId, brief: bool, table_once: bool, has_table: int = 0, *, latency: bool = False
+    ) -> tuple[pb.GroupView | bytes, int]:
+        """The view for a watcher, and the epoch of the last region table sent to it; `has_table`: the one before."""
+        group, inside = self._group, views.is_member(self._group, worker)
+        if not (brief and inside):
+            stats, placement = self._stats, self._experts.version
+            whole = views.group_view(group, self._version, self._clock(), stats, regions=inside, placement=placement)
+            whole.barred.extend(barred.to_messages(group.bars, self._clock(), self._id))
+            if latency:
+                self._latency.show(whole, self._clock())
+            return whole, has_table
+        table = group.sealed and not (table_once and _needs_no_table(group, has_table))
+        return self._brief(worker, table), group.epoch if table else has_table
+
+    def _brief(self, worker: pb.WorkerId, table: bool) -> bytes:
+        """The region table, or the state and this member. Bytes, since many watchers get the same."""
+        group, rendered = self._group, self._rendered.get(table)
+        if rendered is None or rendered[0] != self._version:
+            make = views.table_view if table else views.brief_view
+            rendered = self._version, make(group, self._version, self._experts.version).SerializeToString()
+            self._rendered[table] = rendered
+        return rendered[1] if table else rendered[1] + views.own_seat(group, worker).SerializeToString()
+
+    def _announce(self) -> None:
+        """Notify the watchers of another placement."""
+        self._version += 1
+        self._watchers.notify_now()
+
+    def _apply(self, event: Event, accepted: Callable[[], None] = lambda: None) -> None:
+        """Apply an event to the group; `accepted` is called if it is not refused, before watchers are notified."""
+        before = self._group
+        self._group, effects = step(before, event, self._clock())
+        if not any(isinstance(effect, Refuse) for effect in effects):
+            accepted()
+        for effect in effects:
+            self._perform(effect, before)
+
+    def _perform(self, effect: Effect, before: Group) -> None:
+        match effect:
+            case Refuse(refusal, message):
+                raise REFUSALS[refusal](message)
+            case Lost(rank, uid, cause):
+                self._measures.lost(cause)
+                self._stats.pop(uid, None)
+                self._latency.forget(uid)
+                self._facts.pop(uid, None)
+                if cause != "replaced":
+                    self._keys.forget(uid)
+                log.warning("member lost", lost_rank=rank, uid=uid, cause=cause)
+            case Blamed(rank, by_rank, num_blamed):
+                self._measures.blamed(rank)
+                log.warning("rank reported silent", silent_rank=rank, by_rank=by_rank, times=num_blamed)
+            case Publish():
+                self._publish(before)
+
+    def _publish(self, before: Group) -> None:
+        group = self._group
+        self._version += 1
+        self._experts.group_changed(before, group)
+        self._measures.changed(before, group, self._clock())
+        if (group.phase, group.epoch) != (before.phase, before.epoch):
+            self._postmortems.changed(group)
+        self._measure()
+        log.info(
+            "group changed",
+            state=group.phase.value,
+            epoch=group.epoch,
+            members=f"{len(group.members)}/{group.settings.world_size}",
+            regions="complete" if group.sealed else "missing",
+            reason=group.why,
+        )
+        gathering = _is_gathering(before) and _is_gathering(group) and group.epoch == before.epoch
+        self._watchers.notify(full=group.full, wait=gathering)
+
+    def _measure(self) -> None:
+        if not self._watchers.stopped:
+            self._measures.measure(self._group)
+
+
+def _identity(request: pb.WatchRequest) -> pb.WorkerId:
+    """Checked identity of a watcher; keeps no reference to `request`. Raises InvalidArgument."""
+    check_uid(request.worker.uid)
+    return pb.WorkerId(uid=request.worker.uid, incarnation=request.worker.incarnation)
+
+
+def _needs_no_table(group: Group, has_table: int) -> bool:
+    """Whether a member that has the table of epoch `has_table` needs no other: it is current, all members have used the
+    current one, or the group continues with an earlier one."""
+    return has_table == group.epoch or group.active is not None or group.phase is Phase.SERVING
+
+
+def _is_gathering(group: Group) -> bool:
+    """Whether members can still join and leave within this epoch."""
+    return group.phase in {Phase.FORMING, Phase.EXCHANGING} and not group.sealed

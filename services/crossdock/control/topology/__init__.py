@@ -1,0 +1,1 @@
+"""Hosts, their links, and the transport that reaches all ranks."""

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: families, names, formats, one expert's bytes at a time."""

@@ -1,0 +1,1 @@
+"""The experts that a rank holds: room for them, loading, products."""

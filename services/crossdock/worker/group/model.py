@@ -1,0 +1,267 @@
+"""The served model: a checkpoint, the experts of this rank, and the communicator for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from crossdock.common.config import WorkerConfig
+from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.checkpoints.weights import FLOAT, Format
+from crossdock.worker.experts import device as devices
+from crossdock.worker.experts.expert_mlps import ExpertMLPs, Weights
+from crossdock.worker.experts.grouped.support import compile_into
+from crossdock.worker.experts.open_checkpoints import OpenCheckpoints
+from crossdock.worker.experts.placement import FROM_CONFIG, Placement, WeightsOf
+from crossdock.worker.experts.room import DTYPES, check_room
+from crossdock.worker.group.data_network import network_of, with_device
+from crossdock.worker.group.same_weights import sum_of
+from crossdock.worker.group.seat import ControlGroup
+from ep_kernels import Capabilities, CombineOrder, Layout, Mode, MoECommunicator, MoEConfig, Overflow
+from ep_kernels.bringup import fingerprint
+from ep_kernels.transports import create
+from ep_kernels.transports.base import boxes
+
+_OF_PLACEMENT = {"num_experts", "expert_map"}
+"""Fields of the data plane's configuration that depend on the placement: numbers of slots, and where they are."""
+
+
+class Model:
+    """One model on one device.
+
+    Args:
+        config: of the worker.
+        checkpoint: opened; closed by `close`.
+
+    Attributes:
+        spec: of the checkpoint.
+        dtype: of x and y.
+        capabilities: of the configured transport.
+        device: where experts are held and steps computed; current in the thread that made this.
+        nic: its RDMA port; None: the network has none.
+        boxes: where its GPU keeps what the network sends and brings, and why; "" = it has no network, or no GPU.
+
+    Raises:
+        CheckpointError: an `expert_dtype` that is not supported.
+        EpError: the transport does not work here, or cannot carry this model; there is no such device.
+        DeviceLost: the GPU does not work.
+    """
+
+    def __init__(self, config: WorkerConfig, checkpoint: Checkpoint) -> None:
+        self._config, self._checkpoint, self.spec = config, checkpoint, checkpoint.spec
+        self._checkpoints = OpenCheckpoints(checkpoint)
+        self.dtype = DTYPES[config.dtype] if config.dtype else checkpoint.spec.dtype
+        self._crossover: int | None = config.ll_max_tokens
+        self._network = network_of(config)
+        self.capabilities = self._probe()
+        index = config.local_rank if config.device is None else config.device
+        self.device = devices.choose(self.capabilities.device_type, index, devices.num_gpus())
+        devices.enter(self.device)
+        if self.device.type == "cuda" and any(
+            each.kind != "float" for each in self.spec.formats
+        ):  # what Triton multiplies
+            compile_into(config.kernel_cache_dir)
+        self._held_dtype, self._widen = self._expert_dtype(), bool(config.expert_dtype)
+        self._network, self.nic = with_device(self._network, devices.uuid_of(self.device), config.local_rank)
+        index = self.device.index if self.device.type == "cuda" else -1
+        self.boxes = "" if self._network is None or index < 0 else boxes(config.transport, self._network, index)
+        self._experts: ExpertMLPs | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the experts that are loaded."""
+        return self._experts.num_bytes if self._experts else 0
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """Of the experts' weights as they are held, by layer."""
+        return (FLOAT,) * len(self.spec.moe_layers) if self._widen else self.spec.formats
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of one row in dispatch and in combine."""
+        width = self.spec.hidden_size
+        return width * self.dtype.itemsize, width * (self._output_dtype or self.dtype).itemsize
+
+    def load(self, placement: Placement, rank: int, progress: Callable[[int, int], None]) -> ExpertMLPs | None:
+        """Load the experts of a rank; loaded ones are kept. None: the rank has no slots. Blocks.
+
+        Raises:
+            CheckpointError: unreadable weights, or no room for them.
+            DeviceLost: the GPU does not work any more.
+        """
+        devices.enter(self.device)
+        ids = {layer: placement.of_rank(layer, rank) for layer in self.spec.moe_layers}
+        num_slots = len(ids[self.spec.moe_layers[0]])
+        if self._experts is not None and self._experts.num_experts == num_slots:
+            for layer, row in ids.items():
+                weights = placement.weights(layer)
+                staged = self.stage(layer, row, progress, weights)
+                if staged is not None:
+                    self._experts.replace(layer, row, *staged, checkpoint=weights.number)
+            return self._experts
+        self._experts = None  # two sets might not fit
+        if num_slots:
+            self._experts = self._load_all(placement, ids, num_slots, progress)
+        return self._experts
+
+    def _load_all(
+        self,
+        placement: Placement,
+        ids: dict[int, tuple[int, ...]],
+        num_slots: int,
+        progress: Callable[[int, int], None],
+    ) -> ExpertMLPs:
+        check_room(self._checkpoint, num_slots, self.device, self._held_dtype, widen=self._widen)
+        sources = {layer: self._checkpoints.open(placement.weights(layer)) for layer in ids}
+        with self._room(num_slots):
+            made = ExpertMLPs.load(
+                sources, ids, dtype=self._held_dtype, widen=self._widen, device=self.device, progress=progress
+            )
+        made.checkpoints.update({layer: placement.weights(layer).number for layer in ids})
+        return made
+
+    def stage(
+        self,
+        layer: int,
+        ids: Sequence[int],
+        progress: Callable[[int, int], None],
+        weights: WeightsOf = FROM_CONFIG,
+    ) -> Weights | None:
+        """Weights of one layer for other experts than are loaded, or of another checkpoint; None: they are these.
+        Blocks; not beside `load`.
+
+        Raises:
+            CheckpointError: unreadable weights, or no room for them.
+            DeviceLost: the GPU does not work any more.
+        """
+        experts, number = self._experts, weights.number
+        if experts is None or (experts.ids[layer] == tuple(ids) and experts.checkpoints[layer] == number):
+            return None
+        devices.enter(self.device)
+        checkpoint = self._checkpoints.open(weights)
+        with self._room(len(ids)):
+            staged = experts.stage(checkpoint, layer, ids, progress, number=number)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return staged
+
+    def sum(self, placement: Placement, rank: int | None = None) -> int:
+        """Of the digests of a rank's experts, or of all, with the files of this worker; reads those that were not
+        read. Blocks.
+
+        Raises:
+            CheckpointError: unreadable weights.
+        """
+        sources = {layer: self._checkpoints.open(placement.weights(layer)) for layer in self.spec.moe_layers}
+        return sum_of(
+            source.digest(layer, expert)
+            for layer, source in sources.items()
+            for expert in (range(self.spec.num_experts) if rank is None else set(placement.of_rank(layer, rank)))
+        )
+
+    def read_all(self, placement: Placement) -> tuple[list[int], int]:
+        """`sum` of each rank, and of all experts. Blocks, and gives the calling thread the lowest priority."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        return [self.sum(placement, rank) for rank in range(placement.num_ranks)], self.sum(placement)
+
+    def is_read(self, placement: Placement) -> bool:
+        """Whether `read_all` reads nothing."""
+        return all(self._checkpoints.open(placement.weights(layer)).is_read for layer in self.spec.moe_layers)
+
+    def connect(self, group: ControlGroup, num_slots: int) -> MoECommunicator:
+        """Build the communicator of an epoch, over slots. Blocks until the first barrier has proved every link.
+
+        Raises:
+            EpError: a peer did not come, the ranks differ, or the epoch is over.
+            DeviceLost: the GPU does not work any more.
+        """
+        devices.enter(self.device)
+        return MoECommunicator(self._communicator_config(group, num_slots))
+
+    def communicator_settings(self) -> dict[str, str]:
+        """By name, as text: what must be equal in the communicators of all ranks, apart from what the placement gives.
+        A difference in a setting is refused at registration; in the rest, when the communicators are built."""
+        fields = fingerprint(self._communicator_config(_Alone(), self.spec.num_experts))
+        return {name: value for name, value in fields.items() if name not in _OF_PLACEMENT}
+
+    def close(self) -> None:
+        """Unmap the checkpoints."""
+        self._checkpoints.close()
+
+    @property
+    def _output_dtype(self) -> torch.dtype | None:
+        """Dtype of combine. By default float32 on a CPU, the output of the experts there, so that only the final sum is
+        rounded; the served dtype on a GPU."""
+        if self._config.combine_dtype:
+            return DTYPES[self._config.combine_dtype]
+        return torch.float32 if self.capabilities.device_type == "cpu" else None
+
+    def _expert_dtype(self) -> torch.dtype:
+        """The dtype of experts that are held in float."""
+        held = DTYPES[self._config.expert_dtype] if self._config.expert_dtype else self.dtype
+        if held is not self.dtype and (held is not torch.float32 or self.device.type != "cpu"):
+            wider = ", or torch.float32" if self.device.type == "cpu" else ""
+            raise CheckpointError(f"expert_dtype: expected {self.dtype}{wider} on {self.device}, got {held}")
+        return held
+
+    @contextlib.contextmanager
+    def _room(self, num_experts: int) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise CheckpointError(
+                f"{num_experts} experts do not fit on {self.device}; more workers? {error}"
+            ) from error
+
+    def _probe(self) -> Capabilities:
+        transport = create(self._moe_config(_Alone(), self.spec.num_experts))
+        try:
+            if self._crossover is None:  # regions are exchanged once in an epoch: nothing can be agreed on before
+                self._crossover = transport.ll_max_tokens()
+            return transport.capabilities
+        finally:
+            transport.close()
+
+    def _communicator_config(self, group: object, num_slots: int) -> MoEConfig:
+        policy: dict[str, Any] = {}
+        if self.device.type != "cpu":  # no counts on the host: worst-case rows, so no row is dropped
+            policy = {"exact_shapes": False, "overflow": Overflow.DROP, "max_in_flight": 1}
+        return self._moe_config(group, num_slots, output_dtype=self._output_dtype, **policy)
+
+    def _moe_config(self, group: object, num_slots: int, **fields: Any) -> MoEConfig:
+        return MoEConfig(
+            group=group,
+            num_experts=num_slots,
+            hidden_size=self.spec.hidden_size,
+            topk=self.spec.topk,
+            max_tokens_per_rank=self._config.max_tokens_per_step,
+            mode=Mode.AUTO,
+            ll_max_tokens=self._crossover,
+            dispatch_sms=self._config.dispatch_sms,
+            combine_sms=self._config.combine_sms,
+            layout=Layout.GROUPED,
+            dtype=self.dtype,
+            combine_order=CombineOrder(self._config.combine_order),
+            timeout_s=self._config.step_timeout_s,
+            transport=self._config.transport,
+            network=self._network,
+            kernel_cache_dir=self._config.kernel_cache_dir or None,
+            **fields,
+        )
+
+
+class _Alone:
+    """A group of one, to probe the capabilities of a transport."""
+
+    rank, size, epoch = 0, 1, 0
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
+        """See `ep_kernels.Group`."""
+        return [payload]

@@ -1,0 +1,152 @@
+"""Validation of requests: a ForwardRequest becomes tensors that no step can fail on, or a Failure with field, expected
+and got.
+
+Nothing is checked again later: a rank that fails alone in the middle of a step would break the whole group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import grpc
+import torch
+
+from crossdock.protocol import wire
+from crossdock.protocol.request_buffer import Places, RequestMemory, RequestRows
+from crossdock.protocol.v1 import expert_pb2
+from crossdock.worker.checkpoints.checkpoint import ModelSpec
+from crossdock.worker.steps.work import Failure, Refused
+
+REQUEST_BYTES = 1024
+"""Accounted overhead of one request, so that empty ones are not free."""
+
+_FEW = 64
+
+
+class Tokens(NamedTuple):
+    """Tensors of a valid request: x [T, H] served dtype, topk_ids int32 [T, K], topk_weights float32 [T, K]."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the request while it waits; its answer is as large as x."""
+        return REQUEST_BYTES + 2 * self.x.nbytes + self.topk_ids.nbytes + self.topk_weights.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class RequestValidator:
+    """Checks requests for one model, served in `dtype`, but for the fingerprint that a request expects: its layer may
+    get another checkpoint before its step (engine.py)."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+
+    def validate(self, request: expert_pb2.ForwardRequest, data: Mapping[str, memoryview] | None = None) -> Tokens:
+        """Check and unpack. Raises Refused: INVALID_ARGUMENT.
+
+        Args:
+            request: what came in.
+            data: bytes of its tensors, by field; None: those in the message.
+        """
+        self._check_layer(request)
+        try:
+            x, ids, weights = self._in_message(request, data or {})
+        except wire.WireError as error:
+            raise _invalid(str(error)) from None
+        self._check_values(ids, weights)
+        return Tokens(x, ids if ids.dtype is torch.int32 else ids.to(torch.int32), weights)
+
+    def rows_in(self, request: expert_pb2.ForwardRequest, memory: RequestMemory) -> RequestRows:
+        """Places of a request's tensors in its buffer's memory; the request is checked but for what is in
+        them. Raises Refused, as `validate`."""
+        self._check_layer(request)
+        try:
+            return self._in_memory(request, memory)
+        except wire.WireError as error:
+            raise _invalid(str(error)) from None
+
+    def taken(self, shared: RequestRows) -> Tokens:
+        """Those tensors. x stays where it is, and its sender may change it; ids and weights are copied before they are
+        checked, to one of two places (`RoutingCopy`). Raises Refused."""
+        routing = shared.routing
+        routing.take()
+        if routing.count <= _FEW:
+            self._check_few(routing.id_values.tolist(), routing.weight_values.tolist())
+        else:
+            self._check_values(routing.ids, routing.weights)
+        return Tokens(shared.x, routing.ids, routing.weights)
+
+    def _check_layer(self, request: expert_pb2.ForwardRequest) -> None:
+        if request.layer not in self.spec.moe_layers:
+            raise _invalid(f"layer: expected one of {_ranges(self.spec.moe_layers)}, got {request.layer}")
+
+    def _in_message(
+        self, request: expert_pb2.ForwardRequest, data: Mapping[str, memoryview]
+    ) -> tuple[torch.Tensor, ...]:
+        wanted = {"x": (self.dtype,), "topk_ids": (torch.int32, torch.int64), "topk_weights": (torch.float32,)}
+        x, ids, weights = (
+            wire.decode(getattr(request, name), name=name, dtypes=dtypes, ndim=2, data=data.get(name))
+            for name, dtypes in wanted.items()
+        )
+        self._check_shapes(tuple(x.shape), tuple(ids.shape), tuple(weights.shape))
+        return x, ids, weights
+
+    def _in_memory(self, request: expert_pb2.ForwardRequest, memory: RequestMemory) -> RequestRows:
+        _, rows = wire.check(request.x, name="x", dtypes=(self.dtype,), ndim=2)
+        _, ids = wire.check(request.topk_ids, name="topk_ids", dtypes=(torch.int32,), ndim=2)
+        _, weights = wire.check(request.topk_weights, name="topk_weights", dtypes=(torch.float32,), ndim=2)
+        self._check_shapes(rows, ids, weights)
+        hidden, topk = self.spec.hidden_size, self.spec.topk
+        if not rows[0] or Places.of(rows[0], hidden, topk, self.dtype.itemsize).num_bytes > memory.num_bytes:
+            raise _invalid(f"x: expected 1 to as many rows as {memory.num_bytes} bytes hold, got {rows[0]}")
+        return memory.rows(rows[0], hidden, topk, self.dtype)
+
+    def _check_shapes(self, x: tuple[int, ...], ids: tuple[int, ...], weights: tuple[int, ...]) -> None:
+        if x[1] != self.spec.hidden_size:
+            raise _invalid(f"x: expected shape [T, {self.spec.hidden_size}], got {list(x)}")
+        for name, shape in (("topk_ids", ids), ("topk_weights", weights)):
+            if shape != (x[0], self.spec.topk):
+                raise _invalid(f"{name}: expected shape [{x[0]}, {self.spec.topk}], got {list(shape)}")
+
+    def _check_values(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        if not ids.numel():
+            return
+        if ids.numel() <= _FEW:  # each of torch's functions would take longer than all this
+            self._check_few(*(list(itertools.chain.from_iterable(rows.tolist())) for rows in (ids, weights)))
+        else:
+            low, high = (int(value) for value in ids.aminmax())
+            self._check_extremes(low, high, [float(value) for value in weights.aminmax()])  # one NaN makes both NaN
+
+    def _check_few(self, ids: list[int], weights: Sequence[float]) -> None:
+        low, high = min(ids), max(ids)
+        if low < -1 or high >= self.spec.num_experts or not math.isfinite(sum(weights)):  # or finite ones overflow
+            self._check_extremes(low, high, weights)
+
+    def _check_extremes(self, low: int, high: int, weights: Sequence[float]) -> None:
+        if low < -1 or high >= self.spec.num_experts:
+            got = low if low < -1 else high
+            raise _invalid(f"topk_ids: expected -1..{self.spec.num_experts - 1}, got {got}")
+        if not all(map(math.isfinite, weights)):
+            raise _invalid("topk_weights: expected finite numbers, got NaN or infinity")
+
+
+def _invalid(message: str) -> Refused:
+    return Refused(Failure(grpc.StatusCode.INVALID_ARGUMENT, message))
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """ "1..4, 7" for (1, 2, 3, 4, 7)."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{first}..{last}" if first < last else str(first) for first, last in parts)

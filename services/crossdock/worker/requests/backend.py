@@ -1,0 +1,64 @@
+"""Where requests go, whichever way they come: a gRPC stream or a request buffer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import grpc
+
+from crossdock.common.access import RateLimiter
+from crossdock.common.config import WorkerConfig
+from crossdock.common.tracing import RequestTrace, Tracer
+from crossdock.protocol.request_buffer import RequestRows
+from crossdock.protocol.v1 import expert_pb2
+from crossdock.worker.requests.admission import RequestValidator, Tokens
+from crossdock.worker.requests.budget import Budget
+from crossdock.worker.steps.engine import Engine
+from crossdock.worker.steps.work import Done, Failure, Refused, Work
+from crossdock.worker.telemetry.worker_telemetry import WorkerTelemetry
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Shared parts of all streams and request buffers."""
+
+    config: WorkerConfig
+    validator: RequestValidator
+    engine: Engine
+    telemetry: WorkerTelemetry
+    budget: Budget
+    limiter: RateLimiter
+    """Requests of one client per second."""
+    tracer: Tracer | None = None
+
+    def check_rate(self, client: Hashable) -> None:
+        """Count a request of that client. Raises Refused: too many in this second."""
+        if self.limiter.rate > 0 and not self.limiter.allow(client):
+            limit = f"requests: expected at most {self.limiter.rate:g} a second of one client, got more"
+            raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, limit))
+
+    def timeout_s(self, request: expert_pb2.ForwardRequest) -> float:
+        """Deadline of a request: its own, or the configured one."""
+        return request.timeout_ms * 1e-3 or self.config.request_timeout_s
+
+    def work_of(
+        self,
+        request: expert_pb2.ForwardRequest,
+        tokens: Tokens,
+        client: Hashable,
+        stream: Hashable,
+        reply: Callable[[Done | Failure], None],
+        trace: RequestTrace | None,
+        shared: RequestRows | None = None,
+    ) -> Work:
+        """A checked request that arrives now. shared: its answer goes there."""
+        now_ns, (x, ids, weights) = time.monotonic_ns(), tokens
+        timeout_ms = request.timeout_ms
+        deadline_ns = now_ns + (timeout_ms * 1_000_000 if timeout_ms else int(self.config.request_timeout_s * 1e9))
+        y, first_column = (None, None) if shared is None else (shared.y, shared.first_column)
+        return Work(
+            client, request.layer, x, ids, weights, deadline_ns, now_ns, reply, stream,
+            y=y, first_column=first_column, trace=trace, model=request.model,
+        )  # fmt: skip

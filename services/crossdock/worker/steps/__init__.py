@@ -1,0 +1,1 @@
+"""Requests become steps of the group, on the thread that owns the communicator."""

@@ -1,0 +1,1 @@
+"""What a worker measures of itself and exports."""
