@@ -24,8 +24,6 @@
 #include "types.h"
 #include "variant.h"
 
-#if NETWORK  // what other variants only declare would move their code
-
 namespace ep::net {
 
 __device__ __forceinline__ u32 immediate(u32 kind, u32 parts, u64 seq) {
@@ -226,6 +224,7 @@ __device__ __forceinline__ i32* looks_at_slices() {
 
 // All threads, once; a block barrier must follow before has_arrived is called.
 __device__ __forceinline__ void init_arrived() {
+  if constexpr (!NETWORK) return;
   if (threadIdx.x < MAX_RANKS) arrived_from()[threadIdx.x] = 0;
   if (threadIdx.x == 0) *looks_at_slices() = 0;
 }
@@ -268,5 +267,3 @@ __device__ __forceinline__ bool warp_has_arrived(const World& world, u32 which, 
 }
 
 }  // namespace ep::net
-
-#endif

@@ -34,7 +34,6 @@ __device__ __forceinline__ bool is_last_to_send() {
   return NETWORK ? warp_idx() == num_warps() - 1 : threadIdx.x == THREADS - 1;
 }
 
-#if NETWORK
 // flag[kind] = value at a remote rank. False: the rank is mapped.
 __device__ __forceinline__ bool pushes_flag(const World& world, i32 peer, u32 kind, u64 value) {
   if (!is_remote(world, peer)) return false;
@@ -42,16 +41,13 @@ __device__ __forceinline__ bool pushes_flag(const World& world, i32 peer, u32 ki
                  kind == FLAG_STARTED ? OP_DISPATCH : kind == FLAG_COMBINE_STARTED ? OP_COMBINE : OP_BARRIER);
   return true;
 }
-#endif
 
 // Stores flag[kind] = value at every active peer, with release. All threads of one block.
 __device__ __forceinline__ void notify_peers(const World& world, u32 kind, u64 value) {
   for (i32 i = threadIdx.x; i < world.size; i += blockDim.x) {
     const i32 peer = (world.rank + i) % world.size;
-#if NETWORK
-    ptx::fence_sys();
+    if constexpr (NETWORK) ptx::fence_sys();
     if (is_active(peer) && pushes_flag(world, peer, kind, value)) continue;
-#endif
     if (is_active(peer)) ptx::store_release_sys(flag_at(world, peer, kind, world.rank), value);
   }
 }
@@ -68,9 +64,7 @@ __device__ __forceinline__ u64 free_from(const World& world, u64 last, u64 seq) 
 __device__ __forceinline__ void warp_send_started(const World& world, u32 kind, u64 seq) {
 #pragma unroll 1
   for (i32 peer = lane_idx(); peer < world.size; peer += 32) {
-#if NETWORK
     if (is_active(peer) && pushes_flag(world, peer, kind, seq)) continue;
-#endif
     if (is_active(peer)) ptx::store_relaxed_sys(flag_at(world, peer, kind, world.rank), seq);
   }
 }
@@ -85,12 +79,10 @@ struct Credit {
 
 __device__ __forceinline__ Credit warp_load_credit(const World& world, u32 kind, const u64* slot_seq) {
   Credit credit = {ptx::load_cached(slot_seq), 0};
-#if NETWORK
   if (lane_idx() < world.size && is_remote(world, lane_idx())) {
     credit.seen = ptx::load_cached(net::seen_at(world, kind, lane_idx()));
     return credit;
   }
-#endif
   if (lane_idx() < world.size) credit.seen = ptx::load_cached(flag_at(world, world.rank, kind, lane_idx()));
   return credit;
 }
@@ -99,16 +91,14 @@ __device__ __forceinline__ Credit warp_load_credit(const World& world, u32 kind,
 // remote one, whose box this rank alone writes, the operation that frees the slot. One warp; false after a failed wait.
 __device__ __forceinline__ bool warp_await_credit(const World& world, u32 kind, Credit credit, u64 value, u32 op) {
   bool ok = true;
-#if NETWORK
   const u64 needed = free_from(world, credit.last, value);
 #pragma unroll 1
-  for (i32 base = 0; base < world.size; base += 32) {
+  for (i32 base = 0; NETWORK && base < world.size; base += 32) {
     const i32 peer = base + lane_idx();
     const bool awaited = peer < world.size && is_active(peer) && is_remote(world, peer);
     ok &= spin::warp_wait(world, needed, op, PHASE_CREDIT, peer,
                           [&] { return !awaited || net::look(world, kind, peer, needed) >= needed; });
   }
-#endif
 #pragma unroll 1
   for (i32 peer = lane_idx(); peer < world.size; peer += 32)
     if (is_active(peer) && !is_remote(world, peer) && (peer >= 32 || credit.seen < value))
@@ -197,11 +187,12 @@ __device__ __forceinline__ void report_mismatch(const World& world, u32 op, u64 
                   [&](i32 peer) { return ptx::load_volatile(routing_id_at(world, world.rank, offset, peer)); });
 }
 
-#if NETWORK
 namespace net {
 
-// `arrive` for a whole warp: its last lane arrives for the block, and all see what that lane has acquired.
+// `arrive` for a whole warp: its last lane arrives for the block, and all see what that lane has acquired. Without a
+// network one thread calls it.
 __device__ __forceinline__ bool last_arrives(const World& world, i32 num_blocks, u32 counter) {
+  if constexpr (!NETWORK) return arrive(world, {0, num_blocks}, counter);
   bool last = false;
   if (lane_idx() == 31) last = arrive(world, {0, num_blocks}, counter);
   __syncwarp();
@@ -212,6 +203,7 @@ __device__ __forceinline__ bool last_arrives(const World& world, i32 num_blocks,
 // block: what any block has stored is pushed.
 template <class Push>
 __device__ __forceinline__ void for_remotes(const World& world, Push push) {
+  if constexpr (!NETWORK) return;
   if (ptx::load_volatile(&world.state->aborted) == STOP_RUNNING) {
 #pragma unroll 1
     for (i32 peer = lane_idx(); peer < world.size; peer += 32)
@@ -221,6 +213,5 @@ __device__ __forceinline__ void for_remotes(const World& world, Push push) {
 }
 
 }  // namespace net
-#endif
 
 }  // namespace ep

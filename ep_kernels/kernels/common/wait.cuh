@@ -42,12 +42,8 @@ struct Reason {
 __device__ __noinline__ Reason reason_to_stop(const World& world, u32 polls, u64 start, u32 peer) {
   const u64 aborted = ptx::load_acquire_gpu(&world.state->aborted);
   if (aborted != STOP_RUNNING) return {aborted, 0};
-#if NETWORK
   const u64 left_in = is_remote(world, peer) ? net::look(world, FLAG_LEFT_OUT, peer, 1)
                                              : ptx::load_relaxed_sys(flag_at(world, world.rank, FLAG_LEFT_OUT, peer));
-#else
-  const u64 left_in = ptx::load_relaxed_sys(flag_at(world, world.rank, FLAG_LEFT_OUT, peer));
-#endif
   if (left_in != 0) return {STOP_LEFT_OUT, left_in};
   if (ptx::now_ns() - start > world.timeout_ns) return {STOP_TIMED_OUT, 0};
   if (polls % kLookAtHost != 0) return {STOP_RUNNING, 0};

@@ -12,8 +12,6 @@
 #include "types.h"
 #include "variant.h"
 
-#if NETWORK  // what other variants only declare would move their code
-
 namespace ep::net {
 
 __device__ __forceinline__ u64* seen_at(const World& world, u32 kind, i32 peer) {
@@ -59,5 +57,3 @@ __device__ __noinline__ u32 look_at_slices(const World& world, u32 which, i32 pe
 }
 
 }  // namespace ep::net
-
-#endif

@@ -38,7 +38,6 @@
 
 namespace ep::ll {
 
-#if NETWORK
 // What a remote source gets of this rank beside slices: a lane for each. Every block has arrived.
 __device__ __forceinline__ void push_combine(const CombineArgs& args, i32 source, u64 seq) {
   const World& world = args.world;
@@ -54,19 +53,14 @@ __device__ __forceinline__ void push_combine(const CombineArgs& args, i32 source
   };
   net::push_runs(world, source, FLAG_COMBINE, runs, before, seq, OP_COMBINE);
 }
-#endif
 
 // End of the send phase of a block; its last thread, NETWORK: its last warp. When the last block arrives, every warp
 // has loaded its counters (is_stopped), so those of the next operation may be set.
 __device__ __forceinline__ void finish_send(const CombineArgs& args, i32 num_blocks, i32 num_receivers, u64 seq,
                                             u64 start) {
-#if NETWORK
   if (!net::last_arrives(args.world, num_blocks, DONE_COMBINE_SEND)) return;
   net::for_remotes(args.world, [&](i32 source) { push_combine(args, source, seq); });
   if (threadIdx.x != THREADS - 1) return;
-#else
-  if (!arrive(args.world, {0, num_blocks}, DONE_COMBINE_SEND)) return;
-#endif
   args.world.state->items_taken[16] = 0;
   args.world.state->combine_seq = seq;
   args.world.state->combine_slot_seq[args.slot] = seq;
@@ -90,9 +84,7 @@ __device__ __forceinline__ void combine_team(const CombineArgs& args, Team team)
   const Divisor packets = divisor_of(packets_per_position(world)), sources = divisor_of(world.size);
   WarpWorkCounter work = warp_work_counter(send_team, num_warps(), packets, sources, world.state->items_taken + 16);
   load_active(world);
-#if NETWORK
   net::init_arrived();
-#endif
   for (i32 i = threadIdx.x; i < world.size; i += THREADS) {
     waits_at(shared)[i] = 0;
     recv_buffers[i] = combine_recv_at(args, i, world.rank);

@@ -77,11 +77,9 @@ __device__ __forceinline__ Partials list_partials(const CombineArgs& args, const
     partials.left = __ballot_sync(~0u, routed);
     if (routed && args.apply_weights)
       partials.weight = args.topk_weights[static_cast<i64>(token) * args.world.topk + lane_idx()];
-#if NETWORK
     if (routed && is_remote(args.world, route.rank))
       partials.position =
           box_rows_of(args.world, args.routes)[static_cast<i64>(token) * args.world.topk + lane_idx()];
-#endif
     return partials;
   }
   partials.left = __reduce_or_sync(~0u, routed && route.rank < 32 ? 1u << route.rank : 0);
@@ -99,10 +97,10 @@ __device__ __forceinline__ void take_partial(const CombineArgs& args, Partials& 
   if (KIND == EXACT) {
     *expert_rank = __shfl_sync(~0u, partials.rank, next);
     *row = token * args.world.topk + next;
-#if NETWORK
-    const i32 position = __shfl_sync(~0u, partials.position, next);
-    if (is_remote(args.world, *expert_rank)) *row = line_position(args.world, *expert_rank, position);
-#endif
+    if constexpr (NETWORK) {
+      const i32 position = __shfl_sync(~0u, partials.position, next);
+      if (is_remote(args.world, *expert_rank)) *row = line_position(args.world, *expert_rank, position);
+    }
     *weight = __shfl_sync(~0u, partials.weight, next);
     return;
   }
@@ -136,9 +134,9 @@ __device__ __forceinline__ bool reduce_packet(const CombineArgs& args, Partials 
     i32 missing = world.rank;
     auto poll = [&] {
       bool ready = true;
-#if NETWORK  // before any is read: what is here of one rank of another host would be read again with each look
+      // Before any is read: what is here of one rank of another host would be read again with each look.
 #pragma unroll
-      for (i32 j = 0; j < kPollUnroll; ++j) {
+      for (i32 j = 0; NETWORK && j < kPollUnroll; ++j) {
         if (j >= count || !is_remote(world, expert_rank[j])) continue;
         const i32 position = number[j] / world.combine_packets - line_position(world, expert_rank[j], 0);
         const u32 wanted = net::slices_for(world, net::kCombine, position);
@@ -146,14 +144,11 @@ __device__ __forceinline__ bool reduce_packet(const CombineArgs& args, Partials 
         missing = expert_rank[j];
         return false;
       }
-#endif
 #pragma unroll
       for (i32 j = 0; j < kPollUnroll; ++j) {
         const u8* at = recv_buffer + static_cast<i64>(number[j]) * kPacketBytes;
-#if NETWORK
         if (j < count && is_remote(world, expert_rank[j]))
           at = combine_recv_at(args, world.rank, expert_rank[j]) + static_cast<i64>(number[j]) * kPacketBytes;
-#endif
         if (poll_packet(at, seq, &packets[j], j < count)) continue;
         ready = false;
         missing = expert_rank[j];
@@ -164,15 +159,10 @@ __device__ __forceinline__ bool reduce_packet(const CombineArgs& args, Partials 
     if (!__all_sync(~0u, ready)) {
       if (!ready) waited_for = missing;
       if (!spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, missing,
-#if NETWORK  // lanes may see different statuses, and all of them ask together what has arrived
-                           [&] {
-                             const bool polled = poll();
-                             return polled || *status != kOk;
-                           }
-#else
-                           [&] { return *status != kOk || poll(); }
-#endif
-                           ) ||
+                           [&] {  // NETWORK: lanes may see different statuses, and ask together what has arrived
+                             const bool polled = NETWORK && poll();
+                             return polled || *status != kOk || (!NETWORK && poll());
+                           }) ||
           __any_sync(~0u, *status != kOk))
         return false;
       if (waited_for >= 0 && waited_for != world.rank) note_wait(waits, waited_for, ptx::now_ns() - start);
@@ -208,10 +198,8 @@ __device__ __forceinline__ bool receive_weights(const CombineArgs& args, const R
     Vector loaded = {};
     if (!spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, from,
                          [&] {
-#if NETWORK
                            if (!net::warp_has_arrived(world, net::kCombine, from, seq, net::kAllSlices))
                              return *status != kOk;
-#endif
                            return *status != kOk || poll_lines(at, num_lines, seq, &loaded);
                          }))
       return false;
@@ -235,9 +223,7 @@ __device__ __forceinline__ void await_routing_ids(const CombineArgs& args, volat
     Vector packet = {routing_id, seq};
     const u8* at = routing_packet_at(args, world.rank, expected ? expert_rank : world.rank);
     const bool ok = spin::warp_wait(world, seq, OP_COMBINE, PHASE_PAYLOAD, expert_rank, [&] {
-#if NETWORK
       if (expected && !net::has_arrived(world, net::kCombine, expert_rank, seq, net::kAllSlices)) return false;
-#endif
       if (expected) packet = ptx::load_pair<Vector>(at);
       return packet.high == seq;
     });

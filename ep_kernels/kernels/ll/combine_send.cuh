@@ -213,12 +213,10 @@ __device__ __forceinline__ bool next_task(const CombineArgs& args, const RecvCou
       if (!is_positional(args)) {
         task.src_row = k < topk ? args.dst_rows[at * topk + k] : -1;
         task.weight = k < topk && args.apply_weights ? args.weights[at * topk + k] : 1.0f;
-#if NETWORK
-        if (KIND == EXACT && is_remote(world, task.source))
-          task.recv_row = line_position(world, world.rank, args.tokens[at]);
-        else
-#endif
-        if (KIND == EXACT) task.recv_row = args.tokens[at] * topk + task.exact_k;
+        if (KIND == EXACT) {
+          const i32 row = args.tokens[at];
+          task.recv_row = is_remote(world, task.source) ? line_position(world, world.rank, row) : row * topk + task.exact_k;
+        }
       }
     }
     if (exists) return true;
@@ -235,10 +233,8 @@ __device__ __forceinline__ bool select_rows(const CombineArgs& args, Task& task)
   task.row_mask = __ballot_sync(~0u, task.src_row >= 0);
   if (KIND == PER_RANK) task.row_mask &= 0u - task.row_mask;
   if (KIND != EXACT) return true;
-#if NETWORK
   if (is_remote(args.world, task.source))
     task.recv_row += __popc(__ballot_sync(~0u, task.src_row != -1) & ((1u << task.exact_k) - 1));
-#endif
   task.row_mask &= 1u << task.exact_k;
   return __shfl_sync(~0u, task.src_row, task.exact_k) != -1;
 }
@@ -269,7 +265,6 @@ __device__ __forceinline__ void send_packet(const CombineArgs& args, u8* const* 
   if (task.index == 0 && args.row_weights != nullptr) send_weight_lines(args, task, seq);
 }
 
-#if NETWORK
 __device__ __forceinline__ net::RowRun partials_of(const CombineArgs& args) {
   const RegionMap& box = box_map(args.world);
   const u32 packets = static_cast<u32>(args.world.combine_packets);
@@ -294,23 +289,24 @@ struct StagedPartials {
   net::Staged of[2];
 
   __device__ __forceinline__ void begin(const CombineArgs& args) {
+    if constexpr (!NETWORK) return;
     rows = partials_of(args);
     of[0] = of[1] = {0, 0};
   }
   __device__ __forceinline__ void note(const CombineArgs& args, const Task& task, u64 seq) {
-    if (net::slice_rows(args.world, net::kCombine) == 0 || !is_remote(args.world, task.source)) return;
+    if (!NETWORK || net::slice_rows(args.world, net::kCombine) == 0 || !is_remote(args.world, task.source)) return;
     const bool mine = (task.source & 31) == lane_idx();
     net::Staged& staged = of[task.source < 32 ? 0 : 1];
     const i32 row = KIND == EXACT ? task.recv_row - line_position(args.world, args.world.rank, 0) : task.position;
     net::note_staged(args.world, net::kCombine, task.source, rows, mine, row, staged, seq, OP_COMBINE);
   }
   __device__ __forceinline__ void end(const CombineArgs& args, u64 seq) {
+    if constexpr (!NETWORK) return;
 #pragma unroll
     for (i32 half = 0; half < 2; ++half)
       net::note_last_staged(args.world, net::kCombine, 32 * half + lane_idx(), rows, of[half], seq, OP_COMBINE);
   }
 };
-#endif
 
 // Prefetches the rows of a task and the table entries of the next one. False: the task has nothing to send.
 __device__ __forceinline__ bool begin_task(const CombineArgs& args, const RecvCounts& counts, WarpWorkCounter& work,
@@ -333,19 +329,17 @@ __device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const
                                               u64 seq, AwaitCredit await_credit) {
   Task now = {};
   Prefetch prefetch = {};
-#if NETWORK
   StagedPartials staged;
   staged.begin(args);
-#endif
   prefetch.stage = stages;
   u8* free_stage = stages + args.work.segment_bytes;
   bool sends = false, granted = false;
 #pragma unroll 1
   do {
-    if (!kStaged && sends) send_packet(args, recv_buffers, now, prefetch, seq);
-#if NETWORK
-    if (!kStaged && sends) staged.note(args, now, seq);
-#endif
+    if (!kStaged && sends) {
+      send_packet(args, recv_buffers, now, prefetch, seq);
+      staged.note(args, now, seq);
+    }
     Task second = next;
     Prefetch second_prefetch = {};
     second_prefetch.stage = free_stage;
@@ -353,19 +347,17 @@ __device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const
     if (kStaged) ptx::copy_commit();
     if (!granted) granted = await_credit();
     if (!granted) break;
-    if (kStaged && sends) send_packet(args, recv_buffers, now, prefetch, seq);
-#if NETWORK
-    if (kStaged && sends) staged.note(args, now, seq);
-#endif
+    if (kStaged && sends) {
+      send_packet(args, recv_buffers, now, prefetch, seq);
+      staged.note(args, now, seq);
+    }
     free_stage = prefetch.stage;
     now = second;
     prefetch = second_prefetch;
     sends = second_sends;
   } while (more || sends);
   if (kStaged) ptx::copy_wait<0>();
-#if NETWORK
   staged.end(args, seq);
-#endif
 }
 
 // Credit that sending needs. Exact rows land by (token, k) anywhere in the slot: the source must have started this very

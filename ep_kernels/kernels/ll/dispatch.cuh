@@ -39,7 +39,6 @@
 
 namespace ep::ll {
 
-#if NETWORK
 // Counts and metadata for a remote rank.
 struct Head {
   net::Run runs[3];
@@ -86,19 +85,14 @@ __device__ __forceinline__ void push_dispatch(const DispatchArgs& args, i32 peer
   net::Run runs[] = {rest};
   net::push_runs(world, peer, FLAG_PAYLOAD, runs, before, seq, OP_DISPATCH);
 }
-#endif
 
 // End of the send phase of a block; its last thread, NETWORK: its last warp. When the last block arrives, every warp
 // has loaded its counters (is_stopped), so those of the next operation may be set.
 __device__ __forceinline__ void finish_send(const DispatchArgs& args, i32 num_blocks, i32 num_receivers, bool has_head,
                                             u64 seq, u64 start) {
-#if NETWORK
   if (!net::last_arrives(args.world, num_blocks, DONE_DISPATCH_SEND)) return;
   net::for_remotes(args.world, [&](i32 peer) { push_dispatch(args, peer, has_head, seq); });
   if (threadIdx.x != THREADS - 1) return;
-#else
-  if (!arrive(args.world, {0, num_blocks}, DONE_DISPATCH_SEND)) return;
-#endif
   args.world.state->items_taken[0] = 0;
   args.world.state->dispatch_seq = seq;
   args.world.state->dispatch_slot_seq[args.slot] = seq;
@@ -130,9 +124,7 @@ __device__ __forceinline__ void init_shared(const DispatchArgs& args, const LlSc
     *scratch.has_duplicates = false;
     ptx::barrier_init(&counts_barrier);
   }
-#if NETWORK
   net::init_arrived();
-#endif
   for (i32 i = threadIdx.x; kPerExpert && sends_counts && i < num_keys(world); i += THREADS)
     scratch.expert_counts[i] = 0;
   for (i32 i = threadIdx.x; scans && i < aligned(max(args.num_tokens, 1), 32); i += THREADS) scratch.dst_masks[i] = 0;
@@ -227,10 +219,8 @@ __device__ __forceinline__ void dispatch_team(const DispatchArgs& args, Team tea
   if (is_sender || (NETWORK && sends)) __syncthreads();
   // Counts and metadata go ahead where they are staged by blocks that send no rows.
   const bool has_head = NETWORK && sends && split && num_senders > 1 && has_slices(world);
-#if NETWORK
   if (has_head && (!is_sender || sends_counts) && is_last_to_send())
     finish_head(args, team.num_blocks - num_senders + 1, seq);
-#endif
   if (sends && is_last_to_send())
     finish_send(args, team.num_blocks, receives ? recv_team.num_blocks + (split ? 1 : 0) : team.num_blocks, has_head,
                 seq, start);

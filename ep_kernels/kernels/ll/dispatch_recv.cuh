@@ -128,14 +128,12 @@ __device__ __forceinline__ void set_addresses(const DispatchArgs& args, const Ll
 
 __device__ __forceinline__ void poll(const DispatchArgs& args, Arrival& arrival, u64 seq) {
   const World& world = args.world;
-#if NETWORK
-  u32 wanted = net::kHead;
-  if (!is_metadata(world, arrival)) wanted |= net::slices_for(world, net::kDispatch, arrival.item.position);
-  if (!net::warp_has_arrived(world, net::kDispatch, source_of_item(world, arrival.item), seq, wanted)) {
-    arrival.ready = false;
-    return;
+  if constexpr (NETWORK) {
+    u32 wanted = net::kHead;
+    if (!is_metadata(world, arrival)) wanted |= net::slices_for(world, net::kDispatch, arrival.item.position);
+    arrival.ready = net::warp_has_arrived(world, net::kDispatch, source_of_item(world, arrival.item), seq, wanted);
+    if (!arrival.ready) return;
   }
-#endif
   arrival.ready = is_metadata(world, arrival) || poll_packet(arrival.packet_at, seq, &arrival.packet);
   if (kPerExpert || is_metadata(world, arrival))
     arrival.ready &= poll_lines(arrival.metadata_at, min(4, world.metadata_lines), seq, &arrival.metadata);

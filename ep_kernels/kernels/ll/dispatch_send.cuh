@@ -46,7 +46,6 @@ __device__ __forceinline__ void save_routes(const DispatchArgs& args, const Dest
   if (k == 0) args.valid[token] = valid;
 }
 
-#if NETWORK
 // Rows of tokens before this one that a rank serves, one per (token, k), by expert masks or entry by entry. One warp.
 __device__ __noinline__ i32 count_rows_before(const DispatchArgs& args, const LlScratch& scratch, i32 token,
                                               i32 rank) {
@@ -83,7 +82,6 @@ __device__ __forceinline__ i32 first_box_row(const DispatchArgs& args, const LlS
   if (served >> lane_idx() & 1) *mine = first + __popc(served & ((1u << lane_idx()) - 1));
   return first;
 }
-#endif
 
 // A token's metadata to one of its ranks, an entry per k. One warp.
 __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const LlScratch& scratch, const Entry& entry,
@@ -91,11 +89,9 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const Ll
   const World& world = args.world;
   const bool served = key >= 0 && key >> 16 == rank_at_offset(world, peer_offset);
   i32 origin = token;
-#if NETWORK
   const i32 rank = rank_at_offset(world, peer_offset);
-  if (kPerExpert && world.state->network.exact && is_remote(world, rank))
+  if (NETWORK && kPerExpert && world.state->network.exact && is_remote(world, rank))
     origin = first_box_row(args, scratch, served, token, rank);
-#endif
   const Vector metadata = vector_of(served ? key & 0xFFFF : ~0u, served ? dst_row : ~0u,
                                     served ? __float_as_uint(entry.weight) : 0, origin);
   u8* to = scratch.metadata_dst[peer_offset] + static_cast<i64>(position) * (world.metadata_lines * kLineBytes);
@@ -200,8 +196,9 @@ __device__ __forceinline__ i32 num_send_warps(const World& world) {
   return kQuantised || world.size > 2 ? num_warps() / 2 : num_warps();
 }
 
-#if NETWORK
-__device__ __forceinline__ bool has_slices(const World& world) { return net::slice_rows(world, net::kDispatch) != 0; }
+__device__ __forceinline__ bool has_slices(const World& world) {
+  return NETWORK && net::slice_rows(world, net::kDispatch) != 0;
+}
 
 __device__ __forceinline__ net::RowRun rows_of(const DispatchArgs& args) {
   const RegionMap& box = box_map(args.world);
@@ -217,6 +214,7 @@ struct StagedRows {
   net::Staged of[2];
 
   __device__ __forceinline__ void begin(const DispatchArgs& args) {
+    if constexpr (!NETWORK) return;
     const World& world = args.world;
     rows = rows_of(args);
 #pragma unroll
@@ -238,14 +236,12 @@ struct StagedRows {
                        dst.position_high, of[1], seq, OP_DISPATCH);
   }
   __device__ __forceinline__ void end(const DispatchArgs& args, u64 seq) {
+    if constexpr (!NETWORK) return;
 #pragma unroll
     for (i32 half = 0; half < 2; ++half)
       net::note_last_staged(args.world, net::kDispatch, peers[half], rows, of[half], seq, OP_DISPATCH);
   }
 };
-#else
-__device__ __forceinline__ bool has_slices(const World&) { return false; }
-#endif
 
 // Sends packets, taken from the work counter, to all ranks of their tokens. `prefetched` is the packet of work.item.
 __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScratch& scratch, WarpWorkCounter& work,
@@ -253,10 +249,8 @@ __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScra
   const World& world = args.world;
   TokenMaskScan scan = start_scan(world, scratch);
   const i32 low = min(lane_idx(), world.size - 1), high = min(lane_idx() + 32, world.size - 1);
-#if NETWORK
   StagedRows staged;
   staged.begin(args);
-#endif
 #pragma unroll 1
   while (work.item.position < args.num_tokens) {
     const WorkItem item = work.item;
@@ -276,13 +270,9 @@ __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScra
     };
     send_to(dst.mask_low, scratch.row_dst[low], dst.position_low);
     if (world.size > 32) send_to(dst.mask_high, scratch.row_dst[high], dst.position_high);
-#if NETWORK
     staged.note(args, dst, seq);
-#endif
   }
-#if NETWORK
   staged.end(args, seq);
-#endif
 }
 
 }  // namespace ep::ll

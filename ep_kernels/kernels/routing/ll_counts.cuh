@@ -37,10 +37,8 @@ __device__ __forceinline__ void count_entry(const World& world, const LlScratch&
 __device__ __forceinline__ void send_count_packets(const DispatchArgs& args, i32 low, i32 high, u64 routing_id,
                                                    u64 seq) {
   const i32 rank = args.world.rank;
-#if NETWORK  // for the block that pushes
-  for (i32 peer = lane_idx(); peer < args.world.size; peer += 32)
+  for (i32 peer = lane_idx(); NETWORK && peer < args.world.size; peer += 32)  // for the block that pushes
     ptx::store_volatile(&args.world.state->network.rows[peer], peer < 32 ? low : high);
-#endif
   for (i32 peer = lane_idx(); peer < args.world.size; peer += 32)
     if (is_active(peer))
       ptx::store_pair(count_packet_at(args, peer, rank),
@@ -70,7 +68,6 @@ __device__ __forceinline__ u64 routing_id_in(const Vector& count_packet) {
   return count_packet.high - (count_packet.low >> 32);
 }
 
-#if NETWORK
 // Waits until everything of an operation has come from remote ranks, whose rows nobody will read. The next operation of
 // this rank is credit for their slot, and a network may bring a row of this one behind those that take it next. One
 // warp.
@@ -85,7 +82,6 @@ __device__ __noinline__ bool await_all_rows(const World& world, u64 seq) {
   }
   return ok;
 }
-#endif
 
 // Waits for the count packets of all sources and writes their rows to scratch.recv_counts. One warp.
 __device__ __forceinline__ Status await_count_packets(const DispatchArgs& args, const LlScratch& scratch,
@@ -100,12 +96,10 @@ __device__ __forceinline__ Status await_count_packets(const DispatchArgs& args, 
     u64 waited = 0;
     const u8* at = count_packet_at(args, world.rank, expected ? source : world.rank);
     if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source, [&] {
-#if NETWORK
           if (expected && !net::has_arrived(world, net::kDispatch, source, seq, net::kHead)) {
             waited = ptx::now_ns() - start;
             return false;
           }
-#endif
           if (expected) packet = ptx::load_pair<Vector>(at);
           if (packet.high != seq) waited = ptx::now_ns() - start;
           return packet.high == seq;
@@ -117,9 +111,7 @@ __device__ __forceinline__ Status await_count_packets(const DispatchArgs& args, 
       scratch.recv_counts[source * recv_counts_stride(world)] = expected ? static_cast<i32>(packet.low) : 0;
   }
   mismatch = __any_sync(~0u, mismatch);
-#if NETWORK
-  if (mismatch && !await_all_rows(world, seq)) return kFailed;
-#endif
+  if (NETWORK && mismatch && !await_all_rows(world, seq)) return kFailed;
   return mismatch ? kRoutingMismatch : kOk;
 }
 
@@ -139,10 +131,8 @@ __device__ __forceinline__ bool await_expert_counts(const DispatchArgs& args, co
     const i32 lines = min(4, world.count_lines - line);
     if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source,
                          [&] {
-#if NETWORK
-                           if (!net::warp_has_arrived(world, net::kDispatch, source, seq, net::kHead)) return false;
-#endif
-                           return poll_lines(at, lines, seq, &mine);
+                           return net::warp_has_arrived(world, net::kDispatch, source, seq, net::kHead) &&
+                                  poll_lines(at, lines, seq, &mine);
                          }))
       return false;
     const i32 first = (line + (lane_idx() >> 3)) * kLineInts + (lane_idx() & 7) * 4;
