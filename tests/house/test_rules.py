@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.house.tree import PRODUCT, ROOT, files, name_of, nodes_of, parsed, python_files, text_of
+from tests.house.tree import PRODUCT, ROOT, files, name_of, python_files, text_of
 
 ENVIRONMENT_READERS = {"services/crossdock/common/config.py"}
 ENVIRONMENT = re.compile(r"\bos\.(environ\w*|getenv\w*|putenv|unsetenv)\b|\b(secure_)?getenv\b|\b(un)?setenv\b")
@@ -55,7 +55,7 @@ def test_the_environment_rule_sees_it(text: str) -> None:
 def test_functions_keep_their_size() -> None:
     faults = []
     for path in python_files(*PRODUCT):
-        for node in nodes_of(text_of(path)):
+        for node in ast.walk(ast.parse(text_of(path))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > FUNCTION_LINES:
@@ -122,7 +122,7 @@ def test_each_module_opens_with_a_docstring() -> None:
     bare = [
         name_of(path)
         for path in python_files(*PRODUCT, "tests", "protos")
-        if text_of(path).strip() and not ast.get_docstring(parsed(text_of(path)))
+        if text_of(path).strip() and not ast.get_docstring(ast.parse(text_of(path)))
     ]
     assert not bare, bare
 
@@ -137,7 +137,7 @@ def test_the_licence_is_whole() -> None:
 def imports_from_here(text: str) -> list[str]:
     """What starts a Python that looks for modules where it was called: what follows `sys.executable` there."""
     faults = []
-    for node in nodes_of(text):
+    for node in ast.walk(ast.parse(text)):
         for before, after in itertools.pairwise(getattr(node, "elts", ())):
             if ast.unparse(before) == "sys.executable" and ast.unparse(after) not in ("'-P'", "'-I'"):
                 faults.append(ast.unparse(after))
@@ -165,7 +165,7 @@ and native code would take the result for something else."""
 def unsaid(text: str) -> list[str]:
     """What makes a tensor without saying its device, or its dtype where that would be the default one."""
     faults = []
-    for node in nodes_of(text):
+    for node in ast.walk(ast.parse(text)):
         if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
             continue
         name, given = ast.unparse(node.func).removeprefix("torch."), {keyword.arg for keyword in node.keywords}

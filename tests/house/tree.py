@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,18 +37,6 @@ def text_of(path: Path) -> str:
         return ""
 
 
-@functools.cache
-def parsed(text: str) -> ast.Module:
-    """The syntax tree of a Python file; of each text one for all rules, which do not change it."""
-    return ast.parse(text)
-
-
-@functools.cache
-def nodes_of(text: str) -> tuple[ast.AST, ...]:
-    """Every node of the syntax tree."""
-    return tuple(ast.walk(parsed(text)))
-
-
 def name_of(path: Path) -> str:
     """The path as people write it, from the root of the repository."""
     return str(path.relative_to(ROOT))
@@ -68,7 +55,7 @@ def imports_of(path: Path) -> Iterator[tuple[str, int]]:
     package = module_of(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    for node in nodes_of(text_of(path)):
+    for node in ast.walk(ast.parse(text_of(path))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
