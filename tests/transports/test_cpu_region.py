@@ -87,7 +87,7 @@ def create_and_close(rank: int, size: int, store: dist.Store, times: int) -> lis
 
 
 def test_close_gives_everything_back(world: Worlds) -> None:
-    for seen in world(3).run(create_and_close, 10):
+    for seen in world(3).run(create_and_close, 5):
         assert {(fds, maps) for fds, maps, _ in seen} == {(0, 0)}
         assert len({total for _, _, total in seen[1:]}) == 1, "descriptors grow"
 
