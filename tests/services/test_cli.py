@@ -16,7 +16,6 @@ import typer.core
 import typer.main
 
 import crossdock
-from crossdock.cli import main
 from crossdock.cli.app import app
 from crossdock.common.announce import Addresses, parse
 from crossdock.common.config import HostConfig
@@ -162,18 +161,12 @@ def test_a_transport_is_checked_before_anything_starts(tmp_path: Path) -> None:
         (["no-such-command"], "no-such-command"),
     ],
 )
-def test_bad_usage_is_status_2_with_the_word_on_stderr(
-    args: list[str], word: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """In this process: the others of this file start the command."""
-    monkeypatch.setattr(sys, "argv", ["crossdock", *args])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = capfd.readouterr()
-    assert ended.value.code == 2
-    assert word in printed.err
-    assert "Traceback" not in printed.err
-    assert printed.out == ""
+def test_bad_usage_is_status_2_with_the_word_on_stderr(args: list[str], word: str) -> None:
+    done = crossdock_command(*args)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
 
 
 def test_debug_shows_the_traceback() -> None:
