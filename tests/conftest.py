@@ -1,10 +1,11 @@
-"""Markers that ask the machine: a test that cannot run here is skipped with the reason. Hypothesis asks no clock."""
+"""Markers that ask the machine: a test that cannot run here is skipped with the reason, or fails with it where
+`--must-have` says so. Hypothesis asks no clock."""
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,6 +27,14 @@ _SLOW = {"services": 0, "transports": 1, "collectives": 2}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--over-hosts: the contract suite over several hosts. --all-families: each of them serves, not a few."""
+    parser.addoption(
+        "--must-have",
+        action="append",
+        default=[],
+        choices=sorted(tools.TOOLS),
+        metavar="TOOL",
+        help="a test that skips for lack of this tool (of tests/tools.py) fails",
+    )
     parser.addoption("--all-families", action="store_true", help="tests/services/test_families.py: serve every family")
     parser.addoption("--record-families", default="", help="add a line for each family that is served to this file")
     parser.addoption(
@@ -84,6 +93,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if present < needed:
             why = tools.reason("CUDA devices", f"wants {needed}, this machine has {present}")
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A skip for lack of what the machine must have is a failure."""
+    report = yield
+    if report.skipped and tools.lacked_by(report) in item.config.getoption("must_have"):
+        report.outcome, report.longrepr = "failed", report.longrepr[2]
+    return report
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

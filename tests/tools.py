@@ -129,14 +129,19 @@ def skip(name: str, why: object) -> NoReturn:
     pytest.skip(reason(name, str(why)))
 
 
+def lacked_by(report: Any) -> str:
+    """The tool for lack of which a test was skipped, by its report; "" for any other reason."""
+    found = _REASON.search(report.longrepr[2]) if isinstance(report.longrepr, tuple) else None
+    return found[1] if found and found[1] in TOOLS else ""
+
+
 def said(reports: Iterable[Any]) -> list[str]:
     """What the machine lacked for tests that did not run, in at most MAX_LINES lines, the most first.
 
     Args:
         reports: of pytest, of what was skipped.
     """
-    found = (_REASON.search(report.longrepr[2]) for report in reports if isinstance(report.longrepr, tuple))
-    lacked = Counter(match[1] for match in found if match and match[1] in TOOLS).most_common()
+    lacked = Counter(filter(None, map(lacked_by, reports))).most_common()
     alone = lacked if len(lacked) <= MAX_LINES else lacked[: MAX_LINES - 1]
     lines = [f"{_tests(count)} did not run for lack of {name} ({TOOLS[name].cure})" for name, count in alone]
     if rest := lacked[len(alone) :]:

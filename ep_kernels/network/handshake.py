@@ -28,7 +28,7 @@ from ep_kernels.network.key_pair import KEY_BYTES
 
 WIRE = 2
 """Version of all that crosses hosts: the handshake, frames, control messages, cards, immediates, and what bytes of a
-mirror mean. Raise it when one of them changes (tests/unit/test_network_wire.py); tickets and hellos carry it."""
+mirror mean. Raise it when one of them changes (tests/unit/test_handshake.py); tickets and hellos carry it."""
 MAGIC = b"CDNET\x00\x00" + bytes([WIRE])
 CONTROL_ROLE = 0xFFFF
 """Role of the control connection; lane i has role i."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.house import chart, dashboard
-from tests.house.generate import BEGIN, END, OPERATIONS, generated
+from tests.house.generate import BEGIN, END, METRICS, generated
 from tests.house.tree import name_of
 
 MADE = generated()
@@ -21,7 +21,7 @@ def test_a_generated_file_is_what_is_made_now(path: Path) -> None:
 
 
 def test_tables_have_one_place_each() -> None:
-    for path, marks in ((OPERATIONS, (BEGIN, END)), (chart.README, (chart.BEGIN, chart.END))):
+    for path, marks in ((METRICS, (BEGIN, END)), (chart.README, (chart.BEGIN, chart.END))):
         assert [path.read_text().count(mark) for mark in marks] == [1, 1]
 
 

@@ -229,7 +229,7 @@ CONFIGS = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_anything(world: Worlds, transport: str, capabilities: Capabilities, size: int) -> None:
-    @settings(max_examples=40)
+    @settings(max_examples=25)
     @given(st.lists(routing_cases(num_ranks=size), min_size=1, max_size=3), CONFIGS)
     def check(drawn: Sequence[RoutingCase], overrides: dict[str, Any]) -> None:
         skip_unless(capabilities, overrides)

@@ -42,6 +42,7 @@ from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.geometry import geometry_of
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, read_ticket, start_ticks
 from ep_kernels.transports.cpu.transport import CpuTransport
+from tests import worlds
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
 from tests.worlds import World
@@ -86,7 +87,7 @@ def create_and_close(rank: int, size: int, store: dist.Store, times: int) -> lis
 
 
 def test_close_gives_everything_back(world: Worlds) -> None:
-    for seen in world(3).run(create_and_close, 10):
+    for seen in world(3).run(create_and_close, 5):
         assert {(fds, maps) for fds, maps, _ in seen} == {(0, 0)}
         assert len({total for _, _, total in seen[1:]}) == 1, "descriptors grow"
 
@@ -550,7 +551,7 @@ def _serve_ticket_as_nobody(pipe: Connection) -> None:
 def test_a_region_of_another_user_is_refused() -> None:
     """Root may open anybody's files, but maps only its own."""
     ours, theirs = mp.Pipe()
-    process = mp.get_context("spawn").Process(target=_serve_ticket_as_nobody, args=(theirs,))
+    process = worlds.context().Process(target=_serve_ticket_as_nobody, args=(theirs,))
     process.start()
     theirs.close()
     try:

@@ -99,7 +99,7 @@ def test_rows_of_many_chunks(world: Worlds, fields: dict[str, Any]) -> None:
     """Chunks of a source, and of the partials for it, come in any order."""
     steps = many_chunks(2064 if "quantize" in fields else 4112)
     world(3).run(run_cases, SHUFFLE, steps, {"mode": Mode.HT, **fields})
-    world(3).run(run_cases, "cpu", steps, {"mode": Mode.HT, **fields})
+    world(3).run(run_cases, "cpu", steps[1:], {"mode": Mode.HT, **fields})
 
 
 @pytest.mark.parametrize("zero_copy", [False, True])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,15 +363,14 @@ def test_compare_refuses_other_machines(
     assert not printed.out
 
 
-@pytest.mark.parametrize("other", [{"num_gpus": 8}, {"gpu": "NVIDIA B200"}])
-@pytest.mark.parametrize("odd", ["before", "after", "both"])
+@pytest.mark.parametrize(("odd", "other"), [("before", {"num_gpus": 8}), ("after", {"gpu": "NVIDIA B200"})])
 def test_compare_looks_at_every_run_of_a_folder(
     tmp_path: Path, odd: str, other: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = {name: folder_of(tmp_path / name) for name in ("before", "after")}
     for name, folder in folders.items():
         left = facts.without(facts.standing(folder), GROUPS["ll"])
-        strange = [run | other if odd in (name, "both") else run for run in left]
+        strange = [run | other if odd == name else run for run in left]
         facts.write(folder, FACTS | {"tables": list(GROUPS["ll"]), "earlier": strange})
     assert compare.main([str(folder) for folder in folders.values()]) == 2
     printed = capsys.readouterr()
@@ -380,14 +378,3 @@ def test_compare_looks_at_every_run_of_a_folder(
     assert f"not comparable: {field} is " in printed.err
     assert str(value) in printed.err
     assert not printed.out
-
-
-def test_the_command_names_no_place() -> None:
-    words = ["--device", "cuda", "--out", "somewhere/else", "--quick"]
-    assert facts.command(words) == "python -m benchmarks.run --device cuda --quick"
-
-
-def test_backends_say_why_they_are_absent() -> None:
-    for name, case in (("nccl", replace(SMALL, layout=Layout.GROUPED)), ("deepep", SMALL)):
-        with pytest.raises(gpu.Unavailable, match=name):
-            partial(gpu.load, name)(case, 0, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,9 +19,7 @@ from benchmarks import report
 from benchmarks.cases import Case
 from benchmarks.gpu import Inputs, crossdock
 from benchmarks.gpu.tables import FLOOR, GROUPS, NAMES, TABLES, cases_of, chosen
-from benchmarks.run import main
 from ep_kernels import Layout, Mode, jit
-from tests.tools import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = Case(Mode.LL, Layout.RANK_MAJOR)
@@ -106,40 +103,6 @@ def test_the_floor_comes_before_what_is_compared_with_it() -> None:
     assert chosen("ll,floor", "") == ["ll", FLOOR]
     assert chosen("", "ll") == ["floor", "ll", "ll_sms", "overlap"]
     assert {name for group in GROUPS.values() for name in group} == set(NAMES)
-
-
-def test_an_unknown_table_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"expected some of floor, ll.*got nonsuch"):
-        chosen("ll,nonsuch", "")
-    with pytest.raises(SystemExit):
-        main(["--device", "cuda", "--cases", "nonsuch"])
-    assert "invalid choice" in capsys.readouterr().err
-
-
-@needs("make")
-@pytest.mark.parametrize(
-    ("cases", "program"),
-    [
-        ("ll", r"benchmarks\.run --device cuda\s.*--cases ll"),
-        ("collectives", r"benchmarks\.gpu\.collective_tables"),
-        ("", r"benchmarks\.run --device cuda"),
-    ],
-)
-def test_make_knows_the_cases(cases: str, program: str) -> None:
-    command = ["make", "--dry-run", "--silent", "bench-gpu", f"CASES={cases}", "ARGS=--seed 5"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert re.search(rf"-m {program}\s+--note NCCL_NVLS_ENABLE=0 --seed 5$", done.stdout, re.MULTILINE)
-
-
-@needs("make")
-def test_make_says_in_one_line_that_there_is_no_gpu() -> None:
-    command = ["make", "--silent", "bench-gpu", "DEV=", f"PY={sys.executable}"]  # installed, so to speak
-    nowhere = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, env=nowhere)
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if not re.match(r"make(\[\d+\])?: \*\*\*", line)]
-    assert said == ["make bench-gpu: needs NVIDIA GPUs, this machine has none"]
-    assert not done.stdout
 
 
 @pytest.mark.parametrize("extent", ["full", "core", "quick"])

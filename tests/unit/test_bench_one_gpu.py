@@ -183,14 +183,6 @@ def test_calls_of_a_communicator(patch: pytest.MonkeyPatch, silent: SilentDriver
     assert failures(tmp_path) == []
 
 
-def test_a_mode_that_fails_costs_no_other(patch: pytest.MonkeyPatch, silent: SilentDriver, tmp_path: Path) -> None:
-    several(patch, host, HIDDEN=64, EXPERTS=16, TOPK=2, WARMUP=1, MoECommunicator=as_on_a_gpu)
-    patch.setattr(NvlinkTransport, "combine", lambda *_: 1 // 0)  # deep_ep's are of processors here
-    assert host.main(["--calls", "2", "--layouts", "flat", "--out", str(tmp_path)]) == 1
-    assert [line["op"] for line in read(tmp_path, "host")] == ["zero_", "all_to_all_single", "pair", "pair"]
-    assert len(failures(tmp_path)) == 4 + 2
-
-
 @pytest.mark.parametrize("target", [1e9, 0.0])
 def test_calls_of_collectives(patch: pytest.MonkeyPatch, silent: SilentDriver, target: float, tmp_path: Path) -> None:
     made = []

@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks import facts
-from benchmarks.vllm import QWEN3, Refused, aligned, cases, launch, models, plan, tokens, trace
+from benchmarks.vllm import QWEN3, Refused, cases, launch, models, plan, tokens, trace
 from benchmarks.vllm import __main__ as bench
 from benchmarks.vllm.plan import Outcome
 
@@ -41,12 +40,6 @@ def test_eager_turns_graphs_off_and_names_each_run_once() -> None:
         "deepep_low_latency-native-eager",
         "allgather_reducescatter-built-in-eager",
     ]
-
-
-@pytest.mark.parametrize("names", ["deepep", "ag+graphs", "ag,,x", "ll+dbo+x"])
-def test_an_unknown_backend_is_refused_with_the_known_ones(names: str) -> None:
-    with pytest.raises(Refused, match="expected some of ag,deepep_v2,ll,ht,ll1,ht1"):
-        plan.runs_of(names, eager=False)
 
 
 def test_dual_batch_overlap_is_asked_for_where_vllm_has_it_and_proven_by_the_log() -> None:
@@ -72,34 +65,7 @@ def test_an_engine_is_told_its_backend_and_its_mode() -> None:
     assert plan.PROMPT + 1 <= plan.MOST_LENGTH
 
 
-@pytest.mark.parametrize(
-    "words", [["--ranks", "3"], ["--ranks", "1"], ["--decode", "33"], ["--prefill", "1000"], ["--at-once", "0"]]
-)
-def test_sizes_that_do_not_fit_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench.parsed(["--out", "x", *words])
-    assert "expected" in capsys.readouterr().err
-
-
 # Where nothing can be measured.
-
-
-@pytest.mark.parametrize(
-    ("version", "gpus", "expected"),
-    [
-        (None, 8, "needs vLLM >= 0.26 (pip install 'crossdock[vllm]'), this Python has none"),
-        ("0.25.1", 8, "needs vLLM >= 0.26, this one is 0.25.1"),
-        ("0.26.0", 1, "needs NVIDIA GPUs: 2, this machine has 1"),
-    ],
-)
-def test_it_says_what_is_missing(
-    version: str | None, gpus: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    pretend(monkeypatch, version, gpus)
-    assert bench.main(["--out", str(tmp_path / "new")]) == 2
-    assert capsys.readouterr().err == f"benchmarks.vllm: {expected}\n"
-    assert not (tmp_path / "new").exists()
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None, gpus: int) -> None:
@@ -166,17 +132,6 @@ def test_a_table_shows_the_median_of_the_slowest_rank() -> None:
     ]
     assert first.split() == ["allgather_reducescatter", "built", "in", "graphs", "256", "6.00", "200.00", "1.90"]
     assert second.split()[-5:] == ["rank", "1", "ended", "with", "9"]
-
-
-def test_what_a_log_says_begins_with_the_first_error() -> None:
-    log = "loading\nPeerTimeout: rank 1 is gone\n\nfollow\nRuntimeError: Engine core failed\nbye\n"
-    assert plan.said(log) == "PeerTimeout: rank 1 is gone | follow | RuntimeError: Engine core failed | bye"
-    assert plan.said("\n") == "its log is empty"
-    assert len(plan.said("x" * 9999)) == plan.SAID_CHARACTERS
-
-
-def test_columns_are_aligned() -> None:
-    assert aligned(["a", "count"], [["xx", "1"], ["x", "-20.5"]]) == "a   count\nxx      1\nx   -20.5"
 
 
 # The expert kernels' cases.
@@ -259,18 +214,6 @@ def test_what_is_started_ends_with_the_program_that_was_told_to_end(tmp_path: Pa
     process.terminate()
     assert process.wait(30) == 128 + signal.SIGTERM
     assert not _runs(int(log.read_text()))
-
-
-def test_ports_that_are_given_are_free_and_others_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = next(launch._free_ports())
-    monkeypatch.setattr(launch, "PORTS", range(first, first + launch.PORTS_EACH))
-    held = socket.create_server(("127.0.0.1", first + launch.PORTS_EACH - 1))
-    with held, pytest.raises(Refused, match="16 free ports in a row"):
-        next(launch._free_ports())
-    given = launch._free_ports()
-    assert next(given) == first
-    with pytest.raises(Refused):
-        next(given)
 
 
 def test_a_backend_that_is_not_ours_is_no_result(tmp_path: Path) -> None:
@@ -429,35 +372,6 @@ def test_tokens_are_compared_with_those_of_the_first_engine(
     config = json.loads((stand_in / "run.json").read_text())["config"]
     assert config["tokens"] == "mine"
     assert not {"model", "prefill"} & set(config), "what was not run"
-
-
-@pytest.mark.parametrize("at_once", ["1", "2"])
-def test_without_the_first_engine_nothing_is_compared(at_once: str, stand_in: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text("{}")
-    words = ["--out", "out", "--tokens", "mine", "--backends", "ag+eager,ag", "--at-once", at_once]
-    assert bench.main(words) == 1
-    with (stand_in / "vllm-tokens.csv").open(newline="", encoding="utf-8") as file:
-        first, *others = csv.DictReader(file)
-    assert "ValueError: no eager here" in first["fault"]
-    faults = [other["fault"] for other in others]
-    assert faults == ["not compared: the first backend gave no tokens"] * (at_once == "2"), "it was under way"
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["nothing"], "or a folder with a config.json, got 'nothing'"),
-        (["mixtral", "--backends", "ll"], "expected two or more beside --tokens, got 'll'"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(
-    words: list[str], expected: str, stand_in: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench.main(["--out", "out", "--tokens", *words]) == 2
-    assert expected in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        bench.parsed(["--out", "x", "--tokens", "mixtral", "--experts"])
 
 
 def test_engines_load_side_by_side_and_are_timed_one_after_the_other(stand_in: Path, tmp_path: Path) -> None:

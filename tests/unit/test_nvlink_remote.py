@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import multiprocessing as mp
 import sys
 import time
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from ep_kernels.transports.nvlink.memory.domain import Domain
 from ep_kernels.transports.nvlink.memory.mailbox import Mailbox
 from ep_kernels.transports.nvlink.memory.remote_pages import PAGE_BYTES, RemotePages
 from ep_kernels.transports.nvlink.memory.ticket import RegionTicket
+from tests import worlds
 from tests.gpu.loopback_group import LoopGroup
 
 WAIT_S = 30.0
@@ -154,9 +154,9 @@ def _rank(rank: int, pipe: Connection) -> None:
 
 
 def test_a_killed_process_of_another_host_is_named_at_once() -> None:
-    context = mp.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(2)]
-    ranks = [context.Process(target=_rank, args=(rank, pipes[rank][1]), daemon=True) for rank in range(2)]
+    processes = worlds.context()
+    pipes = [processes.Pipe() for _ in range(2)]
+    ranks = [processes.Process(target=_rank, args=(rank, pipes[rank][1]), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
     tickets = [pipe.recv() for pipe, _ in pipes]

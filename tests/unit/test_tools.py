@@ -109,11 +109,23 @@ def test_a_tool_that_is_missing_skips_with_its_cure(monkeypatch: pytest.MonkeyPa
         tools.skip("network namespaces", "refused")
 
 
+def run_one_that_skips(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """A run of pytest over one test, which lacks helm."""
+    (folder / "test_one.py").write_text("from tests import tools\ndef test_one(): tools.skip('helm', 'gone')\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "tests.conftest", "-p", "no:cacheprovider", *options]
+    command += ["--rootdir", str(folder), "-c", os.devnull, str(folder)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_skip_for_lack_of_what_must_be_there_is_a_failure(tmp_path: Path) -> None:
+    done = run_one_that_skips(tmp_path, "--must-have", "helm", "--must-have", "promtool")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "needs helm: gone (" in done.stdout
+    assert run_one_that_skips(tmp_path, "--must-have", "promtool").returncode == 0
+
+
 def test_the_lines_stand_at_the_end_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "test_one.py").write_text("from tests import tools\ndef test_one(): tools.skip('helm', 'gone')\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "tests.conftest", "-p", "no:cacheprovider"]
-    command += ["--rootdir", str(tmp_path), "-c", os.devnull, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = run_one_that_skips(tmp_path)
     *_, skip, line, last = done.stdout.strip().splitlines()
     assert "test_one.py:2: needs helm: gone (" in skip, done.stdout + done.stderr
     assert line == f"1 test did not run for lack of helm ({tools.TOOLS['helm'].cure})"

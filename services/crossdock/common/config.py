@@ -117,8 +117,8 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     form_timeout_s: Seconds = 600.0
     """Time limit of EXCHANGING (weights are loaded there), after which the epoch ends and the late ranks are named."""
     quarantine_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0
-    """Quarantine of a worker that others reported silent, or that loaded too late: long enough for an alert and a look,
-    and for a passing fault to end. Only if a spare replaces it, or the group is elastic. 0: no quarantine."""
+    """Quarantine of a worker that others reported silent, or that loaded too late: long enough for an alert and a look.
+    Only if a spare replaces it, or the group is elastic. 0: no quarantine."""
     quarantine_slow_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0
     """A rank that the latency verdict has called slow for so long is quarantined, if a spare replaces it. 0: never; its
     host is drained by an operator."""

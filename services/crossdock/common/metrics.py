@@ -2,7 +2,7 @@
 
 Each process has one of these objects and so one registry; nothing is registered globally. Names follow Prometheus'
 rules: prefix `crossdock_`, base unit at the end, `_total` for counters. `declarations()` generates the table in
-docs/operations.md.
+docs/metrics.md.
 """
 
 from __future__ import annotations

@@ -159,16 +159,15 @@ class WorkerNetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     what else libfabric finds; libfabric(NAME): this provider of it. shuffle(...): one of these, writes delayed and
     reordered, for tests."""
     listen: str = "0.0.0.0:0"
-    """address:port of the data port; a fixed port counts up by local rank, port 0 is any free one. It takes members of
-    the group only; its bytes are neither encrypted nor authenticated, with `security` too: name an address of a network
-    of its own."""
+    """address:port of the data port; a fixed port counts up by local rank, port 0 is any free one. Its
+    bytes are neither encrypted nor authenticated, with `security` too: name an address of a network of its own."""
     advertise: str = ""
     """Address, without port, at which ranks of other hosts reach the data port. Empty: the one `listen` names; for
     every interface, the address of the interface of the default route."""
     devices: tuple[str, ...] = ()
     """Devices to choose from. tcp: network interfaces, the first with an address; empty: chosen by `advertise`. verbs:
-    RDMA devices, as mlx5_0 or mlx5_0:1 with a port; empty: all, of which a rank takes the port nearest to its GPU.
-    libfabric: names of its domains."""
+    RDMA devices, as mlx5_0 or mlx5_0:1 with a port; empty: the port nearest to the rank's GPU. libfabric: its
+    domains."""
     domain: Annotated[str, msgspec.Meta(max_length=256)] = ""
     """Name of the set of ranks that share memory. Empty: those of one boot of one host, one PID namespace and one
     user. Containers of one pod without a shared PID namespace are two domains."""

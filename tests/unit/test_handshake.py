@@ -80,7 +80,7 @@ def test_what_crosses_hosts_has_the_version_that_it_is_written_down_with(name: s
     version, digests = WRITTEN_DOWN
     assert (handshake.WIRE, digest(*LAYOUTS[name])) == (version, digests[name]), (
         f"{name} ({LAYOUTS[name][0]}): if a byte has another place or another meaning now, raise handshake.WIRE; then "
-        "write down what `python -m tests.unit.test_network_wire` prints"
+        "write down what `python -m tests.unit.test_handshake` prints"
     )
 
 
