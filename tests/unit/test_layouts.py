@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.checkpoints.sparse_layers import sparse_layers
+from crossdock.worker.checkpoints.model_config import sparse_layers
 from crossdock.worker.experts import room
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from tests.unit.moe_files import Sizes, config_of, draw_weights, tensors_of, write_tensors
