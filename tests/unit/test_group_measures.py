@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control.group.group import new_group, step
-from crossdock.control.group.group_measures import GroupMeasures
 from crossdock.control.group.group_state import (
     Blamed,
     Event,
@@ -18,6 +17,7 @@ from crossdock.control.group.group_state import (
     Tick,
     Waits,
 )
+from crossdock.control.server.server import GroupMeasures
 from tests.unit.test_blame import worker
 
 
