@@ -232,7 +232,7 @@ def test_ranks_of_a_live_group_are_its_own(tmp_path: Path) -> None:
     assert [shown.topology.name(number) for number in shown.in_order] == ["h100-0/6", "h100-0/1"]
     assert sorted(shown.ranks.values()) == [0, 2]
     assert "rack r9" in picture.as_svg(shown)
-    assert listing.ways(shown) == {shown.topology.reach(0, 1): [(0, 2)]}
+    assert listing.paths(shown) == {shown.topology.reach(0, 1): [(0, 2)]}
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(listing.as_tables(shown))
     assert "network verbs at h:1, domain d, mlx5_4/1: PIX, boxes in GPU memory, by dma-buf: in" in console.export_text()
@@ -253,7 +253,7 @@ def test_cpu_ranks_of_two_hosts_reach_each_other_over_the_network(tmp_path: Path
     far = shown.topology.reach(0, 1)
     assert (far.transport, far.served, far.over) == ("tcp", True, "sockets")
     assert dict(far.off)["cpu"] == "two hosts: shared memory ends with the host"
-    assert listing.ways(shown) == {far: [(0, 2)]}
+    assert listing.paths(shown) == {far: [(0, 2)]}
     (path,) = listing.as_dict(shown)["paths"]
     assert (path["transport"], path["served"]) == ("tcp", True)
     console = Console(width=200, record=True, file=io.StringIO())

@@ -25,7 +25,6 @@ from crossdock.common.addresses import family_of, format_address, not_bound, rea
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, WorkerConfig, dump
 from crossdock.common.control_channel import BlockingControlPlaneChannel
-from crossdock.common.cpus import usable_cpus
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.security import Security, security_of
 from crossdock.common.small_files import write_text
@@ -43,6 +42,31 @@ CONTROL = "control"
 _LOOK_S = 1.0
 _REFUSED_S = 0.1
 """Pause after a Watch that was refused at once, as by a server that is no control plane."""
+
+
+def usable_cpus(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Whole processors, at least 1.
+
+    Args:
+        proc, cgroups: where those file systems are mounted.
+    """
+    return max(1, min([len(os.sched_getaffinity(0)), *_quotas(proc, cgroups)]))
+
+
+def _quotas(proc: Path, cgroups: Path) -> list[int]:
+    """Processors that each `cpu.max` from the process's own cgroup up to the root allows, rounded down."""
+    path = ""
+    with contextlib.suppress(OSError):
+        lines = (proc / "self/cgroup").read_text().splitlines()
+        path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    quotas = []
+    for folder in (cgroups / path, *(cgroups / path).parents):
+        with contextlib.suppress(OSError, ValueError):
+            quota_us, period_us = map(int, (folder / "cpu.max").read_text().split())  # "max" is no limit
+            quotas.append(quota_us // period_us)
+        if folder == cgroups:
+            break
+    return quotas
 
 
 class SupervisorError(RuntimeError):

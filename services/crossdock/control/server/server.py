@@ -144,7 +144,7 @@ class GroupMeasures:
 
 
 class Postmortems:
-    """The last post-mortem records of the members, and the last changes of the group. Bounded; lost with the process."""
+    """The last post-mortem records of members, and the last changes of the group. Bounded; lost with the process."""
 
     def __init__(self) -> None:
         self._records: deque[pb.Postmortem] = deque(maxlen=MAX_RECORDS)
