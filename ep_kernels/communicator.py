@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from ep_kernels import bringup, checks, lazy_output, ops, quant, received
+from ep_kernels import bringup, checks, lazy_output, ops, quant
 from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import CapacityError, HandleError
 from ep_kernels.in_flight import InFlight
@@ -30,6 +30,19 @@ T = TypeVar("T")
 Delivered = tuple[DispatchOutput, DispatchHandle]
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """x [T, H], or (x, scales [T, S])."""
+
+
+_counters: list[torch.Tensor] = []
+"""Those on GPUs, for good: the graph of a communicator that is closed may be replayed, and adds to them."""
+
+
+def _received_counter(size: int, device: torch.device) -> torch.Tensor:
+    """int64 [R], 0: tokens that dispatch brought, by source rank."""
+    with torch.inference_mode(False):
+        made = torch.zeros(size, dtype=torch.int64, device=device)
+    if device.type != "cpu":
+        _counters.append(made)
+    return made
 
 
 class MoECommunicator(SteppingMember):
@@ -327,7 +340,7 @@ class MoECommunicator(SteppingMember):
         the device, in CUDA graphs captured from now on too. Nothing is read back. Idempotent; not while capturing."""
         self._ready("count_received")
         if self._received is None:
-            self._received = received.counter(self.size, self._transport.failed().device)
+            self._received = _received_counter(self.size, self._transport.failed().device)
 
     def received(self) -> list[int] | None:
         """[R], tokens of each rank that dispatch has brought to this rank's experts since `count_received`, each once

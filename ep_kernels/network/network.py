@@ -24,8 +24,7 @@ from ep_kernels.network.address import advertised
 from ep_kernels.network.channel_memory import ChannelMemory, DeviceRing
 from ep_kernels.network.dialer import Dialer, Roles, unreached
 from ep_kernels.network.greeting import NetworkTicket, patience_of, prepare
-from ep_kernels.network.handshake import CONTROL_ROLE, WIRE, Greeting
-from ep_kernels.network.key_pair import KeyPair
+from ep_kernels.network.handshake import CONTROL_ROLE, WIRE, Greeting, KeyPair
 from ep_kernels.network.listener import Listener, Registration
 from ep_kernels.network.network_config import ACK_TIMEOUT, RETRIES, NetworkConfig
 

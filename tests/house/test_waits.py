@@ -29,7 +29,7 @@ WAITS = {
     "transports/nvlink/calls/left_out.py": "1 x leave_out: until SENDING_S",
     "transports/nvlink/memory/mailbox.py": "3 x until the deadline, abort, give_up; wait_for_peer: its timeout",
     "transports/nvlink/memory/sharing.py": "3 x until the deadline; its thread; a look at a descriptor",
-    "transports/nvlink/memory/watch.py": "2 x its own thread; its end",
+    "transports/nvlink/memory/domain.py": "2 x its own thread; its end",
     "transports/nvlink/native/quick.cpp": "1 x numbers of a kernel: until that ends, which has the deadline",
 }
 """By file below ep_kernels: how many, which, and what ends them. Benchmarks apart."""

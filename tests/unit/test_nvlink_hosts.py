@@ -22,7 +22,7 @@ from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Network
 from ep_kernels.transports.base import EXCHANGE_WORDS
-from ep_kernels.transports.nvlink.memory import sharing, watch
+from ep_kernels.transports.nvlink.memory import sharing
 from ep_kernels.transports.nvlink.memory.domain import Domain
 from ep_kernels.transports.nvlink.memory.mailbox import Mailbox
 from ep_kernels.transports.nvlink.memory.remote_pages import BLOCK_WORDS
@@ -345,7 +345,7 @@ def test_no_descriptor_outlives_an_import(monkeypatch: pytest.MonkeyPatch, missi
         fd=own, connect=lambda *_: None, attach=lambda fds: attached.append([os.fstat(fd).st_ino for fd in fds])
     )
     domain.region = SimpleNamespace(mapping=SimpleNamespace(address=1))
-    monkeypatch.setattr(watch, "PeerWatch", lambda pids, tell: None)
+    monkeypatch.setattr(domain, "PeerWatch", lambda pids, tell: None)
 
     def bring(rank: int, ticket: RegionTicket) -> tuple[int, Any, int]:
         if rank == missing:

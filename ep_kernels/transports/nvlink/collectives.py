@@ -1,5 +1,5 @@
 """Collectives of the transport (see `transports/collective_base.py`): registered memory, kernels on the current stream,
-copy engines on a stream of their own (gather_copies.py).
+copy engines on a stream of their own (collective_copies.py).
 
 A failed wait is raised by the next call, or by `check`.
 """
@@ -28,13 +28,12 @@ from ep_kernels.transports.nvlink.calls.left_out import Unsent, unsent_in
 from ep_kernels.transports.nvlink.calls.plan import Launch
 from ep_kernels.transports.nvlink.copy_engines import collective_plan as plan
 from ep_kernels.transports.nvlink.copy_engines import copies
+from ep_kernels.transports.nvlink.copy_engines.collective_copies import GatherCopies, NvlinkTerms
 from ep_kernels.transports.nvlink.copy_engines.collective_engine import CollectiveEngine, Shard
 from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, KernelPlan
 from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork, DoneWork, KernelWork
 from ep_kernels.transports.nvlink.copy_engines.copy_times import CopyTimes
-from ep_kernels.transports.nvlink.copy_engines.gather_copies import GatherCopies
 from ep_kernels.transports.nvlink.copy_engines.repeat_records import Quiet
-from ep_kernels.transports.nvlink.copy_engines.term_copies import NvlinkTerms
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPlaces
 from ep_kernels.transports.nvlink.gpu.signature import difference

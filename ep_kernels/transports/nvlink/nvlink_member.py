@@ -22,8 +22,8 @@ from ep_kernels.transports.nvlink.calls import left_out
 from ep_kernels.transports.nvlink.calls.engine import BOTH, Call
 from ep_kernels.transports.nvlink.calls.left_out import Unsent
 from ep_kernels.transports.nvlink.calls.plan import Launch
-from ep_kernels.transports.nvlink.calls.rank_tables import RankTables
 from ep_kernels.transports.nvlink.calls.streams import StreamOrder
+from ep_kernels.transports.nvlink.calls.tables import RankTables
 from ep_kernels.transports.nvlink.memory.domain import Domain
 from ep_kernels.transports.nvlink.network.remote import RemoteRanks
 from ep_kernels.types import LatencySample, PeerTraffic

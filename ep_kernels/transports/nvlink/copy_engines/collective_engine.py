@@ -15,7 +15,7 @@ from ep_kernels.kernels import abi, collective_abi
 from ep_kernels.kernels.collective_abi import NO_OFFSET, CollectiveArgs
 from ep_kernels.transports.nvlink.calls.engine import Call
 from ep_kernels.transports.nvlink.calls.plan import Launch
-from ep_kernels.transports.nvlink.calls.rank_tables import RankTables
+from ep_kernels.transports.nvlink.calls.tables import RankTables
 from ep_kernels.transports.nvlink.copy_engines import collective_plan as plan
 from ep_kernels.transports.nvlink.gpu.signature import signature
 

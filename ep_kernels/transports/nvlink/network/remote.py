@@ -27,7 +27,7 @@ from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.network.network import Channel, Network
 from ep_kernels.network.sending import settled
-from ep_kernels.transports.nvlink.calls.network_plan import slice_lag, slices_of
+from ep_kernels.transports.nvlink.calls.plan import slice_lag, slices_of
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.memory.host_page import HostPage
 from ep_kernels.transports.nvlink.network.boxes import Boxes, pin, unpin

@@ -30,7 +30,7 @@ from crossdock.worker.experts.grouped.support import fused_rule
 
 BLOCK = 128
 _STEP = {"fp8": (BLOCK, 1), "mxfp4": (64, 2)}
-"""Columns of a step by kind of format, as in `sums.py`; how many are in a byte."""
+"""Columns of a step by kind of format, as in `kernels.py`; how many are in a byte."""
 _QUANTISER_ROWS, _QUANTISER_PROGRAMS = 32, 8
 _MOST = 2**31 - 1
 
