@@ -13,8 +13,8 @@ from crossdock.common.metrics import ControlMetrics
 from crossdock.control.group.group_state import Group
 from crossdock.control.placement.expert_reports import Goal, Kind, Move, Report
 from crossdock.control.placement.placement_manager import PlacementManager
-from crossdock.control.placement.placement_service import PlacementService, _CachedPlan
-from crossdock.control.placement.plans import Plan
+from crossdock.control.placement.placement_service import PlacementService, _CachedRebalance
+from crossdock.control.placement.rebalance import Rebalance
 from crossdock.protocol.v1 import control_pb2 as pb
 
 METRICS, CONFIG = ControlMetrics(), PlacementConfig()
@@ -44,7 +44,7 @@ class Side:
     domains: tuple[int, ...] = ()
     way: tuple[tuple[tuple[tuple[int, ...], ...], ...], bool] | None = None
     reports: tuple[tuple[int, Report], ...] = ()
-    plan: _CachedPlan | None = None
+    plan: _CachedRebalance | None = None
 
     def thaw(self, group: Group) -> PlacementService:
         """The real thing in this state."""
@@ -79,7 +79,7 @@ class Side:
             manager._domains,
             None if manager._move is None else (manager._move.before, manager._move.rolling_back),
             tuple(sorted(manager._reports.items())),
-            self.plan,
+            self.rebalance,
         )
 
     def welcomed(self, group: Group) -> Side:
@@ -98,19 +98,19 @@ class Side:
         """Somebody asks to move experts: a plan is being made. None: it is refused, or one is being made already."""
         experts = self.thaw(group)
         snapshot = experts._manager.snapshot(0.0)
-        if self.plan is not None or experts._obstacle(group.epoch) or snapshot is None or self.kind is None:
+        if self.rebalance is not None or experts._obstacle(group.epoch) or snapshot is None or self.kind is None:
             return None
         turned = tuple(
             tuple(held[::-1] if rank == term % 2 else held for rank, held in enumerate(table)) for table in self.tables
         )
-        plan = Plan(self.version, self.tables, turned, 2.0, 1.0, moves=1)
-        return replace(self, plan=_CachedPlan(group.epoch, self.kind, snapshot, plan, 0.0))
+        plan = Rebalance(self.version, self.tables, turned, 2.0, 1.0, moves=1)
+        return replace(self, plan=_CachedRebalance(group.epoch, self.kind, snapshot, plan, 0.0))
 
     def planned(self, group: Group) -> Side:
         """The plan is made."""
-        assert self.plan is not None
+        assert self.rebalance is not None
         experts = self.thaw(group)
-        experts._start(self.plan)
+        experts._start(self.rebalance)
         return replace(self.after(experts), plan=None)
 
     def placement(self, group: Group, epoch: int) -> Holding | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.group.group import new_group, step
+from crossdock.control.group.group import advance, new_group
 from crossdock.control.group.group_state import (
     Blamed,
     Event,
@@ -32,7 +32,7 @@ class World:
 
     def take(self, event: Event, after_s: float = 0.001) -> None:
         self.now += after_s
-        before, (self.group, effects) = self.group, step(self.group, event, self.now)
+        before, (self.group, effects) = self.group, advance(self.group, event, self.now)
         for effect in effects:
             if isinstance(effect, Lost):
                 self.measures.lost(effect.cause)

@@ -129,10 +129,7 @@ def test_a_launch_holds_control_and_stages(layout: Layout, size: int) -> None:
         launch, found = plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 24), plan.combine_stages(c)
         copies = c.exact_combine or not layout.per_expert
         control = (
-            512
-            + -(-8 * size // 16) * 16
-            + -(-4 * size // 16) * 16
-            + plan.max_stages(copies) * plan.SEGMENT_INFO_BYTES
+            512 + -(-8 * size // 16) * 16 + -(-4 * size // 16) * 16 + plan.max_stages(copies) * plan.SEGMENT_INFO_BYTES
         )
         control += plan.LOAD_REQUEST_BYTES if copies else 0
         assert control <= launch.stage_offset < control + 128

@@ -54,7 +54,7 @@ def test_the_doctor_says_where_boxes_lie(way: str, monkeypatch: pytest.MonkeyPat
     """The provider's own ping has passed; of this GPU the driver says no."""
     monkeypatch.setattr(doctor_ping, "ping", lambda _: ping.Ping("verbs", "10.0.0.1", 256, 5.0, 9.0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(doctor_ping, "boxes", lambda _, config, __: str(gpu_direct.look(config, Refuses())))
+    monkeypatch.setattr(doctor_ping, "boxes", lambda _, config, __: str(gpu_direct.probe(config, Refuses())))
     answer = main(json.dumps({"provider": "verbs", "gpu_direct": way}))
     assert trial.judge_ping(answer).level is Level.OK
     (found,) = trial.judge_boxes(answer)

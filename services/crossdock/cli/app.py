@@ -334,9 +334,9 @@ def memory(
     from crossdock.cli import memory as regions
 
     if model is not None:
-        from crossdock.worker.experts import room
+        from crossdock.worker.experts import memory_need
 
-        found = room.describe(model, ranks, expert_dtype, rank_gib)
+        found = memory_need.describe(model, ranks, expert_dtype, rank_gib)
         show_json(found) if as_json else console().print(regions.experts_table(found))
         raise typer.Exit(not found["fits"])
 

@@ -169,7 +169,7 @@ def _known(option: str, known: Mapping[str, T], name: str) -> T:
 
 
 def experts_table(found: Mapping[str, Any]) -> Group:
-    """A headline and one row per quantity of `worker.room.describe`."""
+    """A headline and one row per quantity of `worker.experts.memory_need.describe`."""
     format = found["dtype"] if found["format"] == "float" else found["format"]
     head = f"{found['family']}: {found['moe_layers']} layers of {found['num_experts']} experts in {format}"
     table = Table()

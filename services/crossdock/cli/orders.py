@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Name = Annotated[str, typer.Argument(help="A rank, a worker (uid), or a host: every worker there.")]
 Reason = Annotated[str, typer.Option("--reason", help="Shown as the reason.")]
-LOOK_S = 0.25
+POLL_S = 0.25
 
 
 def drain(
@@ -32,7 +32,7 @@ def drain(
     deadline = time.monotonic() + wait_s
     left = _members(target, timeout_s, security)
     while set(left) & {one.uid for one in barred} and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
         left = _members(target, timeout_s, security)
     stayed = sorted(set(left) & {one.uid for one in barred})
     _print(barred, "left" if not stayed else "asked to leave", as_json=as_json, stayed=stayed)
@@ -139,7 +139,7 @@ def load(
     )
     deadline, found = time.monotonic() + wait_s, experts()
     while (not found.last_change or found.last_change.startswith("loading")) and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
         found = experts()
     loaded = found.last_change.startswith("loaded")
     if as_json:

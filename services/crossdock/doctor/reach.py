@@ -100,7 +100,7 @@ def judge_network(network: WorkerNetworkConfig, num_workers: int) -> Iterator[Fi
     if network.devices and not rdma_devices(network):
         yield _devices(network.devices)
     yield _address(network)
-    yield rdma.judge_memlock(network.provider, rdma.look())
+    yield rdma.judge_memlock(network.provider, rdma.read())
 
 
 def rdma_devices(network: WorkerNetworkConfig | None) -> tuple[str, ...]:

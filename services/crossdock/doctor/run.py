@@ -67,8 +67,8 @@ def examine(request: DoctorRequest, facts: HostFacts | None = None) -> Iterator[
     transport, num_ranks = choose(request.transport, host)
     yield from hardware.judge_host(host, needs_gpus=transports.needs_gpu(request.transport))
     chosen = reach.rdma_devices(request.network), reach.rdma_gid_index(request.network)
-    yield from rdma.judge_nics(facts, rdma.look(), *chosen)
-    seen = system.look()
+    yield from rdma.judge_nics(facts, rdma.read(), *chosen)
+    seen = system.read()
     yield from system.judge_system(seen, num_ranks=num_ranks, has_gpus=bool(host.gpus), has_nics=bool(host.nics))
     if request.security is not None:
         yield from reach.judge_certificate(request.security)

@@ -25,7 +25,7 @@ from crossdock.host.pages import HostMetricsPage, readiness
 from crossdock.host.supervisor import Supervisor, Watched, describe
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 
-_LOOK_S = 5.0
+_POLL_S = 5.0
 _JOIN_TIMEOUT_S = float("inf")
 """Joining waits for hosts that may come any time; a group of this host alone has `form_timeout_s`."""
 
@@ -242,7 +242,7 @@ def _show(supervisor: Watched, view: GroupView, logs: str, console: Console) -> 
 def _follow(supervisor: Watched, view: GroupView, console: Console) -> None:
     """Print every change of the group until interrupted."""
     said = (view.epoch, view.state)
-    for new in supervisor.views(_LOOK_S):
+    for new in supervisor.views(_POLL_S):
         if new.version and (new.epoch, new.state) != said:
             said = (new.epoch, new.state)
             style = "green" if new.state == SERVING else "yellow"

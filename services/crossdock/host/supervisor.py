@@ -39,7 +39,7 @@ Progress = Callable[[GroupView], None]
 CONTROL = "control"
 """Name of the control plane among the children."""
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _REFUSED_S = 0.1
 """Pause after a Watch that was refused at once, as by a server that is no control plane."""
 
@@ -104,7 +104,7 @@ class Watched(ABC):
     def silent(self) -> str:
         """The last words of the parts that do not listen, one line before each; "" if there are none."""
 
-    def views(self, look_s: float = _LOOK_S) -> Generator[GroupView, None, None]:
+    def views(self, look_s: float = _POLL_S) -> Generator[GroupView, None, None]:
         """The group as it is now, then every change, for ever; the view comes again at least every `look_s` seconds.
 
         Raises:
@@ -249,7 +249,7 @@ class Supervisor(Watched):
             for child in generation:
                 if not child.join(deadline - time.monotonic()):
                     child.kill()
-                    child.join(_LOOK_S)
+                    child.join(_POLL_S)
         for port in self._ports:
             port.close()
 

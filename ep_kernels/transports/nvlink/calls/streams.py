@@ -28,13 +28,13 @@ import torch
 
 from ep_kernels.transports.nvlink.calls.routing_state import StateParts
 
-_LOOK_CLOSER = -1
+_NO_STREAM = -1
 """No stream's handle: the default stream's is 0."""
 
 
 _lock = threading.RLock()  # a garbage collection within may close a communicator, which forgets itself
 _used: dict[int, weakref.WeakKeyDictionary[Any, tuple[int, int]]] = {}
-_told: set[int] = set()
+_warned: set[int] = set()
 
 
 def note_use(communicator: Any, device: int, stream: int, num_blocks: int, num_sms: int) -> None:
@@ -46,9 +46,9 @@ def note_use(communicator: Any, device: int, stream: int, num_blocks: int, num_s
         blocks = dict[int, int]()
         for where, count in list(used.data.values()):  # type: ignore[attr-defined]
             blocks[where] = max(count, blocks.get(where, 0))
-        if len(blocks) < 2 or sum(blocks.values()) <= num_sms or device in _told:
+        if len(blocks) < 2 or sum(blocks.values()) <= num_sms or device in _warned:
             return
-        _told.add(device)
+        _warned.add(device)
     warnings.warn(
         f"cuda:{device}: communicators are used on {len(blocks)} streams, with kernels of up to "
         f"{' + '.join(map(str, blocks.values()))} blocks that wait for peers, on {num_sms} multiprocessors; where they "
@@ -76,10 +76,10 @@ class StreamOrder:
 
     def __init__(self, device: torch.device, num_blocks: int = 0, num_sms: int = 0) -> None:
         self._device, self._num_blocks, self._num_sms = device, num_blocks, num_sms
-        self._handle = _LOOK_CLOSER  # of `_last`
+        self._handle = _NO_STREAM  # of `_last`
         self._last: torch.cuda.Stream | None = None
         self._captured: torch.cuda.Stream | None = None
-        self.alone = ctypes.c_int64(_LOOK_CLOSER)
+        self.alone = ctypes.c_int64(_NO_STREAM)
         """The handle of the only stream of all launches so far; else -1."""
         self._event: torch.cuda.Event | None = None  # after the last launch; made when a second stream first shows
 
@@ -102,7 +102,7 @@ class StreamOrder:
             for other in (self._last, self._captured):
                 if other is not None and other != stream and _capturing(other):
                     stream.wait_event(other.record_event())
-            self._captured, self._handle, self.alone.value = stream, _LOOK_CLOSER, _LOOK_CLOSER
+            self._captured, self._handle, self.alone.value = stream, _NO_STREAM, _NO_STREAM
             return
         last, self._last, self._handle = self._last, stream, stream.cuda_stream
         if self._num_blocks:
@@ -111,11 +111,11 @@ class StreamOrder:
             if self._event is None:
                 self._event = last.record_event()
             stream.wait_event(self._event)
-        self.alone.value = self._handle if self._event is None else _LOOK_CLOSER
+        self.alone.value = self._handle if self._event is None else _NO_STREAM
 
     def rest(self) -> None:
         """The host has waited for the last launch. The next one, on whatever stream, is looked at closely."""
-        self._handle = self.alone.value = _LOOK_CLOSER
+        self._handle = self.alone.value = _NO_STREAM
         if self._num_blocks:
             forget_use(self, self._device.index)
 

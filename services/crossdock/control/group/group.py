@@ -1,4 +1,4 @@
-"""The group as a pure state machine: `step(group, event, now) -> (group, effects)`. No I/O, no clock, no thread.
+"""The group as a pure state machine: `advance(group, event, now) -> (group, effects)`. No I/O, no clock, no thread.
 
     FORMING ──every slot taken──▶ EXCHANGING ──all regions published, all ready──▶ SERVING
        ▲                              │                                               │
@@ -131,7 +131,7 @@ def new_group(settings: Settings, now: float, leap: int = 0) -> Group:
     )
 
 
-def step(group: Group, event: Event, now: float) -> Result:
+def advance(group: Group, event: Event, now: float) -> Result:
     """Apply one event.
 
     Args:

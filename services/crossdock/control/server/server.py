@@ -23,7 +23,7 @@ from crossdock.common.metrics import ControlMetrics
 from crossdock.common.postmortem_record import MAX_CHARS, parse
 from crossdock.common.rpc import PermissionDenied
 from crossdock.control.group import blame, group_state
-from crossdock.control.group.group import new_group, step
+from crossdock.control.group.group import advance, new_group
 from crossdock.control.group.group_state import (
     Blamed,
     Cordon,
@@ -50,7 +50,7 @@ from crossdock.control.topology import discovery
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, topology_pb2
 
-_LONG_PLAN_S, _PLAN_PAUSES = 0.1, 10
+_LONG_REBALANCE_S, _REBALANCE_PAUSES = 0.1, 10
 """A plan of a large model takes seconds of a core, and any client may ask: at most a tenth of the time is spent on
 it."""
 log = logs.get(__name__)
@@ -364,7 +364,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         if self._planned is None or self._planned[0] != version or now >= self._planned[1]:
             answer = await self._experts.experts()
             took_s = time.monotonic() - now
-            fresh_s = _PLAN_PAUSES * took_s if took_s > _LONG_PLAN_S else 0.0
+            fresh_s = _REBALANCE_PAUSES * took_s if took_s > _LONG_REBALANCE_S else 0.0
             self._planned = version, time.monotonic() + fresh_s, answer
         return self._planned[2]
 
@@ -467,7 +467,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def _apply(self, event: Event, accepted: Callable[[], None] = lambda: None) -> None:
         """Apply an event to the group; `accepted` is called if it is not refused, before watchers are notified."""
         before = self._group
-        self._group, effects = step(before, event, self._clock())
+        self._group, effects = advance(before, event, self._clock())
         if not any(isinstance(effect, Refuse) for effect in effects):
             accepted()
         for effect in effects:

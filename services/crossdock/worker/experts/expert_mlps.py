@@ -293,7 +293,7 @@ class ExpertMLPs:
         inner = self._grouped_product(tokens.to(self.dtype), first, offsets, slots)
         hidden = inner.new_empty(inner.shape[0], down.columns)
         self._gating(inner[:num_rows], hidden[:num_rows])
-        return _given(self._grouped_product(hidden, down, offsets, slots), out, tokens.dtype, num_rows)
+        return _delivered(self._grouped_product(hidden, down, offsets, slots), out, tokens.dtype, num_rows)
 
     def _quantised(
         self,
@@ -308,7 +308,7 @@ class ExpertMLPs:
         rows = out if out is not None and out.dtype is self.dtype and out.is_contiguous() else None
         rows = torch.empty_like(tokens, dtype=self.dtype) if rows is None else rows
         products.forward(layer, self._weights[layer], tokens[:num_rows], offsets, counts, rows[:num_rows])
-        return rows if rows is out else _given(rows, out, tokens.dtype, num_rows)
+        return rows if rows is out else _delivered(rows, out, tokens.dtype, num_rows)
 
     @staticmethod
     def _grouped_product(
@@ -377,7 +377,7 @@ def _kind(first: Stack) -> tuple[Format, int]:
     return first.format, first.parts
 
 
-def _given(rows: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype, num_rows: int | None) -> torch.Tensor:
+def _delivered(rows: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype, num_rows: int | None) -> torch.Tensor:
     """The first num_rows rows copied into `out`; without one, the rows in that dtype."""
     if out is None:
         return rows.to(dtype)

@@ -17,8 +17,8 @@ from crossdock.worker.checkpoints.weights import FLOAT, Format
 from crossdock.worker.experts import device as devices
 from crossdock.worker.experts.expert_mlps import ExpertMLPs, Weights
 from crossdock.worker.experts.grouped.support import compile_into
+from crossdock.worker.experts.memory_need import DTYPES, check_memory
 from crossdock.worker.experts.placement import FROM_CONFIG, Placement, WeightsOf
-from crossdock.worker.experts.room import DTYPES, check_room
 from crossdock.worker.group.data_network import network_of, with_device
 from crossdock.worker.group.same_weights import sum_of
 from crossdock.worker.group.seat import ControlGroup
@@ -176,9 +176,9 @@ class Model:
         num_slots: int,
         progress: Callable[[int, int], None],
     ) -> ExpertMLPs:
-        check_room(self._checkpoint, num_slots, self.device, self._held_dtype, widen=self._widen)
+        check_memory(self._checkpoint, num_slots, self.device, self._held_dtype, widen=self._widen)
         sources = {layer: self._checkpoints.open(placement.weights(layer)) for layer in ids}
-        with self._room(num_slots):
+        with self._memory_errors(num_slots):
             made = ExpertMLPs.load(
                 sources, ids, dtype=self._held_dtype, widen=self._widen, device=self.device, progress=progress
             )
@@ -204,7 +204,7 @@ class Model:
             return None
         devices.enter(self.device)
         checkpoint = self._checkpoints.open(weights)
-        with self._room(len(ids)):
+        with self._memory_errors(len(ids)):
             staged = experts.stage(checkpoint, layer, ids, progress, number=number)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -271,7 +271,7 @@ class Model:
         return held
 
     @contextlib.contextmanager
-    def _room(self, num_experts: int) -> Iterator[None]:
+    def _memory_errors(self, num_experts: int) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError as error:

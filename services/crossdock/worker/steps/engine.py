@@ -49,7 +49,7 @@ _log = log.get(__name__)
 _CPU = torch.device("cpu")
 _IDLE_S = 1.0
 """Longest sleep of an idle rank; requests and peers wake it at once."""
-_LOOK_S, _NO_LOOK_S = 1e-3, 0.02
+_POLL_S, _NO_POLL_S = 1e-3, 0.02
 """An idle rank looks for requests and peers for so long before it sleeps: to be woken takes longer than a small step.
 After a look in vain, it sleeps at once for the next while, so that looking takes a twentieth of a processor at most."""
 _LONG_NS = 1_000_000
@@ -253,7 +253,7 @@ class Engine:
         """Wait until a request waits, this rank leaves, a placement change is pending, or a peer starts an exchange."""
         self._request_sockets.disarm()
         self._idle, began_s = True, time.monotonic()
-        until_s = began_s + _LOOK_S if began_s >= self._look_from_s else began_s
+        until_s = began_s + _POLL_S if began_s >= self._look_from_s else began_s
         while True:
             self._request_sockets.poll()
             with self._lock:
@@ -275,8 +275,8 @@ class Engine:
             if left_s <= 0:
                 self._telemetry.collect(comm)
         self._idle, now_s = False, time.monotonic()
-        if until_s > began_s and now_s - began_s > _LOOK_S:  # in vain, or others wanted the processor
-            self._look_from_s = now_s + _NO_LOOK_S
+        if until_s > began_s and now_s - began_s > _POLL_S:  # in vain, or others wanted the processor
+            self._look_from_s = now_s + _NO_POLL_S
         if self._steps_are_long and self._stream.device.type == "cpu":
             self._request_sockets.arm()
 

@@ -122,7 +122,7 @@ class Stepper:
             stream.mark()
             y, failed = self._compute(layer, max_tokens, out, handle)
             stream.mark()
-            stream.copy_out(self._comm.combine(y, handle, out=self._room(slices, handle.num_tokens)), out.counts)
+            stream.copy_out(self._comm.combine(y, handle, out=self._output(slices, handle.num_tokens)), out.counts)
             if self._queued is not None and stream.device.type == "cuda":
                 self._queued()
             result = stream.wait()
@@ -142,7 +142,7 @@ class Stepper:
         route = self._tables.route(layer) if self._tables is not None else None
         if route is not None:
             ids = route.slots(ids, self._rank)
-        z, start_ns = self._own_room(slices), time.monotonic_ns()  # nothing that may fail while peers wait
+        z, start_ns = self._own_output(slices), time.monotonic_ns()  # nothing that may fail while peers wait
         step = self._comm.begin_step(x, ids, weights, max_tokens)
         if step is None:
             return None
@@ -164,7 +164,7 @@ class Stepper:
             unconfirmed = any(map(math.isnan, _first_column(slices, z).tolist()))
         return Batch(layer, max_tokens, slices, (ids,), z, step.counts, phases_ns, why, unconfirmed, start_ns)
 
-    def _own_room(self, slices: Sequence[Slice]) -> torch.Tensor:
+    def _own_output(self, slices: Sequence[Slice]) -> torch.Tensor:
         """The y of at most one request."""
         if not slices:
             return self._none[0]
@@ -187,12 +187,12 @@ class Stepper:
         counts = num_tokens, batch.rows_per_expert.clone(), ids, self._count_remote_rows
         return StepRecord(*counts, *batch.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
 
-    def _room(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
+    def _output(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
         """Where combine writes z [T, H]; of a request that has the step alone: to where its rows are wanted. None:
         anywhere."""
         if len(slices) == 1 and num_tokens and slices[0].is_whole and self._rounds:
-            return self._own_room(slices)
-        return self._stream.room(num_tokens, self._hidden_size, self._output_dtype)
+            return self._own_output(slices)
+        return self._stream.output(num_tokens, self._hidden_size, self._output_dtype)
 
     def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:
         """Slots of the experts chosen by the tokens of a step."""
