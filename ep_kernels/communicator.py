@@ -57,6 +57,7 @@ class MoECommunicator(SteppingMember):
     """
 
     def __init__(self, config: MoEConfig) -> None:
+        # Configuration and transport fit together.
         transport = create(config)
         try:
             bringup.check_capabilities(config, transport)
@@ -65,6 +66,7 @@ class MoECommunicator(SteppingMember):
             transport.close()
             raise
         super().__init__(config, transport)
+        # What is checked at every call.
         self._num_local_experts = config.resolved_expert_map.num_local_experts(self.rank)  # a map never changes
         self._device = transport.capabilities.device_type
         may = self._device == "cpu" or may_overflow(config, self._num_local_experts)  # else a GPU is read for nothing
@@ -73,6 +75,7 @@ class MoECommunicator(SteppingMember):
         self._combines = InFlight("combine", config.max_in_flight, self._device)
         self._recent: deque[tuple[int, int]] = deque(maxlen=config.max_in_flight)
         self._received: torch.Tensor | None = None
+        # Meet: tickets, regions, the first barrier.
         try:
             with torch.inference_mode(False):  # what is kept is written later, from threads that are in no such mode
                 tickets = bringup.meet(config, transport, transport.allocate(config.ll_max_tokens))

@@ -126,6 +126,7 @@ class NvlinkCollectives(NvlinkMember):
     def _attach(self) -> None:
         from ep_kernels.transports.nvlink.gpu import driver
 
+        # Where peers' regions lie.
         self._engine.attach(self._domain.addresses)
         size, base = self._config.group.size, self._domain.region.mapping.address
         self._pool_first = base + int(self._engine.map.pool)
@@ -135,12 +136,14 @@ class NvlinkCollectives(NvlinkMember):
             copies.flag_row(self._engine.map, "SHARD", size), self._engine.copy_word, 0, 0, 0,
             copies.flag_row(self._engine.map, "HALF", size),
         )  # fmt: skip
+        # Copy engines, with a stream and a thread of their own.
         self._copy_stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         flags = copies.FlagMemory(size, base + ready, self._tables.aborted.data_ptr())
         self._copies = copies.CopyEngines(
             places, self._tables.host, self._config.timeout_s, self._copy_stream.cuda_stream, launch.load(), flags,
             CopyTimes(size, driver.TimedEvents()),
         )  # fmt: skip
+        # Operations by copy engines.
         enter = self._streams.enter
         self.terms = NvlinkTerms(self, self._engine, self._copies, enter, self._launch, self._check_device)
         self._gathers = GatherCopies(

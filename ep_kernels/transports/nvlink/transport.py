@@ -63,19 +63,23 @@ class NvlinkTransport(NvlinkMember):
         from ep_kernels.transports.nvlink.gpu import driver
         from ep_kernels.transports.nvlink.network.gpu_boxes import CudaGpu
 
+        # The device, and whether rows go to other hosts.
         num_sms = self._enter_device([self._config.resolved_dispatch_sms, self._config.resolved_combine_sms])
         block_bytes = driver.block_bytes(self._device.index) - plan.STATIC_BYTES
         network, boxed = self._config.network, needs_boxes(self._config.network, self._device)
         if boxed:
             remote.check(self._config)
+        # Sizes, records and tables.
         config = self._config if boxed else msgspec.structs.replace(self._config, network=None)
         self._engine = LaunchEngine(config, self._device, num_sms, block_bytes)
         self._tables = self._engine.tables
+        # Boxes for ranks of other hosts.
         if boxed:
             group, shape = self._config.group, self._engine.sizes.shape
             boxes, _ = gpu_direct.choose(network, group.rank, CudaGpu(self._device.index))
             timeout_s = self._config.timeout_s
             self._remote = RemoteRanks(network, group.rank, group.size, shape, self._tables.host, boxes, timeout_s)
+        # Kernels, then the region.
         self._load(self._engine.variants())
         self._num_rows = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
         return self._allocate(self._engine.region_bytes, self._engine.blank_bytes, _SMALLER)

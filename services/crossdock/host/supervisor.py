@@ -165,11 +165,13 @@ class Supervisor(Watched):
         log_max_bytes: int = 0,
         enter: Sequence[str] = (),
     ) -> None:
+        # Checks.
         if not workers:
             raise ValueError("workers: expected at least one, got none")
         if len({worker.local_rank for worker in workers}) < len(workers):  # each would end the other, as the newer one
             got = [worker.local_rank for worker in workers]
             raise ValueError(f"workers: expected a local_rank of its own for each, got {got}")
+        # Processors, log folder, restarts that were counted.
         workers = share_cpus(workers, usable_cpus())
         self.metrics = HostMetrics()
         self._counted_restarts: dict[str, int] = {}
@@ -179,6 +181,7 @@ class Supervisor(Watched):
         self._control: Child | None = None
         self._ports: list[socket.socket] = []
         self._listens: dict[str, str] = {}
+        # The control plane: ports that stay, so that workers find a restarted one.
         if control is not None:
             fixed = msgspec.structs.replace(
                 control, listen=self._fix_port(control.listen), http_listen=self._fix_port(control.http_listen)
@@ -187,6 +190,7 @@ class Supervisor(Watched):
             address = reachable_from_here(fixed.listen)
             workers = [msgspec.structs.replace(worker, control=address) for worker in workers]
             self._control = self._child(CONTROL, "control", fixed)
+        # The workers.
         super().__init__(workers[0].control, security_of(workers[0].security))
         self._workers = [self._child(f"worker-{w.local_rank}", "worker", w) for w in workers]
 

@@ -388,6 +388,7 @@ def _head_bytes(c: MoEConfig) -> int:
 def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Launch:
     """How a dispatch runs on a GPU with `num_sms` multiprocessors (or that share of one): one block on each."""
     counters = sizes.num_keys + c.group.size
+    # LL: tables of one block, for all tokens of a step.
     if mode is Mode.LL:
         words = c.num_experts + 2 * c.group.size + 2
         if c.resolved_layout.per_expert:
@@ -402,6 +403,7 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
                 "max_tokens_per_rank, num_experts", "few enough for one block's tables", f"{control} bytes"
             )
         return _ll_launch(num_sms, control, DISPATCH_SENDERS[c.resolved_layout.per_expert, c.quantize])
+    # HT: counters per warp, a tile of rows.
     groups = c.resolved_expert_map.stride if c.resolved_layout.per_expert else 0
     words = 4 * counters + 3 * c.group.size + 1 + groups + 1 + c.num_experts + 5
     control = _head_bytes(c) + TILE_BYTES + 2 * WARPS * counters + 4 * words

@@ -155,17 +155,21 @@ def advance(group: Group, event: Event, now: float) -> Result:
 def _register(group: Group, event: Register, now: float) -> Result:
     worker = event.worker
     known = group.member(worker.uid)
+    # The same process again.
     if known is not None and worker.incarnation == known.worker.incarnation:
         return _update(group, replace(known, lease_until=now + group.settings.lease_s)), ()
+    # Another process of that uid: refused, or its successor.
     if known is not None and is_other_host(worker, known.worker):
         if not (group.recovering and event.prior is not None and known.claim is None):
             raise _Refused(Refusal.NAME_TAKEN, f"worker {worker.uid}: {name_taken(known)}")
     elif known is not None and worker.incarnation < known.worker.incarnation:
         raise _Refused(Refusal.REPLACED, f"worker {worker.uid}: a newer process holds {known}")
+    # Does it fit the group, and may it enter?
     if wrong := difference(worker, [member for member in group.members if member is not known]):
         raise _Refused(Refusal.MIXED_GROUP, f"worker {worker.uid}: {wrong}")
     if (bar := cordon.is_kept_out(group, event)) is not None:
         raise _Refused(Refusal.BARRED, f"worker {worker.uid}: {bar.cause}: {bar.reason}")
+    # A full group: a member that remembers replaces one that does not.
     if known is None and group.full and (newcomer := recovery.newcomer(group, event.prior)) is not None:
         reason = f"{newcomer} is replaced by {worker.uid}, which remembers the group"
         group = _add(_remove(group, (newcomer,), reason, now), event, now)
@@ -173,6 +177,7 @@ def _register(group: Group, event: Register, now: float) -> Result:
     if known is None and group.full:
         size = group.settings.world_size
         raise _Refused(Refusal.GROUP_FULL, f"worker {worker.uid}: all {size} slots have live members")
+    # A new member, or the successor of one.
     if known is None:
         return _add(group, event, now), ()
     moved = worker.address.rpartition(":")[0] != known.worker.address.rpartition(":")[0]
@@ -343,6 +348,7 @@ def _advance(group: Group, now: float) -> Group:
 def _add(group: Group, event: Register, now: float) -> Group:
     worker, prior = event.worker, event.prior
     member = Member(worker, rank=0, lease_until=now + group.settings.lease_s, claim=prior)
+    # Its rank: kept, by place, or in order of arrival until all are here.
     if group.placed:
         rank = claimed_or_free_rank(worker.place, member.claimed_rank, group.slots)
         members = sorted((*group.members, replace(member, rank=rank)), key=_rank)
@@ -353,11 +359,13 @@ def _add(group: Group, event: Register, now: float) -> Group:
     else:
         members = [*group.members, replace(member, rank=len(group.members))]
         group = replace(group, members=Members(members))
+    # It is no spare any more; say who is missing.
     group = cordon.remove_spare(group, worker.uid)
     joined = group.member(worker.uid)
     missing = group.settings.world_size - len(group.members)
     reason = f"{joined} joined" + (f": waiting for {missing} of {group.settings.world_size}" if missing else "")
     group = replace(group, reason=reason, refused=None, num_failed_epochs=0)
+    # What it remembers may be newer than this control plane.
     if prior is None:
         return group
     if not group.recovering and prior.epoch >= group.epoch:

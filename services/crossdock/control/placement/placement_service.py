@@ -236,6 +236,7 @@ class PlacementService:
 
     async def experts(self) -> pb.ExpertsResponse:
         """Placement, load and rebalance, for display."""
+        # What is so, whether or not anything can be balanced.
         manager = self._manager
         response = pb.ExpertsResponse(
             version=self.version, world_size=manager.world_size, last_change=manager.last_change
@@ -244,6 +245,7 @@ class PlacementService:
         if manager.kind is None or not self.version:
             return response
         response.layers_switched, response.layers_moving = manager.moving
+        # What would be: a rebalance, computed or kept.
         made = await self._rebalance()
         kind, snapshot, rebalance = made.kind, made.snapshot, made.rebalance
         response.version = snapshot.version
@@ -253,6 +255,7 @@ class PlacementService:
         response.rank_loads.extend(rank_shares(snapshot))
         response.domains.extend(snapshot.shape.domains)
         response.domain_imbalance = domain_imbalance(snapshot)
+        # Layer by layer.
         for number, load, now, then in zip(kind.layers, snapshot.loads, rebalance.before, rebalance.after, strict=True):
             response.layers.add(
                 layer=number,

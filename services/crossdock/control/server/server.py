@@ -239,6 +239,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             blame_window_s=config.blame_window_s,
             quarantine_s=config.quarantine_s,
         )
+        # State: lost with the process, told again by workers.
         self._id = secrets.randbits(63) | 1
         self._clock, self._metrics, self._labels = clock, metrics, labels
         self._facts: dict[str, tuple[topology_pb2.HostFacts, int]] = {}
@@ -248,6 +249,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._group = new_group(settings, clock(), 1 + secrets.randbelow(MAX_LEAP))
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
+        # Parts beside the state machine.
         self._keys = WorkerKeys()
         self._watchers = Watchers(config.num_ranks, metrics)
         self._rendered: dict[bool, tuple[int, bytes]] = {}
