@@ -14,7 +14,6 @@ WAITS = {
     "network/dialer.py": "2 x until the caller's deadline, abort, give_up",
     "network/listener.py": "3 x its own thread: connections that ask; a table of descriptors that is full; its end",
     "network/network.py": "1 x connect: until the caller's deadline, abort, give_up",
-    "network/providers.py": "1 x a probe of an address, which has a timeout of its own",
     "network/sending.py": "1 x what was sent leaves: until the caller's deadline, abort",
     "network/native/clock.hpp": "5 x the pauses themselves",
     "network/native/proxy.cpp": "8 x the proxy thread: waits for no rank; its end",
