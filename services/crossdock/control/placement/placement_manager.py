@@ -206,7 +206,7 @@ class PlacementManager:
         return not first
 
     def snapshot(self, now: float) -> Snapshot | None:
-        """Input of a plan; None while the placement is unknown."""
+        """Input of a rebalance; None while the placement is unknown."""
         if not self.version or self.kind is None:
             return None
         slots = sum(len(held) for held in self._tables[0])
@@ -215,7 +215,7 @@ class PlacementManager:
         return Snapshot(self.version, shape, tables, self.rows_per_s(now), self.config.min_copies)
 
     def start(self, rebalance: Rebalance, now: float) -> bool:
-        """Start a move. False if the plan is outdated or moves nothing."""
+        """Start a move. False if it is outdated or moves nothing."""
         if rebalance.base != self.version or self.is_moving or not rebalance.moves:
             return False
         assert self.kind is not None
@@ -274,7 +274,7 @@ class PlacementManager:
         self._set_goal(self._highest + 1, tuple(goal))
 
     def is_worth_it(self, rebalance: Rebalance) -> bool:
-        """Whether a plan gains enough for an automatic move."""
+        """Whether it gains enough for an automatic move."""
         return (
             bool(rebalance.moves)
             and rebalance.imbalance - rebalance.imbalance_after >= self.config.min_gain * rebalance.imbalance

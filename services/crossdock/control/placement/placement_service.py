@@ -42,7 +42,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _CachedRebalance:
-    """A plan and its input."""
+    """A rebalance and its input."""
 
     epoch: int
     kind: Kind
@@ -213,12 +213,12 @@ class PlacementService:
         return pb.LoadResponse(version=self.version, number=number, layers=len(self._manager.tables))
 
     async def rebalance(self) -> pb.RebalanceResponse:
-        """Make a plan and start it. Raises FailedPrecondition."""
+        """Compute a rebalance and start it. Raises FailedPrecondition."""
         if why := self._obstacle(self._group().epoch):
             raise rpc.FailedPrecondition(f"rebalance: {why}")
         made = await self._rebalance()
         if why := self._obstacle(made.epoch):
-            raise rpc.FailedPrecondition(f"rebalance: while the plan was made: {why}")
+            raise rpc.FailedPrecondition(f"rebalance: while it was computed: {why}")
         started = self._start(made)
         return pb.RebalanceResponse(version=self.version, moves=made.rebalance.moves if started else 0)
 
@@ -291,7 +291,7 @@ class PlacementService:
             self._start(made)
 
     def _start(self, made: _CachedRebalance) -> bool:
-        """Start a plan if the group still serves its epoch: in any other epoch, ranks may be fetching the placement."""
+        """Start it if the group still serves its epoch: in any other epoch, ranks may be fetching the placement."""
         rebalance = made.rebalance
         if self._obstacle(made.epoch) or not self._manager.start(rebalance, self._clock()):
             return False

@@ -51,7 +51,7 @@ from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, topology_pb2
 
 _LONG_REBALANCE_S, _REBALANCE_PAUSES = 0.1, 10
-"""A plan of a large model takes seconds of a core, and any client may ask: at most a tenth of the time is spent on
+"""A rebalance of a large model takes seconds of a core, and any client may ask: at most a tenth of the time is spent on
 it."""
 log = logs.get(__name__)
 
@@ -361,7 +361,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return self._experts.placement(self._group, request)
 
     async def Experts(self, request: pb.ExpertsRequest, context: Any) -> pb.ExpertsResponse:
-        """Load of the experts and the planned move. A slow plan is reused for ten times its duration."""
+        """Load of the experts and the move that would follow. A slow rebalance is reused for ten times its duration."""
         version, now = self._experts.version, time.monotonic()
         if self._planned is None or self._planned[0] != version or now >= self._planned[1]:
             answer = await self._experts.experts()
