@@ -100,7 +100,7 @@ def test_files_that_are_named_exist() -> None:
         (".py", 'name = "gone.py"', []),
         (".cuh", "int x;  // steps/tree.py has it", ["steps/tree.py"]),
         (".md", "The [page](gone.md) and `../house/tree.py`, `a.b.yaml`.", ["gone.md", "a.b.yaml"]),
-        (".md", "```\ncat gone.py\n```\nhttps://example.org/gone.py", []),
+        (".md", "```\ncat gone.py\n```\nhttps://github.com/gone.py", []),
     ],
 )
 def test_the_rule_sees_a_planted_name(suffix: str, text: str, expected: list[str]) -> None:
