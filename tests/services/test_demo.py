@@ -57,7 +57,7 @@ def test_a_failed_criterion_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) ->
     def served(family: str, folder: Path, name: run.Name, plain: Callable[[], run.Plain], *_: object) -> run.Row:
         said = plain()
         verdict = run.judge_bf16(said.exact, said.rounded, said.rounded)
-        return run.Row(family, name, verdict, {phase: {} for phase in run.PHASES}, 1.0, [])
+        return run.Row(family, name, verdict, {phase: {} for phase in run.report.PHASES}, 1.0, [])
 
     monkeypatch.setattr(run, "DTYPES", {"bfloat16": torch.bfloat16})
     monkeypatch.setattr(run, "_serve", served)

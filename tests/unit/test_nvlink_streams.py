@@ -165,7 +165,7 @@ def test_the_memory_of_a_handle_is_found() -> None:
 def used(monkeypatch: pytest.MonkeyPatch) -> None:
     """No communicator of another test."""
     monkeypatch.setattr(streams, "_used", {})
-    monkeypatch.setattr(streams, "_told", set())
+    monkeypatch.setattr(streams, "_warned", set())
 
 
 def made_with(num_blocks: int) -> StreamOrder:
