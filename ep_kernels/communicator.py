@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from ep_kernels import bringup, checks, lazy_output, ops, quant, received
+from ep_kernels import bringup, checks, lazy_output, ops, quant
 from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import CapacityError, HandleError
 from ep_kernels.in_flight import InFlight
@@ -32,6 +32,19 @@ Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """x [T, H], or (x, scales [T, S])."""
 
 
+_counters: list[torch.Tensor] = []
+"""Those on GPUs, for good: the graph of a communicator that is closed may be replayed, and adds to them."""
+
+
+def _received_counter(size: int, device: torch.device) -> torch.Tensor:
+    """int64 [R], 0: tokens that dispatch brought, by source rank."""
+    with torch.inference_mode(False):
+        made = torch.zeros(size, dtype=torch.int64, device=device)
+    if device.type != "cpu":
+        _counters.append(made)
+    return made
+
+
 class MoECommunicator(SteppingMember):
     """Dispatch and combine for the MoE layers of one group of ranks. Construction is collective.
 
@@ -44,6 +57,7 @@ class MoECommunicator(SteppingMember):
     """
 
     def __init__(self, config: MoEConfig) -> None:
+        # Configuration and transport fit together.
         transport = create(config)
         try:
             bringup.check_capabilities(config, transport)
@@ -52,6 +66,7 @@ class MoECommunicator(SteppingMember):
             transport.close()
             raise
         super().__init__(config, transport)
+        # What is checked at every call.
         self._num_local_experts = config.resolved_expert_map.num_local_experts(self.rank)  # a map never changes
         self._device = transport.capabilities.device_type
         may = self._device == "cpu" or may_overflow(config, self._num_local_experts)  # else a GPU is read for nothing
@@ -60,6 +75,7 @@ class MoECommunicator(SteppingMember):
         self._combines = InFlight("combine", config.max_in_flight, self._device)
         self._recent: deque[tuple[int, int]] = deque(maxlen=config.max_in_flight)
         self._received: torch.Tensor | None = None
+        # Meet: tickets, regions, the first barrier.
         try:
             with torch.inference_mode(False):  # what is kept is written later, from threads that are in no such mode
                 tickets = bringup.meet(config, transport, transport.allocate(config.ll_max_tokens))
@@ -327,7 +343,7 @@ class MoECommunicator(SteppingMember):
         the device, in CUDA graphs captured from now on too. Nothing is read back. Idempotent; not while capturing."""
         self._ready("count_received")
         if self._received is None:
-            self._received = received.counter(self.size, self._transport.failed().device)
+            self._received = _received_counter(self.size, self._transport.failed().device)
 
     def received(self) -> list[int] | None:
         """[R], tokens of each rank that dispatch has brought to this rank's experts since `count_received`, each once

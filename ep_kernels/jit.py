@@ -5,21 +5,26 @@
 
 A variant's source is one text: the file of its kernel with every include in place; `types.h` (the records of
 `kernels/abi.py`) and `variant.h` (its constants) are written here. The key is a hash of that text, the flags, the
-NVRTC version and the architecture, so an entry never goes stale. Knows nothing of torch tensors, streams or launches.
+NVRTC version and the architecture, so an entry never goes stale. Many processes share the cache: its files are written
+at once or not at all, and checked when they are read. Knows nothing of torch tensors, streams or launches.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
+import os
 import re
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ep_kernels import cache_entry
 from ep_kernels.errors import TransportError
 from ep_kernels.kernels import abi, collective_abi
 
@@ -57,6 +62,66 @@ _FLAGS = (
     "--ptxas-options=-v",
     "--diag-suppress=177",
 )
+
+
+_MAGIC = b"\x7fELF"
+_DIGEST_BYTES = 32
+LOCK_WAIT_S = 60.0
+"""A kernel compiles in seconds. Who holds its lock for longer is stopped, or on a lost host that shares the folder."""
+_LOCK_POLL_S = 0.02
+
+
+def read_entry(path: Path) -> bytes | None:
+    """A cache entry is digest + cubin; anything else (torn by a crash of the machine, say) counts as absent."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, cubin = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    whole = cubin.startswith(_MAGIC) and hashlib.sha256(cubin).digest() == digest
+    return cubin if whole else None
+
+
+def write_entry(path: Path, cubin: bytes) -> None:
+    """Atomic: readers see nothing or all of it. A full disk is no error: the next process compiles again."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    except OSError:
+        return
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(cubin).digest() + cubin)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(fd: int, timeout_s: float = LOCK_WAIT_S) -> Iterator[None]:
+    """An exclusive lock that the kernel drops when its owner dies; without it on a file system that has none, and after
+    `timeout_s`: two processes may then compile the same kernel."""
+    held = _lock(fd, time.monotonic() + timeout_s)
+    try:
+        yield
+    finally:
+        if held:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def _lock(fd: int, until: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOCK_POLL_S)
+        except OSError:
+            return False
+        else:
+            return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,18 +406,18 @@ class Compiler:
         if self._cache is None:
             return compile_source(text, variant.name, arch).cubin
         path = self._cache / f"{variant.name}-{_hash(text, arch, compiler_version())}.cubin"
-        if (found := cache_entry.read(path)) is not None:
+        if (found := read_entry(path)) is not None:
             return found
         try:
             self._cache.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = path.with_suffix(".lock").open("w")
         except OSError:  # a read-only or full disk costs time, never the run
             return compile_source(text, variant.name, arch).cubin
-        with lock, cache_entry.locked(lock.fileno()):
-            if (found := cache_entry.read(path)) is not None:
+        with lock, _locked(lock.fileno()):
+            if (found := read_entry(path)) is not None:
                 return found
             cubin = compile_source(text, variant.name, arch).cubin
-            cache_entry.write(path, cubin)
+            write_entry(path, cubin)
             return cubin
 
     def is_shipped(self, variant: Variant, arch: str) -> bool:

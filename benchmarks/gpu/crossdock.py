@@ -20,7 +20,7 @@ from ep_kernels.network import NetworkConfig
 from ep_kernels.routing import delivered
 from ep_kernels.telemetry import Samples
 from ep_kernels.transports.nvlink.calls import plan
-from ep_kernels.transports.nvlink.calls.network_plan import most_blocks
+from ep_kernels.transports.nvlink.calls.plan import most_blocks
 from ep_kernels.types import PeerTraffic
 
 

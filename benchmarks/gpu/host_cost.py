@@ -30,7 +30,7 @@ from ep_kernels.collectives import CollectiveConfig, Collectives, collectives
 from ep_kernels.groups import PaperGroup
 from ep_kernels.telemetry import quantile
 from ep_kernels.transports.nvlink.collectives import NvlinkCollectives
-from ep_kernels.transports.nvlink.memory.watch import PeerWatch
+from ep_kernels.transports.nvlink.memory.domain import PeerWatch
 
 MODULE = "benchmarks.gpu.host_cost"
 TARGETS_US = {"all_reduce": 8.0, "all_gather_copies": 25.0}

@@ -17,7 +17,7 @@ from ep_kernels import Layout
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Network
 from ep_kernels.telemetry import quantile
-from ep_kernels.transports.nvlink.calls.network_plan import slice_rows
+from ep_kernels.transports.nvlink.calls.plan import slice_rows
 from ep_kernels.transports.nvlink.network import boxes
 
 DEADLINE_S = 120.0

@@ -39,9 +39,8 @@ from benchmarks.service.rolling import load_checkpoint
 from benchmarks.service.rows import Row
 from crossdock.client.buffer_pool import Way
 from crossdock.common.config import WorkerConfig
-from crossdock.common.cpus import usable_cpus
 from crossdock.demo.hosts import HostPlace, become, namespaces
-from crossdock.host.supervisor import Supervisor
+from crossdock.host.supervisor import Supervisor, usable_cpus
 
 WORKERS, LAYER, PROCESSES = 2, 0, 2
 SHAPES = {"model": (Sizes(1024, 64, 8), 512), "path": (Sizes(7168, 8, 2), 16)}

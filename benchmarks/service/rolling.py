@@ -9,7 +9,7 @@ from crossdock.common import rpc
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
 
-BEGIN_S, LOOK_S, DEADLINE_S = 1.0, 0.05, 120.0
+BEGIN_S, POLL_S, DEADLINE_S = 1.0, 0.05, 120.0
 
 
 def load_checkpoint(target: str, model: Path) -> float:
@@ -23,7 +23,7 @@ def load_checkpoint(target: str, model: Path) -> float:
         stub = control_pb2_grpc.ControlPlaneStub(channel)
         rpc.call_sync(stub.Load, request, timeout_s=10)
         while time.monotonic() - began < DEADLINE_S:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             change = rpc.call_sync(stub.Experts, control_pb2.ExpertsRequest(), timeout_s=10).last_change
             if change.startswith("loaded"):
                 return time.monotonic() - began

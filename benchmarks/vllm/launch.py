@@ -27,7 +27,7 @@ from benchmarks.vllm.plan import Outcome, Run, environment, said
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 20.0
 """For processes to end by themselves, and again after SIGTERM."""
-LOOK_S = 0.2
+POLL_S = 0.2
 PORTS, PORTS_EACH = range(20000, 32000), 16
 """Below those that the kernel gives to sockets that name none: an engine's ranks open hundreds of them."""
 ENGINE = (sys.executable, "-m", "benchmarks.vllm.engine")
@@ -143,7 +143,7 @@ class Engine:
                 last = self._ranks[missing[0]].said()
                 said = f"ranks {missing} {what} within {self._sizes.deadline_s:g} s: {last}"
                 return Outcome(fault=said, rank=missing[0])
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return None
 
     @property
@@ -201,7 +201,7 @@ def stop(processes: Sequence[subprocess.Popen[bytes]], *, patient: bool) -> None
             return
         end = time.monotonic() + GRACE_S
         while _signalled(processes, 0) and time.monotonic() < end:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
 
 def _signalled(processes: Sequence[subprocess.Popen[bytes]], number: int) -> bool:

@@ -41,9 +41,9 @@ class Repeats:
             return None
         place = at - self._first if self._first <= at < self._last else None
         if out is x:
-            there, told = at, None
+            there, out_key = at, None
         elif out is None:
-            there, told = 0, _NONE
+            there, out_key = 0, _NONE
         else:
             if type(out) is not torch.Tensor or out.layout is not torch.strided or out.requires_grad:
                 return None
@@ -52,15 +52,15 @@ class Repeats:
             there = out.data_ptr()
             if not there or out.is_neg():
                 return None
-            told = self._told(x, out, at, there)
-        key = op, num_sms, x.shape, x.dtype, x.device, place, told
+            out_key = self._out_key(x, out, at, there)
+        key = op, num_sms, x.shape, x.dtype, x.device, place, out_key
         found = self._plans.get(key)
         if found is None:
             self._missed = None if x.dtype.is_complex else key  # which may be conjugated
             return None
         return *found, at, there
 
-    def _told(self, x: torch.Tensor, out: torch.Tensor, at: int, there: int) -> Key:
+    def _out_key(self, x: torch.Tensor, out: torch.Tensor, at: int, there: int) -> Key:
         """What decides whether an out at `there` is good for an x at `at`."""
         place = there - self._first if self._first <= there < self._last else None
         near = self._size * x.nbytes

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ep_kernels.kernels import abi
-from ep_kernels.kernels.records import Records
+from ep_kernels.kernels.abi import Records
 
 MAX_PARTS = 16
 """Tensors of one launch of all-gather."""

@@ -14,8 +14,7 @@ from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import handshake
 from ep_kernels.network.address import source_of
 from ep_kernels.network.greeting import NetworkTicket, greet, seconds_left
-from ep_kernels.network.handshake import CONTROL_ROLE, Greeting
-from ep_kernels.network.key_pair import KeyPair
+from ep_kernels.network.handshake import CONTROL_ROLE, Greeting, KeyPair
 from ep_kernels.network.network_config import NetworkConfig
 
 _DIALS = 16

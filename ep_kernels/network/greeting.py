@@ -12,8 +12,7 @@ from typing import Annotated
 import msgspec
 
 from ep_kernels.network import handshake
-from ep_kernels.network.handshake import Greeting
-from ep_kernels.network.key_pair import KEY_BYTES
+from ep_kernels.network.handshake import KEY_BYTES, Greeting
 from ep_kernels.network.network_config import MAX_LANES
 
 LEAST_PATIENCE_S = 10.0

@@ -24,14 +24,13 @@ from ep_kernels.network.address import advertised
 from ep_kernels.network.channel_memory import ChannelMemory, DeviceRing
 from ep_kernels.network.dialer import Dialer, Roles, unreached
 from ep_kernels.network.greeting import NetworkTicket, patience_of, prepare
-from ep_kernels.network.handshake import CONTROL_ROLE, WIRE, Greeting
-from ep_kernels.network.key_pair import KeyPair
+from ep_kernels.network.handshake import CONTROL_ROLE, WIRE, Greeting, KeyPair
 from ep_kernels.network.listener import Listener, Registration
 from ep_kernels.network.network_config import ACK_TIMEOUT, RETRIES, NetworkConfig
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.001
+_POLL_S = 0.001
 """Between two looks whether connections stand."""
 
 
@@ -244,7 +243,7 @@ class Channel:
                 if lost := [rank for rank in missing if rank in dialled and not joined >> rank & 1]:
                     why = self.why(lost[0]) or "the log of that rank says why"
                     raise unreached(lost[0], timeout_s, f"it ended the connection before it had joined: {why}")
-                self._lock.wait(_LOOK_S)
+                self._lock.wait(_POLL_S)
             self._go_on(missing or peers)
         if missing and missing[0] in dialled:
             raise unreached(missing[0], timeout_s, "it took the connection and has not joined yet")

@@ -1,20 +1,32 @@
-"""What a provider finds on this host: its devices, whether it opens, and how long a message takes through it."""
+"""What a provider finds on this host: its devices, whether it opens, and how long a message takes through it.
+
+    ping(NetworkConfig(provider="tcp")).median_us
+
+A ping is a loop-back: two ends of one process send bytes to each other by ring, proxy and provider, as two ranks do.
+Nothing of a group is needed, so it tells whether a provider works on this host before a rank starts.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import secrets
 import statistics
-import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
-from ep_kernels.errors import TransportError
+import msgspec
+
+from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import proxy
 from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.network import Channel, Network
-from ep_kernels.network.network_config import NetworkConfig
+from ep_kernels.network.network_config import NetworkConfig, split
 
-_LIST_BYTES = 1 << 16
-_SIZE, _MESSAGE_BYTES, _WAIT_S = 1 << 16, 8, 10.0
+_LIST_BYTES, _SIZE = 1 << 16, 4096
+_CONNECT_S, _MESSAGE_S = 10.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +34,7 @@ class ProviderPort:
     """A port that a provider can use.
 
     Attributes:
-        name: as network.devices takes it.
+        name: as `network.devices` takes it.
         state: "active", or why it cannot be used.
         link: "InfiniBand" or "Ethernet"; for libfabric, its provider.
         gid_index, gid: what would be chosen, and `why`; -1 and "" if there is none.
@@ -55,18 +67,25 @@ def check(config: NetworkConfig) -> str:
     Raises:
         TransportError: it cannot be used here, and the cure.
     """
-    with _Loop(config) as loop:
-        return loop.one.about
+    with closing(_opened(config)) as network, closing(_End(network, 0)) as end:
+        return end.channel.about
 
 
-def ping(config: NetworkConfig, rounds: int = 100) -> float:
-    """Median time of a message of 8 bytes through ring, proxy and provider of this host to itself, microseconds.
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """What came of it.
 
-    Raises:
-        TransportError: the provider cannot be used here, and the cure; or nothing came in 10 s, and what is known.
+    Attributes:
+        provider, address: that were used.
+        num_bytes: of each message.
+        median_us, most_us: from the push at one end until the other end's immediate, microseconds.
     """
-    with _Loop(config) as loop:
-        return loop.ping(rounds)
+
+    provider: str
+    address: str
+    num_bytes: int
+    median_us: float
+    most_us: float
 
 
 class Mark(ctypes.Structure):
@@ -75,50 +94,79 @@ class Mark(ctypes.Structure):
     _fields_ = (("count", ctypes.c_uint64), ("at_ns", ctypes.c_int64))
 
 
-class _Loop:
-    """Two channels of one process."""
+class _End:
+    """One end: memory that is sent, a mirror of the other's, and what has arrived in it."""
 
-    def __init__(self, config: NetworkConfig) -> None:
-        self.network = Network(config)
-        self._memory = [(ctypes.create_string_buffer(_SIZE), ctypes.create_string_buffer(2 * _SIZE)) for _ in range(2)]
-        self._marks = [Mark(), Mark()]
-        made: list[Channel] = []
-        try:
-            for rank in range(2):
-                made.append(Channel(self.network, rank, 2, self._of(rank), _WAIT_S))
-        except TransportError:
-            for channel in made:
-                channel.close()
-                channel.free()
-            self.network.close()
-            raise
-        self.one, self.two = made
+    def __init__(self, network: Network, rank: int) -> None:
+        self.rank, self.mark, self._network = rank, Mark(), network
+        self.own = ctypes.create_string_buffer(_SIZE)
+        self._mirrors = ctypes.create_string_buffer(2 * _SIZE)
+        own, mirrors = ctypes.addressof(self.own), ctypes.addressof(self._mirrors)
+        handler, context = network.lib.cn_bench_handler(), ctypes.addressof(self.mark)
+        network.in_use += 1
+        memory = ChannelMemory(own, _SIZE, mirrors, _SIZE, handler, context)
+        self.channel = Channel(network, rank, 2, memory, _CONNECT_S)
 
-    def _of(self, rank: int) -> ChannelMemory:
-        own, landing = map(ctypes.addressof, self._memory[rank])
-        handler = self.network.lib.cn_bench_handler()
-        return ChannelMemory(own, _SIZE, landing, _SIZE, handler, ctypes.addressof(self._marks[rank]))
+    def close(self) -> None:
+        self.channel.close()
+        self.channel.free()
 
-    def __enter__(self) -> _Loop:
-        return self
+    def mirror(self, rank: int, num_bytes: int) -> bytes:
+        """The first bytes of the mirror of that rank."""
+        return self._mirrors.raw[rank * _SIZE : rank * _SIZE + num_bytes]
 
-    def __exit__(self, *_: object) -> None:
-        for channel in (self.one, self.two):
-            channel.close()
-            channel.free()
-        self.network.close()
+    def send(self, to: _End, num_bytes: int) -> float:
+        """Random bytes, and whether they arrive as they were; microseconds. Raises PeerTimeout, TransportError."""
+        sent = secrets.token_bytes(num_bytes)
+        ctypes.memmove(self.own, sent, num_bytes)
+        before, begun = to.mark.count, time.monotonic_ns()
+        self.channel.push(to.rank, 0, num_bytes, 0)
+        while to.mark.count == before:
+            if time.monotonic_ns() - begun > _MESSAGE_S * 1e9:
+                raise PeerTimeout(
+                    peer=to.rank, op="ping", phase="message", expected=1, seen=0, waited_s=_MESSAGE_S,
+                    end="the provider took the message and did not deliver it",
+                )  # fmt: skip
+        if (got := to.mirror(self.rank, num_bytes)) != sent:
+            raise TransportError(f"network: sent {sent[:8].hex()}..., {got[:8].hex()}... arrived")
+        return float(to.mark.at_ns - begun) / 1e3
 
-    def ping(self, rounds: int) -> float:
-        """See `ping`."""
-        dialled = threading.Thread(target=self.two.connect, args=({0: self.one.ticket()}, _WAIT_S))
-        dialled.start()
-        self.one.connect({1: self.two.ticket()}, _WAIT_S)
-        dialled.join()
-        took = (ctypes.c_int64 * rounds)()
-        error = self.network.lib.cn_bench_mail(
-            self.one.pointer, ctypes.byref(self._marks[1]), 1, _MESSAGE_BYTES, rounds, took
-        )
-        if error:
-            why = self.one.why(1) or self.two.why(0) or "no error is known"
-            raise TransportError(f"network: a message of this host to itself did not arrive in {_WAIT_S:g} s: {why}")
-        return float(statistics.median(took)) / 1e3
+
+def ping(config: NetworkConfig, rounds: int = 200, num_bytes: int = 256) -> Ping:
+    """Send messages to and fro on this host.
+
+    Args:
+        config: of the network. Its data port is any free one and its address this host's own, so that it may be called
+            beside a rank of the same config.
+        rounds: messages in each direction; the first tenth does not count.
+        num_bytes: of each, at most 4096.
+
+    Raises:
+        TransportError: the provider cannot be opened, or bytes arrive changed.
+        PeerTimeout: the two ends do not reach each other, or a message does not arrive.
+    """
+    if not 0 < num_bytes <= _SIZE:
+        raise ValueError(f"num_bytes: expected 1 to {_SIZE}, got {num_bytes}")
+    with closing(_opened(config)) as network, closing(_End(network, 0)) as one, closing(_End(network, 1)) as two:
+        _connect((one, two))
+        took = [end.send(to, num_bytes) for _ in range(rounds) for end, to in ((one, two), (two, one))]
+    counted = took[len(took) // 10 :]
+    return Ping(config.provider, network.address, num_bytes, statistics.median(counted), max(counted))
+
+
+def _opened(config: NetworkConfig) -> Network:
+    """At any free port, so that it may be called beside a rank of the same config."""
+    host, _ = split(config.listen)
+    listen = f"[{host}]:0" if ":" in host else f"{host}:0"
+    return Network(msgspec.structs.replace(config, listen=listen, advertise=""))
+
+
+def _connect(ends: Sequence[_End]) -> None:
+    one, two = ends
+    with ThreadPoolExecutor(2) as pool:
+        dials = [
+            pool.submit(end.channel.connect, {other.rank: other.channel.ticket()}, _CONNECT_S)
+            for end, other in ((one, two), (two, one))
+        ]
+        for dial in dials:
+            dial.result()

@@ -60,7 +60,7 @@ def probe(proc: Path = Path("/proc"), sys: Path = Path("/sys"), nvml: Any = None
         proc, sys: where those file systems are mounted.
         nvml: the module pynvml, or an object with its functions and names; None imports it.
     """
-    found = nvml_facts.look(sys, nvml)
+    found = nvml_facts.read(sys, nvml)
     return HostFacts(
         hostname=text_of(proc / "sys/kernel/hostname") or platform.node(),
         boot_id=text_of(proc / "sys/kernel/random/boot_id"),

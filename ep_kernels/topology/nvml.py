@@ -46,7 +46,7 @@ class Found:
     cuda_version: str = ""
 
 
-def look(sys: Path, nvml: Any = None) -> Found:
+def read(sys: Path, nvml: Any = None) -> Found:
     """Ask NVML, and sysfs below `sys` about the same devices."""
     if nvml is None:
         nvml = _bindings()
@@ -57,7 +57,7 @@ def look(sys: Path, nvml: Any = None) -> Found:
     except nvml.NVMLError as error:
         return Found(reason=f"NVML: {error}")
     try:
-        return _look(nvml, sys)
+        return _read(nvml, sys)
     except nvml.NVMLError as error:
         return Found(reason=f"NVML: {error}")
     finally:
@@ -72,7 +72,7 @@ def _bindings() -> Any:
     return pynvml
 
 
-def _look(nvml: Any, sys: Path) -> Found:
+def _read(nvml: Any, sys: Path) -> Found:
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     ask = _Asker(nvml)
     gpus = [_gpu(ask, index, handle, sys) for index, handle in enumerate(handles)]

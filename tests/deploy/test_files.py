@@ -15,8 +15,7 @@ import yaml
 
 from crossdock.common.addresses import split_address
 from crossdock.common.config import HostConfig, load
-from crossdock.common.framework_metrics import FrameworkMetrics
-from crossdock.common.metrics import ControlMetrics, HostMetrics, WorkerMetrics
+from crossdock.common.metrics import ControlMetrics, FrameworkMetrics, HostMetrics, WorkerMetrics
 from crossdock.protocol.v1.control_pb2 import GroupState
 from tests import tools
 from tests.house.tree import ROOT

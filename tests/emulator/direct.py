@@ -11,7 +11,7 @@ from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink.network import gpu_direct
 from ep_kernels.transports.nvlink.network.boxes import Boxes, Flush, PinnedBoxes
-from ep_kernels.transports.nvlink.network.gpu_direct import Chosen, Way
+from ep_kernels.transports.nvlink.network.gpu_direct import BoxAccess, Chosen
 from tests.emulator.machine import Emulated
 
 _MAP_FIXED = 0x10
@@ -37,9 +37,9 @@ class FileBoxes:
 
     is_device, device = True, 0
 
-    def __init__(self, nic: Nic, way: Way, flush: Flush | None) -> None:
+    def __init__(self, nic: Nic, access: BoxAccess, flush: Flush | None) -> None:
         self.flush, self._nic = flush, nic
-        self._way, self._reserved = way, (0, 0)
+        self._access, self._reserved = access, (0, 0)
         self._taken, self._descriptors = list[int](), list[int]()
 
     def reserve(self, num_bytes: int) -> int:
@@ -60,7 +60,7 @@ class FileBoxes:
         )
         self._nic.device(address, num_bytes)
         self._taken.append(address)
-        return fd if self._way is Way.DMA_BUF else -1
+        return fd if self._access is BoxAccess.DMA_BUF else -1
 
     def close(self) -> None:
         """See `Boxes`."""
@@ -95,9 +95,13 @@ class DirectGpu:
             raise TransportError(self._refuses)
         return self._flush, "in order" if self._flush is None else "flushed"
 
-    def boxes(self, way: Way, flush: Flush | None) -> Boxes:
+    def boxes(self, access: BoxAccess, flush: Flush | None) -> Boxes:
         """See `GpuMemory`."""
-        return PinnedBoxes(lambda *_: None, lambda _: None) if way is Way.STAGED else FileBoxes(self._nic, way, flush)
+        return (
+            PinnedBoxes(lambda *_: None, lambda _: None)
+            if access is BoxAccess.STAGED
+            else FileBoxes(self._nic, access, flush)
+        )
 
 
 class Direct(Emulated):

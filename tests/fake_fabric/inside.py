@@ -13,7 +13,7 @@ import pytest
 from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink.network import gpu_direct
-from ep_kernels.transports.nvlink.network.gpu_direct import Way
+from ep_kernels.transports.nvlink.network.gpu_direct import BoxAccess
 from tests import fake_fabric
 from tests.emulator.direct import Direct, DirectGpu
 from tests.emulator.direct_steps import FAR_BOXES, Calls, Steps
@@ -34,17 +34,17 @@ def fake() -> Iterator[Fake]:
         yield made
 
 
-@pytest.mark.parametrize("way", Way)
-def test_steps(way: Way, steps: Steps, fake: Fake) -> None:
-    """Boxes for ranks of other hosts are registered as the GPU's, in the way that was asked for; no endpoint that
+@pytest.mark.parametrize("access", BoxAccess)
+def test_steps(access: BoxAccess, steps: Steps, fake: Fake) -> None:
+    """Boxes for ranks of other hosts are registered as the GPU's, in the access that was asked for; no endpoint that
     carries them may call CUDA."""
     machine, before = Direct(fake), fake.left().endpoints
-    steps(machine, msgspec.structs.replace(FABRIC, gpu_direct=way.value))
-    assert {chosen.way for chosen in machine.chosen} == {way}
+    steps(machine, msgspec.structs.replace(FABRIC, gpu_direct=access.value))
+    assert {chosen.access for chosen in machine.chosen} == {access}
     left = fake.left()
-    assert left.dma_bufs == (FAR_BOXES if way is Way.DMA_BUF else 0)
-    assert left.device_regions == (FAR_BOXES if way is Way.PEERMEM else 0)
-    assert left.endpoints - before == (0 if way is Way.STAGED else LANES)
+    assert left.dma_bufs == (FAR_BOXES if access is BoxAccess.DMA_BUF else 0)
+    assert left.device_regions == (FAR_BOXES if access is BoxAccess.PEERMEM else 0)
+    assert left.endpoints - before == (0 if access is BoxAccess.STAGED else LANES)
 
 
 def test_what_nics_wrote_is_flushed_before_kernels_are_told(steps: Steps, fake: Fake) -> None:
@@ -55,15 +55,15 @@ def test_what_nics_wrote_is_flushed_before_kernels_are_told(steps: Steps, fake: 
 
 
 def chosen(network: NetworkConfig = FABRIC, **gpu: Any) -> gpu_direct.Chosen:
-    return gpu_direct.look(network, DirectGpu(fake_fabric.load(), **gpu))
+    return gpu_direct.probe(network, DirectGpu(fake_fabric.load(), **gpu))
 
 
 def test_the_best_way_is_chosen_and_says_why(fake: Fake) -> None:
     found = chosen()
-    assert (found.way, found.why) == (Way.DMA_BUF, "in order")
+    assert (found.access, found.why) == (BoxAccess.DMA_BUF, "in order")
     fake.set(no_dma_buf=errno.EOPNOTSUPP)
     found = chosen(flush=Calls().flush())
-    assert found.way is Way.PEERMEM
+    assert found.access is BoxAccess.PEERMEM
     words = (
         "libfabric: 2097152 bytes of GPU memory cannot be registered by dma-buf (libfabric 1.20 or newer): Operation"
     )
@@ -71,7 +71,7 @@ def test_the_best_way_is_chosen_and_says_why(fake: Fake) -> None:
     assert found.why.endswith("; flushed")
     fake.set(no_address=errno.EFAULT)
     found = chosen()
-    assert found.way is Way.STAGED
+    assert found.access is BoxAccess.STAGED
     assert (
         "peermem: network: libfabric: 2097152 bytes of GPU memory cannot be registered by address (FI_HMEM" in found.why
     )
@@ -89,7 +89,7 @@ def test_the_best_way_is_chosen_and_says_why(fake: Fake) -> None:
 def test_a_provider_that_does_not_reach_the_gpu_is_staged(faults: dict[str, int], words: str, fake: Fake) -> None:
     fake.set(**faults)
     found = chosen()
-    assert found.way is Way.STAGED
+    assert found.access is BoxAccess.STAGED
     assert words in found.why
     with pytest.raises(TransportError, match=r"gpu_direct dma-buf cannot be had: dma-buf: network: libfabric: "):
         chosen(msgspec.structs.replace(FABRIC, gpu_direct="dma-buf"))
@@ -98,7 +98,7 @@ def test_a_provider_that_does_not_reach_the_gpu_is_staged(faults: dict[str, int]
 def test_an_option_that_a_provider_does_not_know_is_no_reason(fake: Fake) -> None:
     """It moves bytes without CUDA: how, is its own affair."""
     fake.set(no_peer=errno.ENOPROTOOPT)
-    assert chosen().way is Way.DMA_BUF
+    assert chosen().access is BoxAccess.DMA_BUF
 
 
 def test_refused_memory_is_a_named_error(steps: Steps, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from ep_kernels.transports.nvlink.gpu.driver import call
 from ep_kernels.transports.nvlink.network import gpu_direct
 from ep_kernels.transports.nvlink.network.boxes import Boxes, Flush
 from ep_kernels.transports.nvlink.network.gpu_boxes import CudaBoxes, CudaGpu, flush_of
-from ep_kernels.transports.nvlink.network.gpu_direct import Chosen, Way
+from ep_kernels.transports.nvlink.network.gpu_direct import BoxAccess, Chosen
 from ep_kernels.types import Layout, Mode
 from tests import fake_verbs
 from tests.cases import cases, draw_seed
@@ -73,9 +73,9 @@ class ToldGpu(CudaGpu):
         """See `GpuMemory`."""
         return (flush_of(), "flushed") if self._flushes else super().order()
 
-    def boxes(self, way: Way, flush: Flush | None) -> Boxes:
+    def boxes(self, access: BoxAccess, flush: Flush | None) -> Boxes:
         """See `GpuMemory`."""
-        return super().boxes(way, flush) if way is Way.STAGED else ToldBoxes(0, way, flush)
+        return super().boxes(access, flush) if access is BoxAccess.STAGED else ToldBoxes(0, access, flush)
 
 
 class Machine(Gpu):
@@ -111,20 +111,20 @@ def _context() -> Iterator[None]:
 def test_what_the_gpu_says() -> None:
     """Shown: it differs from GPU to GPU."""
     print("order of writes by NICs:", CudaGpu(0).order())
-    print("look:", CudaGpu(0).look())
+    print("look:", CudaGpu(0).probe())
 
 
-@pytest.mark.parametrize("way", [Way.PEERMEM, Way.DMA_BUF])
-def test_boxes_in_gpu_memory(way: Way) -> None:
+@pytest.mark.parametrize("access", [BoxAccess.PEERMEM, BoxAccess.DMA_BUF])
+def test_boxes_in_gpu_memory(access: BoxAccess) -> None:
     """Zeros, anywhere in the range; the driver's dma-buf is a descriptor."""
-    boxes = CudaBoxes(0, way, None)
+    boxes = CudaBoxes(0, access, None)
     address = boxes.reserve(4 * _UNIT)
     with closing(boxes):
         try:
             fd = boxes.take(address + 2 * _UNIT, _UNIT)
         except TransportError as error:
             pytest.skip(str(error))
-        assert (fd >= 0) == (way is Way.DMA_BUF)
+        assert (fd >= 0) == (access is BoxAccess.DMA_BUF)
         seen = (ctypes.c_uint8 * 16)(*[7] * 16)
         call("cuMemcpyDtoH", ctypes.addressof(seen), address + 2 * _UNIT, 16)
         assert bytes(seen) == bytes(16)
@@ -133,20 +133,20 @@ def test_boxes_in_gpu_memory(way: Way) -> None:
 
 @pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR, Layout.FLAT])
 @pytest.mark.parametrize("flushes", [False, True])
-@pytest.mark.parametrize("way", Way)
-def test_steps(way: Way, flushes: bool, layout: Layout) -> None:
+@pytest.mark.parametrize("access", BoxAccess)
+def test_steps(access: BoxAccess, flushes: bool, layout: Layout) -> None:
     machine = Machine(flushes)
     joined = Joined(machine)
-    network = msgspec.structs.replace(TCP, provider="verbs", gpu_direct=way.value)
+    network = msgspec.structs.replace(TCP, provider="verbs", gpu_direct=access.value)
     steps = cases(4, 9, hidden_size=136, num_experts=9, topk=3)
     try:
         loop = joined(steps[0], mode=Mode.AUTO, layout=layout, network=network)
-        assert {chosen.way for chosen in machine.chosen} == {way}
+        assert {chosen.access for chosen in machine.chosen} == {access}
         for case in steps:
             check(loop, case, Mode.LL)
         check(loop, replace(steps[0], seed=draw_seed()), Mode.HT, phases=(1, 2), backward=True)
     except TransportError as error:
-        if way is Way.STAGED or not any(word in str(error) for word in _REFUSALS):
+        if access is BoxAccess.STAGED or not any(word in str(error) for word in _REFUSALS):
             raise
         pytest.skip(str(error))
     finally:

@@ -13,7 +13,7 @@ import pytest
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink.network import gpu_direct
-from ep_kernels.transports.nvlink.network.gpu_direct import Way
+from ep_kernels.transports.nvlink.network.gpu_direct import BoxAccess
 from tests import fake_verbs
 from tests.emulator.direct import Direct, DirectGpu
 from tests.emulator.direct_steps import FAR_BOXES, Calls, Steps
@@ -32,18 +32,20 @@ def fake() -> Iterator[Fake]:
         yield made
 
 
-@pytest.mark.parametrize(("provider", "way"), [*[("verbs", way) for way in Way], ("shuffle(verbs)", Way.DMA_BUF)])
-def test_steps(provider: str, way: Way, steps: Steps, fake: Fake) -> None:
+@pytest.mark.parametrize(
+    ("provider", "access"), [*[("verbs", access) for access in BoxAccess], ("shuffle(verbs)", BoxAccess.DMA_BUF)]
+)
+def test_steps(provider: str, access: BoxAccess, steps: Steps, fake: Fake) -> None:
     """Boxes for ranks of other hosts are registered, and nothing else, in the way that was asked for."""
     machine = Direct(fake)
-    network = msgspec.structs.replace(VERBS, provider=provider, gpu_direct=way.value)
+    network = msgspec.structs.replace(VERBS, provider=provider, gpu_direct=access.value)
     loop = steps(machine, network)
-    assert {chosen.way for chosen in machine.chosen} == {way}
+    assert {chosen.access for chosen in machine.chosen} == {access}
     left = fake.left()
     assert left.regions == FAR_BOXES
     assert left.bytes == FAR_BOXES * loop.remotes[0].box_bytes
-    assert left.dma_bufs == (FAR_BOXES if way is Way.DMA_BUF else 0)
-    assert left.device_regions == (FAR_BOXES if way is Way.PEERMEM else 0)
+    assert left.dma_bufs == (FAR_BOXES if access is BoxAccess.DMA_BUF else 0)
+    assert left.device_regions == (FAR_BOXES if access is BoxAccess.PEERMEM else 0)
 
 
 def test_writes_are_as_short_as_the_device_wants(steps: Steps, fake: Fake) -> None:
@@ -75,30 +77,30 @@ def test_without_a_flush_no_kernel_is_told(steps: Steps) -> None:
 
 def chosen(network: NetworkConfig = VERBS, **gpu: Any) -> gpu_direct.Chosen:
     boxes, found = gpu_direct.choose(network, 0, DirectGpu(fake_verbs.load(), **gpu))
-    assert boxes.is_device == (found.way is not Way.STAGED)
+    assert boxes.is_device == (found.access is not BoxAccess.STAGED)
     boxes.close()
     return found
 
 
 def test_the_best_way_is_chosen_and_says_why(fake: Fake) -> None:
     found = chosen()
-    assert (found.way, found.why) == (Way.DMA_BUF, "in order")
+    assert (found.access, found.why) == (BoxAccess.DMA_BUF, "in order")
     assert str(found) == "boxes in GPU memory, by dma-buf (never run on a NIC by the authors): in order"
     fake.set(0, no_dma_buf=errno.EOPNOTSUPP)
     found = chosen(flush=Calls().flush())
-    assert found.way is Way.PEERMEM
+    assert found.access is BoxAccess.PEERMEM
     words = "verbs: 2097152 bytes of GPU memory cannot be registered by dma-buf: Operation not supported"
     assert found.why == f"dma-buf: network: {words}; flushed"
     fake.set(0, no_peermem=errno.EFAULT)
     found = chosen()
-    assert found.way is Way.STAGED
+    assert found.access is BoxAccess.STAGED
     assert "by dma-buf: Operation not supported; peermem: network: verbs: 2097152 bytes" in found.why
     assert "by address (nvidia-peermem): Bad address" in found.why
     assert str(found).startswith("boxes in pinned host memory: dma-buf: network: verbs")
 
 
 def test_where_no_nic_reaches_the_gpu_boxes_are_staged() -> None:
-    assert chosen(refuses="no order, no flush") == gpu_direct.Chosen(Way.STAGED, "no order, no flush")
+    assert chosen(refuses="no order, no flush") == gpu_direct.Chosen(BoxAccess.STAGED, "no order, no flush")
     assert chosen(TCP).why == "provider tcp sends from host memory"
     off = msgspec.structs.replace(VERBS, gpu_direct="off")
     assert chosen(off).why == "network.gpu_direct is off"

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from crossdock.common.framework_metrics import FrameworkMetrics
-from crossdock.common.metrics import ControlMetrics, HostMetrics, WorkerMetrics
+from crossdock.common.metrics import ControlMetrics, FrameworkMetrics, HostMetrics, WorkerMetrics
 from tests.house.tree import ROOT
 
 PLACES = (

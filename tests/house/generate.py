@@ -15,8 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from crossdock.cli import config_page
-from crossdock.common.framework_metrics import FrameworkMetrics
-from crossdock.common.metrics import ControlMetrics, Declaration, HostMetrics, WorkerMetrics
+from crossdock.common.metrics import ControlMetrics, Declaration, FrameworkMetrics, HostMetrics, WorkerMetrics
 from ep_kernels import jit
 from tests.house import chart, dashboard
 from tests.house.tree import ROOT

@@ -11,8 +11,7 @@ import pytest
 from typer.main import get_group
 
 from crossdock.cli.app import app
-from crossdock.common.framework_metrics import FrameworkMetrics
-from crossdock.common.metrics import ControlMetrics, HostMetrics, WorkerMetrics
+from crossdock.common.metrics import ControlMetrics, FrameworkMetrics, HostMetrics, WorkerMetrics
 from tests.house.tree import ROOT, files, name_of, text_of
 
 METRICS = {

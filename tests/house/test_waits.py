@@ -14,7 +14,6 @@ WAITS = {
     "network/dialer.py": "2 x until the caller's deadline, abort, give_up",
     "network/listener.py": "3 x its own thread: connections that ask; a table of descriptors that is full; its end",
     "network/network.py": "1 x connect: until the caller's deadline, abort, give_up",
-    "network/providers.py": "1 x a probe of an address, which has a timeout of its own",
     "network/sending.py": "1 x what was sent leaves: until the caller's deadline, abort",
     "network/native/clock.hpp": "5 x the pauses themselves",
     "network/native/proxy.cpp": "8 x the proxy thread: waits for no rank; its end",
@@ -29,7 +28,7 @@ WAITS = {
     "transports/nvlink/calls/left_out.py": "1 x leave_out: until SENDING_S",
     "transports/nvlink/memory/mailbox.py": "3 x until the deadline, abort, give_up; wait_for_peer: its timeout",
     "transports/nvlink/memory/sharing.py": "3 x until the deadline; its thread; a look at a descriptor",
-    "transports/nvlink/memory/watch.py": "2 x its own thread; its end",
+    "transports/nvlink/memory/domain.py": "2 x its own thread; its end",
     "transports/nvlink/native/quick.cpp": "1 x numbers of a kernel: until that ends, which has the deadline",
 }
 """By file below ep_kernels: how many, which, and what ends them. Benchmarks apart."""

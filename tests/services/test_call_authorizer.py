@@ -221,10 +221,10 @@ async def test_a_plan_that_takes_long_is_not_made_again_and_again(monkeypatch: p
 
     async def experts(self: PlacementService) -> pb.ExpertsResponse:
         asked.append(1)
-        await asyncio.sleep(server._LONG_PLAN_S * 2)
+        await asyncio.sleep(server._LONG_REBALANCE_S * 2)
         return pb.ExpertsResponse(world_size=2)
 
-    monkeypatch.setattr(server, "_PLAN_PAUSES", 1e6)
+    monkeypatch.setattr(server, "_REBALANCE_PAUSES", 1e6)
     monkeypatch.setattr(PlacementService, "experts", experts)
     service = ControlPlane(ControlConfig(world_size=2), ControlMetrics())
     for _ in range(3):

@@ -512,7 +512,7 @@ def test_whoever_waits_for_a_group_leaves_a_leader_that_is_cut_off(
     options = rpc._channel_options
     monkeypatch.setattr(rpc, "_channel_options", lambda size: [o for o in options(size) if "keepalive" not in o[0]])
     monkeypatch.setattr(directory, "_RECHECK_S", 0.2)
-    monkeypatch.setattr(control_channel, "_LOOK_S", 0.5)
+    monkeypatch.setattr(control_channel, "_POLL_S", 0.5)
     forming = view_of([workers[0], None], epoch=6, state=control_pb2.FORMING)
     former, other = FakeControl(forming), FakeControl(view_of(workers, epoch=7))
     other.leads = False

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from crossdock.common.config import ControlConfig
-from crossdock.demo import compare, run, serving
+from crossdock.demo import compare, run, stage
 from tests.services.cluster import FORM_S, TEST_S
 
 pytestmark = pytest.mark.timeout(3 * TEST_S)
@@ -57,7 +57,7 @@ def test_a_failed_criterion_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) ->
     def served(family: str, folder: Path, name: run.Name, plain: Callable[[], run.Plain], *_: object) -> run.Row:
         said = plain()
         verdict = run.judge_bf16(said.exact, said.rounded, said.rounded)
-        return run.Row(family, name, verdict, {phase: {} for phase in run.scrape.PHASES}, 1.0, [])
+        return run.Row(family, name, verdict, {phase: {} for phase in run.report.PHASES}, 1.0, [])
 
     monkeypatch.setattr(run, "DTYPES", {"bfloat16": torch.bfloat16})
     monkeypatch.setattr(run, "_serve", served)
@@ -76,7 +76,7 @@ def test_a_service_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def wanting(world_size: int, **fields: Any) -> ControlConfig:
         return ControlConfig(world_size=world_size + 1, **fields)
 
-    monkeypatch.setattr(serving, "ControlConfig", wanting)
+    monkeypatch.setattr(stage, "ControlConfig", wanting)
     monkeypatch.setattr(run, "FORM_TIMEOUT_S", 0.2)
     printed = Console(file=io.StringIO(), width=200, record=True)
     assert run.run_demo(["mixtral"], printed) == 1

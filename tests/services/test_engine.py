@@ -192,7 +192,7 @@ def test_a_request_that_comes_while_a_rank_falls_asleep_is_served(
 ) -> None:
     """Between its last look and its sleep, too: a lost wake-up would cost the longest sleep."""
     monkeypatch.setattr(engine_module, "_IDLE_S", 10.0 * WAIT_S)
-    monkeypatch.setattr(engine_module, "_NO_LOOK_S", 0.002)  # it looks often
+    monkeypatch.setattr(engine_module, "_NO_POLL_S", 0.002)  # it looks often
     sockets, (ours, theirs), asked = ranks[0].engine._request_sockets, socket.socketpair(), list[Asked]()
     theirs.setblocking(False)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from crossdock.control.group import blame
-from crossdock.control.group.group import MAX_PAUSE_S, new_group, step
+from crossdock.control.group.group import MAX_PAUSE_S, advance, new_group
 from crossdock.control.group.group_state import (
     Effect,
     Event,
@@ -162,7 +162,7 @@ def moves(world: World, *, disturbed: bool = True) -> Iterator[tuple[str, World]
         yield "recovery ends", _tick(world, RECOVER_S)
     elif world.group.phase is Phase.FORMING and world.group.full:
         yield "the pause ends", _tick(world, MAX_PAUSE_S)
-    if world.side is not None and world.side.plan is not None:
+    if world.side is not None and world.side.rebalance is not None:
         yield "a plan is made", replace(world, side=world.side.planned(world.group))
     if _all_can_switch(world):
         yield "experts move", replace(world, peers=tuple(replace(peer, held=peer.target) for peer in world.peers))
@@ -391,7 +391,7 @@ def _broken(peer: Peer, silent: tuple[int, ...]) -> Peer:
 
 
 def _tell(world: World, event: Event) -> tuple[World, Refusal | None]:
-    group, effects = step(world.group, event, 0.0)
+    group, effects = advance(world.group, event, 0.0)
     refused = next((effect.refusal for effect in effects if isinstance(effect, Refuse)), None)
     return _changed(world, world.group, group, effects), refused
 
@@ -406,13 +406,13 @@ def _changed(world: World, before: Group, group: Group, effects: tuple[Effect, .
 def _tick(world: World, now: float) -> World:
     members = world.group.members.each(lambda m: replace(m, lease_until=now + LEASE_S))
     before = replace(world.group, members=members, ticked_at=now)
-    return _changed(world, before, *step(before, Tick(), now))
+    return _changed(world, before, *advance(before, Tick(), now))
 
 
 def _expire(world: World, peer: Peer) -> World:
     members = world.group.members.each(lambda m: replace(m, lease_until=0.0 if m.uid == peer.uid else LEASE_S))
     before = replace(world.group, members=members)
-    return _changed(world, before, *step(before, Tick(), 0.0))
+    return _changed(world, before, *advance(before, Tick(), 0.0))
 
 
 def _put(world: World, peer: Peer) -> World:

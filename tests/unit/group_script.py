@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from crossdock.control.group import cordon
-from crossdock.control.group.group import new_group, step
+from crossdock.control.group.group import advance, new_group
 from crossdock.control.group.group_state import (
     Bar,
     Blamed,
@@ -88,7 +88,7 @@ class Replay:
         return command(plain, named) or ["ok"]
 
     def _take(self, event: Event) -> list[str]:
-        self.group, effects = step(self.group, event, self.now)
+        self.group, effects = advance(self.group, event, self.now)
         return [self._render(effect) for effect in effects]
 
     def _render(self, effect: Effect) -> str:
@@ -132,7 +132,7 @@ class Replay:
         communicator = tuple((name, value) for name, value in pairs)
         settings = {"network": network, "boot_id": named.get("boot", ""), "communicator": communicator}
         worker = Worker(place, incarnation, f"{uid}:1", f"{uid}:2", *kind, **settings)  # type: ignore[arg-type]
-        self.group, effects = step(self.group, Register(worker, prior), self.now)
+        self.group, effects = advance(self.group, Register(worker, prior), self.now)
         lines = [self._render(effect) for effect in effects]
         full = any(isinstance(effect, Refuse) and effect.refusal is Refusal.GROUP_FULL for effect in effects)
         never = [effect.message for effect in effects if isinstance(effect, Refuse) and effect.refusal in _NEVER]

@@ -20,8 +20,7 @@ from triton.runtime import driver
 
 from crossdock.worker.checkpoints.gating import Gating
 from crossdock.worker.experts.grouped import products
-from crossdock.worker.experts.grouped.product import grouped_product
-from crossdock.worker.experts.grouped.row_quantiser import quantise_rows
+from crossdock.worker.experts.grouped.kernels import grouped_product, quantise_rows
 from tests.unit.grouped_cases import BLOCKS, MXFP4, drawn
 
 HIDDEN, INNER, EXPERTS = 512, 256, 4

@@ -13,8 +13,8 @@ import torch
 
 from crossdock.worker.checkpoints.gating import Gating
 from crossdock.worker.checkpoints.weights import Format, Stack
+from crossdock.worker.experts.grouped.kernels import quantise_rows
 from crossdock.worker.experts.grouped.products import GroupedProducts, Tile
-from crossdock.worker.experts.grouped.row_quantiser import quantise_rows
 from crossdock.worker.experts.grouped.support import fused_rule, reason_in_shapes
 from tests.unit.grouped_cases import CASES, floats, groups, layer, tokens_of
 

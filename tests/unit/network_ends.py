@@ -14,8 +14,7 @@ from typing import Any, Self
 from ep_kernels.network import NetworkConfig, handshake
 from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket, greet
-from ep_kernels.network.handshake import CONTROL_ROLE, SECRET_BYTES, Greeting
-from ep_kernels.network.key_pair import KEY_BYTES, KeyPair
+from ep_kernels.network.handshake import CONTROL_ROLE, KEY_BYTES, SECRET_BYTES, Greeting, KeyPair
 from ep_kernels.network.network import Channel, Network
 
 ARRIVED, DOWN, LEFT_OUT, UP = range(4)

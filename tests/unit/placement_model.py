@@ -1,6 +1,6 @@
 """The experts' side of the control plane as values, for the search of group_model.py: the real `PlacementService` and
 `PlacementManager`, made anew from a frozen state for each move. The model has one MoE layer and two experts per rank; a
-plan of an even term turns those of rank 0 round, one of an odd term those of rank 1.
+rebalance of an even term turns those of rank 0 round, one of an odd term those of rank 1.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from crossdock.common.metrics import ControlMetrics
 from crossdock.control.group.group_state import Group
 from crossdock.control.placement.expert_reports import Goal, Kind, Move, Report
 from crossdock.control.placement.placement_manager import PlacementManager
-from crossdock.control.placement.placement_service import PlacementService, _CachedPlan
-from crossdock.control.placement.plans import Plan
+from crossdock.control.placement.placement_service import PlacementService, _CachedRebalance
+from crossdock.control.placement.rebalance import Rebalance
 from crossdock.protocol.v1 import control_pb2 as pb
 
 METRICS, CONFIG = ControlMetrics(), PlacementConfig()
@@ -34,7 +34,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Side:
-    """What `PlacementService` knows. `plan`: one that is being made in a thread."""
+    """What `PlacementService` knows. `rebalance`: one that is being made in a thread."""
 
     kind: Kind | None = None
     version: int = 0
@@ -44,7 +44,7 @@ class Side:
     domains: tuple[int, ...] = ()
     way: tuple[tuple[tuple[tuple[int, ...], ...], ...], bool] | None = None
     reports: tuple[tuple[int, Report], ...] = ()
-    plan: _CachedPlan | None = None
+    rebalance: _CachedRebalance | None = None
 
     def thaw(self, group: Group) -> PlacementService:
         """The real thing in this state."""
@@ -79,7 +79,7 @@ class Side:
             manager._domains,
             None if manager._move is None else (manager._move.before, manager._move.rolling_back),
             tuple(sorted(manager._reports.items())),
-            self.plan,
+            self.rebalance,
         )
 
     def welcomed(self, group: Group) -> Side:
@@ -95,23 +95,23 @@ class Side:
         return self.after(experts)
 
     def asked(self, group: Group, term: int) -> Side | None:
-        """Somebody asks to move experts: a plan is being made. None: it is refused, or one is being made already."""
+        """Somebody asks to move experts: a rebalance is being made. None: refused, or one is made already."""
         experts = self.thaw(group)
         snapshot = experts._manager.snapshot(0.0)
-        if self.plan is not None or experts._obstacle(group.epoch) or snapshot is None or self.kind is None:
+        if self.rebalance is not None or experts._obstacle(group.epoch) or snapshot is None or self.kind is None:
             return None
         turned = tuple(
             tuple(held[::-1] if rank == term % 2 else held for rank, held in enumerate(table)) for table in self.tables
         )
-        plan = Plan(self.version, self.tables, turned, 2.0, 1.0, moves=1)
-        return replace(self, plan=_CachedPlan(group.epoch, self.kind, snapshot, plan, 0.0))
+        made = Rebalance(self.version, self.tables, turned, 2.0, 1.0, moves=1)
+        return replace(self, rebalance=_CachedRebalance(group.epoch, self.kind, snapshot, made, 0.0))
 
     def planned(self, group: Group) -> Side:
-        """The plan is made."""
-        assert self.plan is not None
+        """The rebalance is made."""
+        assert self.rebalance is not None
         experts = self.thaw(group)
-        experts._start(self.plan)
-        return replace(self.after(experts), plan=None)
+        experts._start(self.rebalance)
+        return replace(self.after(experts), rebalance=None)
 
     def placement(self, group: Group, epoch: int) -> Holding | None:
         """The answer to a worker; None: refused."""

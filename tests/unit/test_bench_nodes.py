@@ -14,7 +14,7 @@ from ep_kernels import MoEConfig, reference
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink.calls import plan
-from ep_kernels.transports.nvlink.calls.network_plan import most_blocks, slice_lag, slice_rows, slices_of
+from ep_kernels.transports.nvlink.calls.plan import most_blocks, slice_lag, slice_rows, slices_of
 from ep_kernels.types import Layout, Mode
 from tests.groups import LonelyGroup
 

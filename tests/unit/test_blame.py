@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.control.group import blame
-from crossdock.control.group.group import new_group, step
+from crossdock.control.group.group import advance, new_group
 from crossdock.control.group.group_state import (
     Effect,
     Event,
@@ -48,7 +48,7 @@ class World:
 
     def take(self, event: Event) -> tuple[Effect, ...]:
         self.now += 0.001
-        self.group, effects = step(self.group, event, self.now)
+        self.group, effects = advance(self.group, event, self.now)
         self.lost += [effect for effect in effects if isinstance(effect, Lost)]
         return effects
 

@@ -15,7 +15,7 @@ from ep_kernels.errors import ConfigError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink.calls import plan
-from ep_kernels.transports.nvlink.calls.network_plan import slices_of
+from ep_kernels.transports.nvlink.calls.plan import slices_of
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.network.remote import check, stripe_of
 from ep_kernels.types import CombineOrder, Layout, Mode

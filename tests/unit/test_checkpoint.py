@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.checkpoints.gating import Gating
 from crossdock.worker.checkpoints.shards import Shards
-from crossdock.worker.experts.open_checkpoints import OpenCheckpoints
 from crossdock.worker.experts.placement import WeightsOf
+from crossdock.worker.group.model import OpenCheckpoints
 from tests.unit.moe_files import (
     Sizes,
     Weights,

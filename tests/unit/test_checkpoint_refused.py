@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.experts import room
+from crossdock.worker.experts import memory_need
 from tests.unit.moe_files import Sizes, config_of, draw_weights, quantise, tensors_of, write_files, write_gpt_oss
 
 SIZES = Sizes(num_experts=2, hidden=32, inner=16, layers=1)
@@ -160,4 +160,4 @@ def test_mxfp4_of_columns_that_are_not_whole_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank_gib", [float("nan"), float("inf"), -1.0])
 def test_memory_of_a_rank(tmp_path: Path, rank_gib: float) -> None:
     with pytest.raises(CheckpointError, match="--rank-gib: expected"):
-        room.describe(tmp_path, 1, "", rank_gib)
+        memory_need.describe(tmp_path, 1, "", rank_gib)

@@ -205,7 +205,7 @@ async def test_a_look_at_the_experts_that_fails_is_told_and_the_next_one_is_made
     async def plan() -> Any:
         return type("Made", (), {"plan": None})()
 
-    monkeypatch.setattr(experts, "_plan", plan)
+    monkeypatch.setattr(experts, "_rebalance", plan)
     monkeypatch.setattr(PlacementManager, "is_due", lambda self, now: True)
     monkeypatch.setattr(PlacementManager, "is_worth_it", breaks)
     for looks in (1, 2):

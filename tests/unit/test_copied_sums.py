@@ -18,7 +18,7 @@ from ep_kernels.collectives.choose import copies_terms, sums_whole
 from ep_kernels.collectives.collective_types import CollectiveCapabilities
 from ep_kernels.collectives.work import Work, in_step
 from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
-from ep_kernels.transports.nvlink.copy_engines.term_copies import NvlinkTerms
+from ep_kernels.transports.nvlink.copy_engines.collective_copies import NvlinkTerms
 from tests.cases import draw_seed
 from tests.collectives.faults import failing
 from tests.emulator.machine import without_driver

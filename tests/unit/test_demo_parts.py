@@ -18,7 +18,7 @@ from rich.console import Console
 
 from crossdock.common.config import ConfigFileError
 from crossdock.common.metrics import WorkerMetrics
-from crossdock.demo import compare, hosts, run, scrape, text
+from crossdock.demo import compare, hosts, report, run
 from crossdock.demo.models import FAMILIES, VOCAB_SIZE, build, write_checkpoint
 from crossdock.demo.report import Row, notes, shorten, table
 from crossdock.demo.stage import Stage
@@ -86,27 +86,27 @@ def test_bf16_needs_positions_that_are_clear() -> None:
     ],
 )
 def test_quantile(buckets: dict[float, float], share: float, expected: float) -> None:
-    assert scrape.quantile(buckets, share) == pytest.approx(expected, nan_ok=True)
+    assert report.quantile(buckets, share) == pytest.approx(expected, nan_ok=True)
 
 
 def test_phases_of_several_workers_are_summed() -> None:
     pages = []
     for seconds in (0.0015, 0.0045):
         metrics = WorkerMetrics()
-        for phase in scrape.PHASES:
+        for phase in report.PHASES:
             metrics.step_phase_duration_seconds.labels(phase=phase).observe(seconds)
         pages.append(generate_latest(metrics.registry).decode())
-    buckets = scrape.phase_buckets(pages)["experts"]
+    buckets = report.phase_buckets(pages)["experts"]
     assert (buckets[1e-3], buckets[2e-3], buckets[6e-3], buckets[math.inf]) == (0, 1, 2, 2)
-    assert scrape.quantile(buckets, 0.5) == pytest.approx(0.0015)
+    assert report.quantile(buckets, 0.5) == pytest.approx(0.0015)
 
 
 def test_the_table_shows_every_row() -> None:
     good = compare.Comparison("8/8", 1e-6, "tolerance one", ())
     bad = compare.Comparison("7/8", 1e-6, "tolerance two", ("1 of 8 generated tokens differ",))
-    empty = scrape.phase_buckets([])
+    empty = report.phase_buckets([])
     urls = ["http://127.0.0.1:4711/metrics", "http://127.0.0.1:4712/metrics"]
-    slow = {phase: {0.0: 0.0, 1.3: 99.0, float("inf"): 100.0} for phase in scrape.PHASES}
+    slow = {phase: {0.0: 0.0, 1.3: 99.0, float("inf"): 100.0} for phase in report.PHASES}
     rows = [Row("deepseek_v3", "bfloat16", good, slow, 99999, urls), Row("x", "y", bad, empty, 1, urls)]
     console = Console(record=True, width=80, file=io.StringIO())
     console.print(table(rows))
@@ -119,13 +119,13 @@ def test_the_table_shows_every_row() -> None:
 
 
 def test_text_is_always_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(text.find_text(1024)[1]) >= 1024
-    monkeypatch.setattr(text, "_checkout", lambda: b"too short")
-    monkeypatch.setattr(text, "_distribution", lambda: b"")
-    name, page = text.find_text(5000)
+    assert len(run.find_text(1024)[1]) >= 1024
+    monkeypatch.setattr(run, "_checkout", lambda: b"too short")
+    monkeypatch.setattr(run, "_distribution", lambda: b"")
+    name, page = run.find_text(5000)
     assert name == "packaged text"
     assert len(page) >= 5000
-    ids = text.token_ids(page, 3, 50)
+    ids = run.token_ids(page, 3, 50)
     assert bytes(ids[1].tolist()) == page[50:100]
     assert int(ids.max()) < VOCAB_SIZE
 
@@ -166,9 +166,9 @@ def test_routing_survives_bf16_and_uses_every_expert(family: str) -> None:
 
 
 def test_a_page_that_is_refused_is_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape, "ask_http", lambda *args: (503, "too many connections\n"))
+    monkeypatch.setattr(report, "ask_http", lambda *args: (503, "too many connections\n"))
     with pytest.raises(OSError, match="rank 3: a:1/metrics: expected its page, got 503: too many connections"):
-        scrape.fetch([Member(rank=3, http_address="a:1")])
+        report.fetch([Member(rank=3, http_address="a:1")])
 
 
 def test_what_ends_the_demo_is_told_word_for_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -94,13 +94,12 @@ def test_two_hgx_hosts(tmp_path: Path) -> None:
     assert [device.rail for device in topology.devices] == [*range(8), *range(8)]
     assert {device.nic_distance for device in topology.devices} == {"PIX"}
     assert "mlx5_1/1" not in {device.nic for device in topology.devices}, "storage ports are farther away"
-    inside, rail, across = topology.reach(0, 7), topology.reach(2, 10), topology.reach(2, 11)
+    inside, apart = topology.reach(0, 7), topology.reach(2, 10)
     assert (inside.transport, inside.hops, inside.served) == ("nvlink", 2, True)
-    assert (rail.transport, rail.hops, rail.gbps, rail.served) == ("rdma", 2, 50.0, False)
-    assert across.hops == 4
-    assert dict(rail.off)["nvlink"] == "two NVLink domains: boot-h100-0 and boot-h100-1"
-    assert dict(rail.off)["cpu"] == "two hosts: shared memory ends with the host"
-    assert dict(rail.off)["tcp"] == "between CPU ranks only, with worker.network"
+    assert (apart.transport, apart.served) == ("none", False)
+    assert dict(apart.off)["nvlink"] == "two NVLink domains: boot-h100-0 and boot-h100-1"
+    assert dict(apart.off)["cpu"] == "two hosts: shared memory ends with the host"
+    assert dict(apart.off)["tcp"] == "between CPU ranks only, with worker.network"
     assert "tcp" not in dict(inside.off), "nobody would take it"
 
 
@@ -120,7 +119,6 @@ def test_gpus_without_nvlink(tmp_path: Path) -> None:
     assert not topology.domains
     assert {device.no_domain for device in topology.devices} == {"it has no NVLink"}
     assert (topology.reach(0, 1).transport, topology.reach(0, 1).served) == ("cpu", True)
-    assert dict(topology.reach(0, 1).off)["rdma"] == "not in this release"
     assert dict(topology.reach(0, 1).off)["nvlink"] == "l40s-0/0: it has no NVLink"
     assert {device.nic for device in topology.devices} == {"mlx5_0/1"}, "a RoCE port without GIDs cannot be used"
 
@@ -136,7 +134,6 @@ def test_no_gpu(tmp_path: Path) -> None:
     assert [device.gpu for device in topology.devices] == [CPU, CPU]
     assert topology.devices[0].no_domain == "NVML: NVML Shared Library Not Found"
     assert topology.reach(0, 1).transport == "none"
-    assert dict(topology.reach(0, 1).off)["rdma"] == "one of them has no GPU"
     assert dict(topology.reach(0, 1).off)["tcp"] == "laptop-0: no network configured (worker.network)"
 
 
@@ -207,7 +204,7 @@ def test_every_kind_is_shown_in_every_way(tmp_path: Path, kind: str) -> None:
     shown = sources.of_hosts(read, None, kind)
     data = json.loads(json.dumps(listing.as_dict(shown)))
     devices = len(shown.topology.devices)
-    assert sum(len(way["pairs"]) for way in data["ways"]) == devices * (devices - 1) // 2
+    assert sum(len(path["pairs"]) for path in data["paths"]) == devices * (devices - 1) // 2
     assert sorted(device["rank"] for device in data["devices"]) == list(range(devices))
     root = ElementTree.fromstring(picture.as_svg(shown))
     texts = [element.text or "" for element in root.iter() if element.tag.endswith("text")]
@@ -235,7 +232,7 @@ def test_ranks_of_a_live_group_are_its_own(tmp_path: Path) -> None:
     assert [shown.topology.name(number) for number in shown.in_order] == ["h100-0/6", "h100-0/1"]
     assert sorted(shown.ranks.values()) == [0, 2]
     assert "rack r9" in picture.as_svg(shown)
-    assert listing.ways(shown) == {shown.topology.reach(0, 1): [(0, 2)]}
+    assert listing.paths(shown) == {shown.topology.reach(0, 1): [(0, 2)]}
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(listing.as_tables(shown))
     assert "network verbs at h:1, domain d, mlx5_4/1: PIX, boxes in GPU memory, by dma-buf: in" in console.export_text()
@@ -256,9 +253,9 @@ def test_cpu_ranks_of_two_hosts_reach_each_other_over_the_network(tmp_path: Path
     far = shown.topology.reach(0, 1)
     assert (far.transport, far.served, far.over) == ("tcp", True, "sockets")
     assert dict(far.off)["cpu"] == "two hosts: shared memory ends with the host"
-    assert listing.ways(shown) == {far: [(0, 2)]}
-    (way,) = listing.as_dict(shown)["ways"]
-    assert (way["transport"], way["served"]) == ("tcp", True)
+    assert listing.paths(shown) == {far: [(0, 2)]}
+    (path,) = listing.as_dict(shown)["paths"]
+    assert (path["transport"], path["served"]) == ("tcp", True)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(listing.as_tables(shown))
     words = console.export_text()

@@ -155,11 +155,11 @@ def test_one_rank_is_no_ranks(num_ranks: int, words: str) -> None:
 
 def test_the_memory_of_a_container_is_what_counts(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:  9000000 kB\n")
-    assert system.look(proc=tmp_path, cgroup=tmp_path).memory_bytes == 9000000 << 10
+    assert system.read(proc=tmp_path, cgroup=tmp_path).memory_bytes == 9000000 << 10
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.stat").write_text("anon 1000000\n")
-    assert system.look(proc=tmp_path, cgroup=tmp_path).memory_bytes == 2000000
-    assert system.look(proc=tmp_path / "no", shm=tmp_path / "no").shm_bytes == -1
+    assert system.read(proc=tmp_path, cgroup=tmp_path).memory_bytes == 2000000
+    assert system.read(proc=tmp_path / "no", shm=tmp_path / "no").shm_bytes == -1
 
 
 def test_reachable_and_not() -> None:
@@ -248,7 +248,7 @@ def test_a_user_without_a_home_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    seen = system.look()
+    seen = system.read()
     assert seen.cache_bytes == -1
     assert "kernel-cache" in bad(system.judge_system(seen, num_ranks=1, has_gpus=True, has_nics=False))
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from crossdock.cli import app as cli
 from crossdock.common.addresses import split_address
 from crossdock.common.settings import WorkerNetworkConfig
-from crossdock.doctor import data_port, rank, trial
+from crossdock.doctor import rank, reach, trial
 from crossdock.doctor.findings import Finding, Level
 from ep_kernels.network import address
 
@@ -22,7 +22,7 @@ TRIAL_S = 240.0
 
 
 def findings_of(num_workers: int = 1, **network: Any) -> dict[str, Finding]:
-    return {one.check: one for one in data_port.judge_network(WorkerNetworkConfig(**network), num_workers)}
+    return {one.check: one for one in reach.judge_network(WorkerNetworkConfig(**network), num_workers)}
 
 
 def free_ports(count: int) -> int:
@@ -72,7 +72,7 @@ def test_the_address_is_what_the_data_plane_would_choose(monkeypatch: pytest.Mon
     assert findings_of()["data-address"].what == "127.0.0.2 is loopback: address of the default route"
     refused = findings_of(devices=("none0",))["data-address"]
     assert (refused.level, refused.what.partition(":")[0]) == (Level.FAIL, "network.devices")
-    assert data_port.address_towards("127.0.0.1", 9) == "127.0.0.1"
+    assert reach.address_towards("127.0.0.1", 9) == "127.0.0.1"
 
 
 def test_interfaces_and_locked_memory() -> None:
@@ -84,9 +84,9 @@ def test_interfaces_and_locked_memory() -> None:
 
 def test_the_network_of_a_trial_is_the_configured_one_or_at_the_address_where_both_meet() -> None:
     own = WorkerNetworkConfig(listen="0.0.0.0:7700")
-    assert data_port.trial_network(own, "127.0.0.1:9", listens=True) is own
+    assert reach.trial_network(own, "127.0.0.1:9", listens=True) is own
     for listens in (True, False):
-        made = data_port.trial_network(None, "127.0.0.1:9", listens=listens)
+        made = reach.trial_network(None, "127.0.0.1:9", listens=listens)
         assert (made.listen, split_address(made.listen)[1]) == ("127.0.0.1:0", 0)
 
 

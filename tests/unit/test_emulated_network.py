@@ -18,7 +18,7 @@ from ep_kernels import jit
 from ep_kernels.errors import PeerTimeout
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
-from ep_kernels.transports.nvlink.calls import network_plan
+from ep_kernels.transports.nvlink.calls import plan
 from ep_kernels.transports.nvlink.network import remote
 from ep_kernels.types import Layout, Mode, Overflow
 from tests.cases import RoutingCase, draw_seed
@@ -87,7 +87,7 @@ def test_rows_in_slices(
 ) -> None:
     """Of two or three rows; ranks that end within a slice, at its end, with less than one, with no row; read when all
     are here, as they are few, at once, or when some later ones are."""
-    monkeypatch.setattr(network_plan, "SLICE_BYTES", 4096)
+    monkeypatch.setattr(plan, "SLICE_BYTES", 4096)
     if lag is not None:
         monkeypatch.setattr(remote, "slice_lag", lambda *_: lag)
     case = RoutingCase(9, 3, 520, (33, 4, 1, 0), "uniform", draw_seed(), max_tokens=34)
@@ -105,7 +105,7 @@ def test_rows_in_slices(
 def test_an_exact_combine(
     provider: NetworkConfig, slice_bytes: int, rows: list[int], join: Joined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network_plan, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(plan, "SLICE_BYTES", slice_bytes)
     loop = network.exact_rows(Layout.EXPERT_MAJOR, join, network=provider)
     assert list(loop.remotes[0].record().slice_rows) == rows
 
@@ -182,7 +182,7 @@ class WithoutSlices:
 
 def test_different_routings_are_heard_when_all_rows_have_come(join: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes later would land on those of the dispatch that takes the slot next."""
-    monkeypatch.setattr(network_plan, "SLICE_BYTES", 4096)
+    monkeypatch.setattr(plan, "SLICE_BYTES", 4096)
     boxes = WithoutSlices(3)
     monkeypatch.setattr(remote.launch, "boxes", lambda: boxes)
     case = RoutingCase(9, 3, 520, (33, 4, 20, 9), "uniform", draw_seed(), max_tokens=34)

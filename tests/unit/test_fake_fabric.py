@@ -8,7 +8,7 @@ import pytest
 
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink.network import gpu_direct
-from ep_kernels.transports.nvlink.network.gpu_direct import Way
+from ep_kernels.transports.nvlink.network.gpu_direct import BoxAccess
 from tests import fake_fabric
 from tests.emulator.direct import DirectGpu
 
@@ -32,6 +32,6 @@ def test_ranks_on_emulated_gpus() -> None:
 
 def test_sockets_reach_no_gpu() -> None:
     network = NetworkConfig(provider=fake_fabric.PROVIDER, listen="127.0.0.1:0", advertise="127.0.0.1")
-    found = gpu_direct.look(network, DirectGpu(NoNic()))
-    assert found.way is Way.STAGED
+    found = gpu_direct.probe(network, DirectGpu(NoNic()))
+    assert found.way is BoxAccess.STAGED
     assert "tcp;ofi_rxm does not reach memory of GPUs here (FI_HMEM: No data available)" in found.why

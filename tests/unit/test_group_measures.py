@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.group.group import new_group, step
-from crossdock.control.group.group_measures import GroupMeasures
+from crossdock.control.group.group import advance, new_group
 from crossdock.control.group.group_state import (
     Blamed,
     Event,
@@ -18,6 +17,7 @@ from crossdock.control.group.group_state import (
     Tick,
     Waits,
 )
+from crossdock.control.server.server import GroupMeasures
 from tests.unit.test_blame import worker
 
 
@@ -32,7 +32,7 @@ class World:
 
     def take(self, event: Event, after_s: float = 0.001) -> None:
         self.now += after_s
-        before, (self.group, effects) = self.group, step(self.group, event, self.now)
+        before, (self.group, effects) = self.group, advance(self.group, event, self.now)
         for effect in effects:
             if isinstance(effect, Lost):
                 self.measures.lost(effect.cause)

@@ -14,7 +14,7 @@ import pytest
 from crossdock.control.group import group as machine
 from crossdock.control.group.group_state import Phase
 from crossdock.control.placement.expert_reports import Goal
-from crossdock.control.placement.placement_service import PlacementService, _CachedPlan
+from crossdock.control.placement.placement_service import PlacementService, _CachedRebalance
 from tests.unit import group_model
 from tests.unit.group_model import Budget, Peer, World, moves, start
 
@@ -236,8 +236,8 @@ def test_two_workers_whose_experts_move_in_every_order(budget: Budget) -> None:
 def test_the_search_sees_experts_that_start_to_move_while_an_epoch_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan is started whatever the group does by then, answers are what is newest, and Ready compares nothing."""
 
-    def start_at_once(experts: PlacementService, made: _CachedPlan) -> bool:
-        started = experts._manager.start(made.plan, 0.0)
+    def start_at_once(experts: PlacementService, made: _CachedRebalance) -> bool:
+        started = experts._manager.start(made.rebalance, 0.0)
         experts._manager.epoch_goal = Goal(experts._manager.version, experts._manager.tables)
         return started
 

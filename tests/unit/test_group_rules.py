@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from crossdock.control.group.group import new_group, step
+from crossdock.control.group.group import advance, new_group
 from crossdock.control.group.group_state import (
     Event,
     Group,
@@ -44,9 +44,9 @@ class AnyEvents(RuleBasedStateMachine):
         self.tables: dict[int, tuple[tuple[str, int, bytes], ...]] = {}
 
     def take(self, event: Event) -> bool:
-        """One step, with everything that holds for a single step. Returns whether it was accepted."""
+        """One advance, with everything that holds for a single step. Returns whether it was accepted."""
         before = self.group
-        self.group, effects = step(before, event, self.now)
+        self.group, effects = advance(before, event, self.now)
         refused = [effect for effect in effects if isinstance(effect, Refuse)]
         if refused:
             assert self.group is before
@@ -163,7 +163,7 @@ class AnyEvents(RuleBasedStateMachine):
         old = self.group
         self.group = new_group(old.settings, self.now)
         for member in sorted(old.members, key=lambda one: one.worker.incarnation):
-            self.group, _ = step(
+            self.group, _ = advance(
                 self.group, Register(member.worker, Prior(old.epoch, member.rank, member.region, True)), self.now
             )
         assert self.group.phase is Phase.SERVING
@@ -206,8 +206,8 @@ def test_a_name_at_another_host_says_what_may_be_wrong() -> None:
     def worker(incarnation: int, address: str) -> Register:
         return Register(Worker(Place("vm/0", "vm", 0), incarnation, address, "x:2", "cpu", "abi", "tiny"), None)
 
-    group, _ = step(new_group(Settings(2, 3.0, 600.0, 5.0), 0.0), worker(1, "10.0.0.1:7500"), 0.0)
-    again, _ = step(group, worker(2, "10.0.0.1:7501"), 1.0)
+    group, _ = advance(new_group(Settings(2, 3.0, 600.0, 5.0), 0.0), worker(1, "10.0.0.1:7500"), 0.0)
+    again, _ = advance(group, worker(2, "10.0.0.1:7501"), 1.0)
     assert again.reason == "rank 0 (vm/0) replaced: a newer process of it registered"
-    twin, _ = step(group, worker(2, "10.0.0.2:7500"), 1.0)
+    twin, _ = advance(group, worker(2, "10.0.0.2:7500"), 1.0)
     assert twin.reason.endswith("at 10.0.0.2:7500; if two hosts have one name, set worker.uid on one of them")

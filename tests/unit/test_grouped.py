@@ -17,8 +17,8 @@ import torch
 
 from crossdock.worker.checkpoints.gating import Gating
 from crossdock.worker.checkpoints.weights import Format, Stack
-from crossdock.worker.experts.expert_mlps import ExpertMLPs
-from crossdock.worker.experts.grouped.launcher import Launcher
+from crossdock.worker.experts.expert_mlps import ExpertLoop, ExpertMLPs
+from crossdock.worker.experts.grouped.products import Launcher
 from crossdock.worker.experts.grouped.support import compile_into, reason_against, reason_in_shapes
 from tests.tools import needs
 from tests.unit.grouped_cases import BLOCKS, CASES, MXFP4, floats, groups, layer, tokens_of
@@ -157,7 +157,8 @@ def test_where_nothing_can_be_written_kernels_are_compiled_into_a_temporary_fold
 def test_on_a_cpu_the_loop_serves() -> None:
     weights, gating = layer("blocks", 2)
     assert reason_against(*weights, gating, torch.bfloat16) == "they are for GPUs, and weights are on cpu"
-    assert ExpertMLPs({0: weights}, gating, torch.bfloat16)._loop is not None
+    (computed,) = ExpertMLPs({0: weights}, gating, torch.bfloat16)._computed.values()
+    assert isinstance(computed, ExpertLoop)
 
 
 def test_a_launch_that_repeats_is_compiled_once() -> None:

@@ -29,7 +29,7 @@ async def test_a_thread_that_an_error_ends_fails_the_liveness_probe(
 
 
 def test_freed_memory_goes_on_after_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freed_memory, "_LOOK_S", 0.001)
+    monkeypatch.setattr(freed_memory, "_POLL_S", 0.001)
     monkeypatch.setattr(helper_thread, "_PAUSE_S", 0.001)
     given_back, looks = threading.Event(), iter(range(1000))
 
@@ -42,7 +42,7 @@ def test_freed_memory_goes_on_after_a_shortage(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(freed_memory, "resident_bytes", resident_bytes)
     thread = threading.Thread(
-        target=lambda: go_on(lambda: freed_memory._look(lambda _: given_back.set(), [0])),  # type: ignore[arg-type]
+        target=lambda: go_on(lambda: freed_memory._poll(lambda _: given_back.set(), [0])),  # type: ignore[arg-type]
         daemon=True,
     )
     thread.start()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_kernels import ConfigError, Layout, Mode, MoEConfig, cache_entry, jit
+from ep_kernels import ConfigError, Layout, Mode, MoEConfig, jit
 from ep_kernels.collectives.collective_types import SUM_DTYPES
 from ep_kernels.errors import TransportError
 from ep_kernels.groups import PaperGroup
@@ -231,7 +231,7 @@ class TestCache:
         for entry in tmp_path.glob("*.cubin"):
             entry.unlink()
         (lock,) = tmp_path.glob("*.lock")
-        monkeypatch.setattr(cache_entry, "locked", functools.partial(cache_entry.locked, timeout_s=0.1))
+        monkeypatch.setattr(jit, "_locked", functools.partial(jit._locked, timeout_s=0.1))
         with lock.open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             assert compiler.get(self.variant, "sm_90a") == whole

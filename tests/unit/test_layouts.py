@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.checkpoints.sparse_layers import sparse_layers
-from crossdock.worker.experts import room
+from crossdock.worker.checkpoints.model_config import sparse_layers
+from crossdock.worker.experts import memory_need
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from tests.unit.moe_files import Sizes, config_of, draw_weights, tensors_of, write_tensors
 
@@ -147,7 +147,7 @@ def test_layout(tmp_path: Path, name: str, layout: str) -> None:
 
 def test_memory_of_layers_in_several_formats(tmp_path: Path) -> None:
     write(tmp_path, BLOCKS, (plain, scaled(128, 128, "_scale_inv")))
-    found, one = room.describe(tmp_path, 3), 3 * 200 * 72
+    found, one = memory_need.describe(tmp_path, 3), 3 * 200 * 72
     fp8 = one + 4 * (2 + 2 + 2)
     assert found["format"] == f"float; {BLOCK}"
     assert (found["expert_bytes"], found["moving_bytes"]) == (2 * one, 2 * one)
@@ -194,7 +194,7 @@ def test_a_layer_without_experts_is_named(tmp_path: Path, layer: int, layout: st
     tensors = tensors_of("qwen3_moe", SIZES, draw_weights(SIZES), layout)
     kept = {name: each for name, each in tensors.items() if not name.startswith(f"model.layers.{layer}.")}
     write_tensors(tmp_path, kept | {f"model.layers.{layer}.self_attn.q_proj.weight": torch.ones(2, 2)})
-    for opened in (Checkpoint.open, lambda path: room.describe(path, 1)):
+    for opened in (Checkpoint.open, lambda path: memory_need.describe(path, 1)):
         with pytest.raises(CheckpointError, match=rf"layer {layer} has no experts, and config\.json does not name it"):
             opened(tmp_path)
 

@@ -22,9 +22,8 @@ from crossdock.common import liveness
 from crossdock.common import log as logs
 from crossdock.common.addresses import split_address
 from crossdock.common.config import LogConfig
-from crossdock.common.framework_metrics import FrameworkMetrics
 from crossdock.common.http import HttpServer, page_of, serve_http
-from crossdock.common.metrics import STEP_BUCKETS, ControlMetrics, HostMetrics, WorkerMetrics
+from crossdock.common.metrics import STEP_BUCKETS, ControlMetrics, FrameworkMetrics, HostMetrics, WorkerMetrics
 from crossdock.common.rpc import ListenError
 from tests.no_descriptors import processor_s
 

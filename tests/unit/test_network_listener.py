@@ -19,8 +19,7 @@ import pytest
 from ep_kernels.errors import AbortedError, ClosedError, PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig, dialer, greeting, handshake, listener
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.handshake import Greeting
-from ep_kernels.network.key_pair import KeyPair
+from ep_kernels.network.handshake import Greeting, KeyPair
 from ep_kernels.network.listener import Listener, Registration
 from ep_kernels.network.network import Network
 from tests.unit.network_ends import MEMBER, WAIT_S, End, as_member, greet_as, hello_of, join, ticket_of

@@ -60,7 +60,7 @@ def test_the_network_needs_no_torch() -> None:
 def test_a_message_of_this_host_to_itself() -> None:
     config = NetworkConfig(listen="127.0.0.1:0")
     assert providers.check(config) == ""
-    assert 0 < providers.ping(config, 20) < 1e6
+    assert 0 < providers.ping(config, 20).median_us < 1e6
 
 
 @needs_libfabric

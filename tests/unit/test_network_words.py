@@ -13,8 +13,7 @@ import pytest
 from ep_kernels.errors import ConfigError, TransportError
 from ep_kernels.network import NetworkConfig, address, handshake
 from ep_kernels.network.address import Advertised, advertised
-from ep_kernels.network.handshake import Greeting
-from ep_kernels.network.key_pair import KEY_BYTES, KeyPair, x25519
+from ep_kernels.network.handshake import KEY_BYTES, Greeting, KeyPair, x25519
 from ep_kernels.network.network_config import split
 
 SECRET, CHALLENGE = b"s" * handshake.SECRET_BYTES, b"c" * handshake.CHALLENGE_BYTES

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from crossdock.control.topology.discovery import join
-from crossdock.doctor import data_port, rdma
+from crossdock.doctor import rdma, reach
 from crossdock.doctor.findings import Level
 from crossdock.topo.facts import host_facts
 from crossdock.worker.group import data_network
@@ -193,8 +193,8 @@ def test_the_configured_gid_is_the_one_that_is_announced(tmp_path: Path) -> None
     config = data_network.WorkerNetworkConfig
     providers = "verbs", "shuffle(verbs)", "libfabric(verbs)", "tcp"
     chosen = [config(provider=provider, gid_index=3) for provider in providers]
-    assert [data_port.rdma_gid_index(one) for one in chosen] == [3, 3, -1, -1]
-    assert data_port.rdma_gid_index(None) == -1
+    assert [reach.rdma_gid_index(one) for one in chosen] == [3, 3, -1, -1]
+    assert reach.rdma_gid_index(None) == -1
 
 
 def test_the_doctor_shows_ports_and_what_is_missing(tmp_path: Path) -> None:
@@ -232,8 +232,8 @@ def test_locked_memory(tmp_path: Path) -> None:
     (tmp_path / "self").mkdir()
     (tmp_path / "self/status").write_text("Name:\tx\nCapEff:\t0000000000004000\n")
     (tmp_path / "module/nvidia_peermem").mkdir(parents=True)
-    seen = rdma.look(tmp_path, tmp_path)
+    seen = rdma.read(tmp_path, tmp_path)
     assert (seen.peermem, seen.open_driver, seen.ipc_lock) == (True, True, True)
-    gone = rdma.look(tmp_path / "none", tmp_path / "none")
+    gone = rdma.read(tmp_path / "none", tmp_path / "none")
     assert (gone.peermem, gone.open_driver, gone.ipc_lock) == (False, False, False)
-    assert data_port.rdma_devices(data_network.WorkerNetworkConfig(devices=("eth0",))) == ()
+    assert reach.rdma_devices(data_network.WorkerNetworkConfig(devices=("eth0",))) == ()

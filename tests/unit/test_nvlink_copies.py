@@ -17,8 +17,8 @@ import torch
 
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.kernels import collective_abi
-from ep_kernels.transports.flat_copy import copy_by_kernel
 from ep_kernels.transports.nvlink.copy_engines import copies
+from ep_kernels.transports.nvlink.copy_engines.collective_copies import copy_by_kernel
 from ep_kernels.transports.nvlink.copy_engines.copies import CopyEngines
 from ep_kernels.transports.nvlink.copy_engines.copy_times import RING, CopyTimes
 from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, CopyRepeat, Quiet

@@ -24,7 +24,7 @@ pytest.importorskip("cuda.bindings.driver")
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink.gpu import driver
 from ep_kernels.transports.nvlink.memory import mailbox, memory, sharing
-from ep_kernels.transports.nvlink.memory.watch import PeerWatch
+from ep_kernels.transports.nvlink.memory.domain import PeerWatch
 
 SOON_S = 20.0
 

@@ -22,7 +22,7 @@ from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Network
 from ep_kernels.transports.base import EXCHANGE_WORDS
-from ep_kernels.transports.nvlink.memory import sharing, watch
+from ep_kernels.transports.nvlink.memory import domain, sharing
 from ep_kernels.transports.nvlink.memory.domain import Domain
 from ep_kernels.transports.nvlink.memory.mailbox import Mailbox
 from ep_kernels.transports.nvlink.memory.remote_pages import BLOCK_WORDS
@@ -339,28 +339,28 @@ def test_no_descriptor_outlives_an_import(monkeypatch: pytest.MonkeyPatch, missi
     """Of `SIZE` ranks, this one is 1; whether or not a peer's region cannot be had."""
     group = LoopGroup(1, SIZE)
     host: Any = SimpleNamespace(mark_gone=None)
-    domain: Any = Domain(group, 5.0, "abi", host)
+    made: Any = Domain(group, 5.0, "abi", host)
     own, attached = os.open(os.devnull, os.O_RDONLY), list[list[int]]()
-    domain.mailbox = SimpleNamespace(
+    made.mailbox = SimpleNamespace(
         fd=own, connect=lambda *_: None, attach=lambda fds: attached.append([os.fstat(fd).st_ino for fd in fds])
     )
-    domain.region = SimpleNamespace(mapping=SimpleNamespace(address=1))
-    monkeypatch.setattr(watch, "PeerWatch", lambda pids, tell: None)
+    made.region = SimpleNamespace(mapping=SimpleNamespace(address=1))
+    monkeypatch.setattr(domain, "PeerWatch", lambda pids, tell: None)
 
     def bring(rank: int, ticket: RegionTicket) -> tuple[int, Any, int]:
         if rank == missing:
             raise TransportError(f"nvlink: cannot map the memory of rank {rank}")
         return os.open(os.devnull, os.O_RDONLY), SimpleNamespace(address=rank), 0
 
-    domain._import = bring
+    made._import = bring
     blank = RegionTicket("abi", "fabric", 0, 0, b"", b"", Host("here"))
     before = os.listdir("/proc/self/fd")
     if missing is None:
-        domain.import_regions([blank.encode()] * SIZE)
+        made.import_regions([blank.encode()] * SIZE)
         assert attached == [[os.fstat(own).st_ino] * SIZE], "open while they are mapped"
     else:
         with pytest.raises(TransportError, match=f"rank {missing}"):
-            domain.import_regions([blank.encode()] * SIZE)
+            made.import_regions([blank.encode()] * SIZE)
     assert os.listdir("/proc/self/fd") == before
     os.close(own)
 

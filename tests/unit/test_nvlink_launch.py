@@ -212,18 +212,18 @@ def test_copies_waits_and_writes(library: ctypes.CDLL, driver: ctypes.CDLL) -> N
     refused = ctypes.c_int.in_dll(driver, "refused")
     asked(driver)
     try:
-        launch.run_steps(STEPS, 9, library)
+        launch.run_ops(STEPS, 9, library)
         assert asked(driver) == NOTED
         for refused.value in range(4):
             with pytest.raises(TransportError, match="copies on a stream: CUDA_ERROR_LAUNCH_FAILED: it broke"):
-                launch.run_steps(STEPS, 9, library)
+                launch.run_ops(STEPS, 9, library)
             assert asked(driver) == NOTED[: refused.value]
     finally:
         refused.value = -1
-    launch.run_steps([], 9, library)
-    launch.run_steps_behind(STEPS, 9, 5, 77, library)
+    launch.run_ops([], 9, library)
+    launch.run_ops_behind(STEPS, 9, 5, 77, library)
     assert asked(driver) == [[5, 3000, 77, 0], [9, 3001, 77, 0], *NOTED]
-    launch.run_steps_behind(STEPS, 9, 9, 77, library)
+    launch.run_ops_behind(STEPS, 9, 9, 77, library)
     assert asked(driver) == [[9, 3000, 77, 0], *NOTED]
     assert library.cd_await(5, 77) == 0
     assert asked(driver) == [[5, 3001, 77, 0]]
@@ -236,7 +236,7 @@ def row(kind: int, count: int) -> list[tuple[int, int, int, int]]:
 def test_waits_and_writes_side_by_side_are_one_call(library: ctypes.CDLL, driver: ctypes.CDLL) -> None:
     """Of 64 at most."""
     asked(driver)
-    launch.run_steps([*row(WRITE, 2), *row(WAIT, 1), *row(COPY, 2), *row(WAIT, 65), (GRAPH, 700, 0, 0)], 9, library)
+    launch.run_ops([*row(WRITE, 2), *row(WAIT, 1), *row(COPY, 2), *row(WAIT, 65), (GRAPH, 700, 0, 0)], 9, library)
     waits = [[9, 1, 100 + i, 300 + i] for i in range(65)]
     assert asked(driver) == [
         [9, 1003, 0, 0], [9, 2, 100, 300], [9, 2, 101, 301], waits[0], [9, 100, 200, 300], [9, 101, 201, 301],
@@ -284,7 +284,7 @@ def test_a_template_is_a_push_of_any_number(
         events = (ctypes.c_uint64 * 6)(*(1000 * seq + i for i in range(6)))
         steps = copy_schedule.push_by_graphs(places, seq, 77, 701, 702, CopyMarks.of(events[1:], arrivals))
         asked(driver)
-        launch.run_steps_behind(steps, 9, 5, events[0], library)
+        launch.run_ops_behind(steps, 9, 5, events[0], library)
         want = asked(driver)
         assert len(want) > 10
         assert library.cd_repeat_copies(template.address, seq, 5, events) == 0

@@ -74,7 +74,7 @@ def test_only_configurations_that_may_run_ll_are_refused(
     }
     config = MoEConfig(group=LoopGroup(0, 2), **shape, **fields)
     tickets = [published(place, "here") for place in PLACES[:2]]
-    monkeypatch.setattr(nvml, "look", lambda sys: nvml.Found(gpus=gpus({(0, 1): "chipset not supported"})))
+    monkeypatch.setattr(nvml, "read", lambda sys: nvml.Found(gpus=gpus({(0, 1): "chipset not supported"})))
     if refused:
         with pytest.raises(TransportError, match="got none between rank 0"):
             links.check(config, tickets)

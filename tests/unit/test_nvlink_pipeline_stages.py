@@ -1,4 +1,4 @@
-"""Shared memory of HT combine: what `calls/pipeline_stages.py` plans is what `kernels/ht/` may rely on."""
+"""Shared memory of HT combine: what `calls/plan.py` plans is what `kernels/ht/` may rely on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from ep_kernels import jit
 from ep_kernels.config import FP8_BLOCK, MoEConfig
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink.calls import pipeline_stages as stages
 from ep_kernels.transports.nvlink.calls import plan
 from ep_kernels.types import Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
@@ -24,15 +23,15 @@ WIDTHS = [(2, 2), (4, 4), (2, 1), (4, 1)]
 CONTROL, BLOCK = 4096, plan.SHARED_BYTES
 
 
-def plans(y_bytes: int, moved: int) -> Iterator[tuple[int, bool, bool, stages.PipelineStages]]:
+def plans(y_bytes: int, moved: int) -> Iterator[tuple[int, bool, bool, plan.PipelineStages]]:
     """(hidden, whether rows are copied, whether they stay in their stages, stages)."""
     for hidden in (*HIDDEN, *(16 * random.randint(1, 4096) for _ in range(20))):
         for copies, in_place in {(False, False), (y_bytes == moved, y_bytes == moved), (False, moved == 1)}:
-            yield hidden, copies, in_place, stages.plan_stages(hidden, y_bytes, moved, copies, in_place, CONTROL, BLOCK)
+            yield hidden, copies, in_place, plan.plan_stages(hidden, y_bytes, moved, copies, in_place, CONTROL, BLOCK)
 
 
 def max_segment_bytes(moved: int) -> int:
-    return stages.MAX_FP8_SEGMENT_BYTES if moved == 1 else stages.MAX_SEGMENT_BYTES
+    return plan.MAX_FP8_SEGMENT_BYTES if moved == 1 else plan.MAX_SEGMENT_BYTES
 
 
 def text_of(file: str) -> str:
@@ -74,7 +73,7 @@ def test_segments_make_up_a_row(y_bytes: int, moved: int) -> None:
         )
         last = hidden - (found.num_segments - 1) * found.columns
         assert {columns * y_bytes % 16 for columns in (found.columns, last)} == {0}
-        assert found.num_segments == 1 or found.columns % stages.COLUMN_UNIT == 0
+        assert found.num_segments == 1 or found.columns % plan.COLUMN_UNIT == 0
         assert not copies or found.segment_bytes >= found.columns * y_bytes
         if in_place and moved == 1:  # scales are written when 64 words of each lane have been read
             assert found.segment_bytes <= min(found.row_stage_bytes, 64 * 4 * 32)
@@ -91,14 +90,14 @@ def test_stages_fit_and_nobody_starves(y_bytes: int, moved: int) -> None:
     for _, copies, in_place, found in plans(y_bytes, moved):
         assert found.stage_offset >= CONTROL
         assert found.stage_offset + found.num_bytes <= BLOCK
-        assert 2 <= found.num_row_stages <= (stages.MAX_SEND_STAGES if in_place else stages.MAX_REDUCE_STAGES)
-        assert 2 <= found.num_recv_stages <= stages.MAX_RECV_STAGES
+        assert 2 <= found.num_row_stages <= (plan.MAX_SEND_STAGES if in_place else plan.MAX_REDUCE_STAGES)
+        assert 2 <= found.num_recv_stages <= plan.MAX_RECV_STAGES
         if not in_place:
             few, many = constant("ht/combine_reduce", "kMinTeamWarps"), constant("ht/combine_reduce", "kMaxTeamWarps")
             group = 32 * (4 if moved == 1 else 16 // y_bytes)
             groups = -(-max_segment_bytes(moved) // y_bytes // (many * group))
             teams = 8 // (few if found.columns <= few * groups * group else many)
-            assert max(teams, pending_partials + 1) <= found.num_partial_stages <= stages.MAX_PARTIAL_STAGES, (
+            assert max(teams, pending_partials + 1) <= found.num_partial_stages <= plan.MAX_PARTIAL_STAGES, (
                 "a stage for each team, in order"
             )
             continue
@@ -112,13 +111,13 @@ def test_stages_fit_and_nobody_starves(y_bytes: int, moved: int) -> None:
 
 
 def test_numbers_that_both_sides_name_agree() -> None:
-    assert constant("ht/combine_block", "kMaxSendStages") == stages.MAX_SEND_STAGES
-    assert constant("ht/combine_block", "kMaxReduceStages") == stages.MAX_REDUCE_STAGES
-    assert constant("ht/combine_block", "kMaxPartialStages") == stages.MAX_PARTIAL_STAGES
-    assert constant("ht/combine_block", "kMaxRecvStages") == stages.MAX_RECV_STAGES
-    assert constant("ht/combine_reduce", "kMaxSegmentBytes") == stages.MAX_SEGMENT_BYTES
-    assert constant("ht/combine_reduce", "kMaxFp8SegmentBytes") == stages.MAX_FP8_SEGMENT_BYTES
-    assert constant("ht/combine_block", "kShortRowBytes") == stages.SHORT_BYTES
+    assert constant("ht/combine_block", "kMaxSendStages") == plan.MAX_SEND_STAGES
+    assert constant("ht/combine_block", "kMaxReduceStages") == plan.MAX_REDUCE_STAGES
+    assert constant("ht/combine_block", "kMaxPartialStages") == plan.MAX_PARTIAL_STAGES
+    assert constant("ht/combine_block", "kMaxRecvStages") == plan.MAX_RECV_STAGES
+    assert constant("ht/combine_reduce", "kMaxSegmentBytes") == plan.MAX_SEGMENT_BYTES
+    assert constant("ht/combine_reduce", "kMaxFp8SegmentBytes") == plan.MAX_FP8_SEGMENT_BYTES
+    assert constant("ht/combine_block", "kShortRowBytes") == plan.SHORT_BYTES
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, abi.MAX_RANKS])
@@ -130,12 +129,9 @@ def test_a_launch_holds_control_and_stages(layout: Layout, size: int) -> None:
         launch, found = plan.combine_launch(c, plan.sizes_of(c), Mode.HT, 24), plan.combine_stages(c)
         copies = c.exact_combine or not layout.per_expert
         control = (
-            512
-            + -(-8 * size // 16) * 16
-            + -(-4 * size // 16) * 16
-            + stages.max_stages(copies) * stages.SEGMENT_INFO_BYTES
+            512 + -(-8 * size // 16) * 16 + -(-4 * size // 16) * 16 + plan.max_stages(copies) * plan.SEGMENT_INFO_BYTES
         )
-        control += stages.LOAD_REQUEST_BYTES if copies else 0
+        control += plan.LOAD_REQUEST_BYTES if copies else 0
         assert control <= launch.stage_offset < control + 128
         assert launch.shared_bytes == launch.stage_offset + found.num_bytes <= plan.SHARED_BYTES
         assert (found.num_partial_stages == 0) == copies
@@ -171,10 +167,10 @@ def test_fp8_travels_with_its_scales_in_one_row() -> None:
 def test_a_plan_with_fewer_stages_than_the_kernel_counts_on_is_refused(
     named: str, value: int, says: str, row: tuple[int, int, int, bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages.plan_stages(*row, CONTROL, BLOCK)
-    monkeypatch.setattr(stages, named, value)
+    plan.plan_stages(*row, CONTROL, BLOCK)
+    monkeypatch.setattr(plan, named, value)
     with pytest.raises(AssertionError, match=says):
-        stages.plan_stages(*row, CONTROL, BLOCK)
+        plan.plan_stages(*row, CONTROL, BLOCK)
 
 
 def test_the_kernel_counts_on_as_many_stages_as_the_plan_has() -> None:
@@ -182,9 +178,9 @@ def test_the_kernel_counts_on_as_many_stages_as_the_plan_has() -> None:
     reading = constant("ht/combine_send", "kPendingRowReads")
     assert converting is not None
     converting_warps, summing_warps = map(int, converting.groups())
-    assert (reading + converting_warps, reading + 1) == (stages.MIN_CONVERT_STAGES, stages.MIN_ROW_STAGES)
+    assert (reading + converting_warps, reading + 1) == (plan.MIN_CONVERT_STAGES, plan.MIN_ROW_STAGES)
     assert (summing_warps, constant("ht/combine_reduce", "kMaxTeamWarps")) == (
-        stages.REDUCE_WARPS,
-        stages.MAX_TEAM_WARPS,
+        plan.REDUCE_WARPS,
+        plan.MAX_TEAM_WARPS,
     )
-    assert f"kMinTeamWarps = {stages.MIN_TEAM_WARPS};" in text_of("ht/combine_reduce")
+    assert f"kMinTeamWarps = {plan.MIN_TEAM_WARPS};" in text_of("ht/combine_reduce")

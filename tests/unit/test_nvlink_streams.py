@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ep_kernels.transports.nvlink.calls import beside, streams
+from ep_kernels.transports.nvlink.calls import streams
 from ep_kernels.transports.nvlink.calls.routing_state import Origin, QuickState, quick_handle
 from ep_kernels.transports.nvlink.calls.streams import StreamOrder, tensors_in
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember
@@ -164,8 +164,8 @@ def test_the_memory_of_a_handle_is_found() -> None:
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> None:
     """No communicator of another test."""
-    monkeypatch.setattr(beside, "_used", {})
-    monkeypatch.setattr(beside, "_told", set())
+    monkeypatch.setattr(streams, "_used", {})
+    monkeypatch.setattr(streams, "_warned", set())
 
 
 def made_with(num_blocks: int) -> StreamOrder:

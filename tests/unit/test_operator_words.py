@@ -24,8 +24,8 @@ from crossdock.common.metrics import HostMetrics
 from crossdock.common.settings import DockerConfig, ElectionConfig, KubernetesConfig
 from crossdock.common.small_files import write_text
 from crossdock.control import process
-from crossdock.demo import scrape
-from crossdock.host import gpus, run
+from crossdock.demo import report
+from crossdock.host import run
 from crossdock.host.supervisor import HopelessError, Supervisor, SupervisorError, Watched
 from crossdock.protocol.v1.control_pb2 import Member
 from crossdock.tune import run as tune
@@ -135,7 +135,7 @@ def test_a_model_without_config_json_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_workers_without_a_gpu_each_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "num_gpus", lambda: 2)
+    monkeypatch.setattr(run, "num_gpus", lambda: 2)
     two = HostConfig(worker=WorkerConfig(model="/m", transport="nvlink"), num_workers=2)
     run.check_transport(two)
     for worker, count in ((two.worker, 3), (WorkerConfig(model="/m", transport="nvlink", device=1), 2)):
@@ -235,17 +235,17 @@ def test_no_created_series() -> None:
 def test_phases_are_asked_for_until_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs the last records come after the last answer: the demo printed -/-."""
     pages = [[""], [page("dispatch")], [page("dispatch") + page("experts") + page("combine")]]
-    monkeypatch.setattr(scrape, "fetch", lambda members, security: pages.pop(0))
-    found = scrape.phases([Member()])
+    monkeypatch.setattr(report, "fetch", lambda members, security: pages.pop(0))
+    found = report.phases([Member()])
     assert not pages
-    assert [scrape.quantile(found[phase], 1.0) for phase in scrape.PHASES] == [1.0, 1.0, 1.0]
-    monkeypatch.setattr(scrape, "fetch", lambda members, security: [""])
-    assert set(scrape.phases([Member()], within_s=0.0)) == set(scrape.PHASES)
+    assert [report.quantile(found[phase], 1.0) for phase in report.PHASES] == [1.0, 1.0, 1.0]
+    monkeypatch.setattr(report, "fetch", lambda members, security: [""])
+    assert set(report.phases([Member()], within_s=0.0)) == set(report.PHASES)
 
 
 def page(phase: str) -> str:
-    name = f'{scrape.STEP_PHASES}_bucket{{phase="{phase}",le='
-    return f"# TYPE {scrape.STEP_PHASES} histogram\n" + f'{name}"1"}} 3\n{name}"+Inf"}} 3\n'
+    name = f'{report.STEP_PHASES}_bucket{{phase="{phase}",le='
+    return f"# TYPE {report.STEP_PHASES} histogram\n" + f'{name}"1"}} 3\n{name}"+Inf"}} 3\n'
 
 
 def test_children_do_not_run_what_lies_in_the_working_directory(tmp_path: Path) -> None:

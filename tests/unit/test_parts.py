@@ -14,7 +14,7 @@ import pytest
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig, WorkerConfig, dump, load
 from crossdock.common.settings import AccessConfig, DockerConfig, SecurityConfig, WorkerNetworkConfig
-from crossdock.host.docker_plan import ContainerPlan, Owner, changed, control_address, parts_of, with_ports
+from crossdock.host.container_specs import ContainerSpec, Owner, changed, control_address, parts_of, with_ports
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def host(model: Path, worker: dict[str, Any] | None = None, **fields: Any) -> Ho
     return HostConfig(**{"worker": WorkerConfig(model=str(model), **given), "num_workers": 2, **fields})
 
 
-def both(config: HostConfig) -> tuple[ContainerPlan, ContainerPlan]:
+def both(config: HostConfig) -> tuple[ContainerSpec, ContainerSpec]:
     control, worker = parts_of(config)
     return control, worker
 

@@ -11,7 +11,7 @@ from crossdock.common.config import PlacementConfig
 from crossdock.control.placement.balancer import copies_of
 from crossdock.control.placement.expert_reports import Kind, Report
 from crossdock.control.placement.placement_manager import PlacementManager
-from crossdock.control.placement.plans import Plan, domain_imbalance, total_imbalance
+from crossdock.control.placement.rebalance import Rebalance, domain_imbalance, total_imbalance
 from crossdock.control.placement.tables import Table
 
 R, E = 2, 4
@@ -39,13 +39,13 @@ def report(manager: PlacementManager, rank: int, loads: tuple[int, ...] | None =
     return replace(base, **fields)  # type: ignore[arg-type]
 
 
-def plan(manager: PlacementManager, now: float = 1.0) -> Plan:
+def plan(manager: PlacementManager, now: float = 1.0) -> Rebalance:
     snapshot = manager.snapshot(now)
     assert snapshot is not None
-    return snapshot.plan()
+    return snapshot.rebalance()
 
 
-def hot(manager: PlacementManager) -> Plan:
+def hot(manager: PlacementManager) -> Rebalance:
     """Expert 3, of which there is one copy, is asked for most; the plan to mend that."""
     for rank in range(R):
         assert manager.record_report(rank, report(manager, rank, HOT), 1.0) is None

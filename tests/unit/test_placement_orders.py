@@ -143,7 +143,7 @@ def test_an_epoch_that_begins_while_a_plan_is_made(unasked: bool) -> None:
     assert every_order(scenario) > 20
     assert unasked or ends >= {
         "started: True",
-        "while the plan was made: expected a complete serving group",
-        "while the plan was made: expected epoch 1",
+        "while it was computed: expected a complete serving group",
+        "while it was computed: expected epoch 1",
         "expected a complete serving group",
     }, ends

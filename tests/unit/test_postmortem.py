@@ -14,7 +14,7 @@ from crossdock.cli import postmortem
 from crossdock.cli.postmortem import conclusion, in_order, read, story, words
 from crossdock.common.config import ConfigFileError
 from crossdock.common.postmortem_record import MAX_CHARS, parse
-from crossdock.control.latency.postmortems import MAX_RECORDS, Postmortems
+from crossdock.control.server.server import MAX_RECORDS, Postmortems
 from crossdock.protocol.v1 import control_pb2 as pb
 from ep_kernels import LatencySample, PeerTimeout
 from ep_kernels.postmortem import record_of

@@ -212,7 +212,7 @@ def test_moves_keep_the_checkpoint() -> None:
     snapshot = made.manager.snapshot(50.0)
     assert snapshot is not None
     assert max(max(held) for table in snapshot.tables for held in table) < E
-    plan = snapshot.plan()
+    plan = snapshot.rebalance()
     turned = tuple(tuple(held[::-1] for held in table) for table in plan.before)
     assert made.manager.start(type(plan)(plan.base, plan.before, turned, 2.0, 1.0, 1), 60.0)
     assert made.manager.numbers == (1, 1, 1)

@@ -18,7 +18,7 @@ from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, PlacementConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control.group.group_state import Phase
-from crossdock.control.placement.plans import Plan, Snapshot
+from crossdock.control.placement.rebalance import Rebalance, Snapshot
 from crossdock.control.server.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
@@ -172,11 +172,11 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         made = function(*args)
         return asyncio.ensure_future(made if inspect.isawaitable(made) else asyncio.sleep(0, made))
 
-    async def to_thread(function: Any) -> Plan:
+    async def to_thread(function: Any) -> Rebalance:
         snapshot: Snapshot = function.__self__
         await asyncio.get_running_loop().gate("plan is made")  # type: ignore[attr-defined]
         turned = tuple(table[::-1] for table in snapshot.tables)
-        return Plan(snapshot.version, snapshot.tables, turned, 2.0, 1.0, moves=E)
+        return Rebalance(snapshot.version, snapshot.tables, turned, 2.0, 1.0, moves=E)
 
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # hundreds of lives are not worth reading
     monkeypatch.setattr("crossdock.worker.group.session.in_thread", in_thread)

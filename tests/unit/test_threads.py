@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from crossdock.common.config import WorkerConfig
-from crossdock.common.cpus import usable_cpus
-from crossdock.host.supervisor import share_cpus
+from crossdock.host.supervisor import share_cpus, usable_cpus
 from crossdock.worker.group.threads import in_thread
 
 _PRODUCT = """

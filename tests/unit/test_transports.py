@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from crossdock.common import transports
-from crossdock.control.topology.means import means_of_transport
+from crossdock.control.topology.discovery import path_kinds
 from ep_kernels import Capabilities, MoEConfig
 from ep_kernels.groups import PaperGroup
 from ep_kernels.kernels import abi
@@ -96,12 +96,12 @@ def test_the_regions_that_are_known_without_a_gpu() -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_a_folder_is_all_that_a_new_one_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cable = 'device_type = "cuda"\nover = "network"\ncross_host = true\nmax_ranks = 9\n'
+    cable = 'device_type = "cuda"\nover = "gpu links"\ncross_host = true\nmax_ranks = 9\n'
     cable += "preference = 3\nlargest_step = 64\n[expected]\n"
     planted(monkeypatch, tmp_path, cable=cable + "pair_us = 9.0\n")
     assert transports.names() == ["cable"]
     assert transports.of_device("cuda").needs_gpu
-    assert [(means.name, means.built) for means in means_of_transport.__wrapped__()] == [("cable", True)]
+    assert [kind.name for kind in path_kinds.__wrapped__()] == ["cable"]
 
 
 @pytest.mark.usefixtures("fresh")

@@ -163,7 +163,7 @@ class Told:
         self.made.tick(SERVING, self.now)
 
     def look(self, finding: Judgement) -> str:
-        self.finding, self.now = finding, self.now + latency.LOOK_EVERY_S
+        self.finding, self.now = finding, self.now + latency.JUDGE_EVERY_S
         self.made.tick(SERVING, self.now)
         return self.made.said.finding.kind
 

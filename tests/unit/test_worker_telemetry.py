@@ -16,8 +16,7 @@ import torch
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.common.operation_counts import by_kind
 from crossdock.worker.telemetry import worker_telemetry as telemetry_module
-from crossdock.worker.telemetry.communicator_counts import CommunicatorCounts
-from crossdock.worker.telemetry.worker_telemetry import StepRecord, WorkerTelemetry
+from crossdock.worker.telemetry.worker_telemetry import CommunicatorCounts, StepRecord, WorkerTelemetry
 from ep_kernels import LatencySample, PeerTraffic
 from ep_kernels.telemetry import KINDS, MAX_RANKS, RING_SIZE, Samples, quantile, record_bytes
 from ep_kernels.transports.cpu import native

@@ -1,8 +1,8 @@
 // Sum of terms that copy engines have brought: out = own + those in this rank's `reduce`, in fp32, in ascending rank,
 // rounded once; where out_offset says so, into this rank's region as well, for peers to read. X: dtype.
 //
-// Waits for nobody: the stream has waited for the copies (transports/nvlink/copy_engines/term_copies.py). out may be
-// the own terms. In its record `reduce` is the slot of the operation, so that slot 0 is the only one.
+// Waits for nobody: the stream has waited for the copies (transports/nvlink/copy_engines/collective_copies.py). out may
+// be the own terms. In its record `reduce` is the slot of the operation, so that slot 0 is the only one.
 //
 // Worked example: rank 1 of 2, fp32, 5 elements: 2 vectors, the second with one element; out = reduce[0] + own.
 #pragma once

@@ -193,7 +193,7 @@ struct alignas(16) LoadRequest {
   f32 weight;
   u32 flags;  // kFirstRow, kLastRow, kZeros, index + 1 << kNumberShift; index + 1 = 0: no load
 };
-static_assert(sizeof(LoadRequest) == 16, "LOAD_REQUEST_BYTES of transports/nvlink/calls/pipeline_stages.py");
+static_assert(sizeof(LoadRequest) == 16, "LOAD_REQUEST_BYTES of transports/nvlink/calls/plan.py");
 
 __device__ __forceinline__ LoadRequest request_of(const Lanes& lanes, const Term& term) {
   const u32 present = __ballot_sync(~0u, term.present), before = (1u << (lanes.index * lanes.width)) - 1;

@@ -1,6 +1,6 @@
 // Pipelines of shared-memory stages between the warps of a block, one role per warp. Producers fill the stages in
 // order, consumers release them in the same order (reduce teams: each the stages of its own sums). A stage holds one
-// segment of a row; the SegmentInfo beside it says which. transports/nvlink/calls/pipeline_stages.py sizes the
+// segment of a row; the SegmentInfo beside it says which. transports/nvlink/calls/plan.py sizes the
 // pipelines.
 //
 //   rows       load warp -> reduce warps (or the send thread, where rows are copied)    segments of y

@@ -1,4 +1,4 @@
-// The C ABI that network/native.py calls. Nothing throws across it.
+// The C ABI that network/proxy.py calls. Nothing throws across it.
 #include <errno.h>
 #include <sys/mman.h>
 #include <unistd.h>

@@ -32,7 +32,7 @@ class Backlog {
   uint64_t size_ = 0, head_ = 0, count_ = 0;
 };
 
-// Mirrored by native.py.
+// Mirrored by network/proxy.py.
 struct Traffic {
   uint64_t sent_messages, sent_bytes, received_messages, backlog_most;
 };

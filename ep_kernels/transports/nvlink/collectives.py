@@ -1,5 +1,5 @@
 """Collectives of the transport (see `transports/collective_base.py`): registered memory, kernels on the current stream,
-copy engines on a stream of their own (gather_copies.py).
+copy engines on a stream of their own (collective_copies.py).
 
 A failed wait is raised by the next call, or by `check`.
 """
@@ -28,13 +28,12 @@ from ep_kernels.transports.nvlink.calls.left_out import Unsent, unsent_in
 from ep_kernels.transports.nvlink.calls.plan import Launch
 from ep_kernels.transports.nvlink.copy_engines import collective_plan as plan
 from ep_kernels.transports.nvlink.copy_engines import copies
+from ep_kernels.transports.nvlink.copy_engines.collective_copies import GatherCopies, NvlinkTerms
 from ep_kernels.transports.nvlink.copy_engines.collective_engine import CollectiveEngine, Shard
 from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, KernelPlan
 from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork, DoneWork, KernelWork
 from ep_kernels.transports.nvlink.copy_engines.copy_times import CopyTimes
-from ep_kernels.transports.nvlink.copy_engines.gather_copies import GatherCopies
 from ep_kernels.transports.nvlink.copy_engines.repeat_records import Quiet
-from ep_kernels.transports.nvlink.copy_engines.term_copies import NvlinkTerms
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPlaces
 from ep_kernels.transports.nvlink.gpu.signature import difference
@@ -127,6 +126,7 @@ class NvlinkCollectives(NvlinkMember):
     def _attach(self) -> None:
         from ep_kernels.transports.nvlink.gpu import driver
 
+        # Where peers' regions lie.
         self._engine.attach(self._domain.addresses)
         size, base = self._config.group.size, self._domain.region.mapping.address
         self._pool_first = base + int(self._engine.map.pool)
@@ -136,12 +136,14 @@ class NvlinkCollectives(NvlinkMember):
             copies.flag_row(self._engine.map, "SHARD", size), self._engine.copy_word, 0, 0, 0,
             copies.flag_row(self._engine.map, "HALF", size),
         )  # fmt: skip
+        # Copy engines, with a stream and a thread of their own.
         self._copy_stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         flags = copies.FlagMemory(size, base + ready, self._tables.aborted.data_ptr())
         self._copies = copies.CopyEngines(
             places, self._tables.host, self._config.timeout_s, self._copy_stream.cuda_stream, launch.load(), flags,
             CopyTimes(size, driver.TimedEvents()),
         )  # fmt: skip
+        # Operations by copy engines.
         enter = self._streams.enter
         self.terms = NvlinkTerms(self, self._engine, self._copies, enter, self._launch, self._check_device)
         self._gathers = GatherCopies(

@@ -94,7 +94,7 @@ def probe(device: int) -> dict[str, Any]:
 
     kind, refused = choose_kind(device)
     handles = {"kind": kind.value, "refused": {other.value: why for other, why in refused.items()}}
-    return {"handles": handles, "gpu_direct": CudaGpu(device).look()}
+    return {"handles": handles, "gpu_direct": CudaGpu(device).probe()}
 
 
 def boxes(network: NetworkConfig, device: int) -> str:
@@ -103,7 +103,7 @@ def boxes(network: NetworkConfig, device: int) -> str:
     from ep_kernels.transports.nvlink.network.gpu_boxes import CudaGpu
 
     torch.zeros(1, device=f"cuda:{device}", dtype=torch.float32)  # its context is current
-    return str(gpu_direct.look(network, CudaGpu(device)))
+    return str(gpu_direct.probe(network, CudaGpu(device)))
 
 
 # Kernels.
@@ -185,7 +185,7 @@ MOST_REGISTERS = {jit.FEW_THREADS: 252, jit.NUM_THREADS: 252, jit.WIDE_THREADS: 
 _STORE, _LOAD, _WAIT = "UBLKCP.G.S", "UBLKCP.S.G", "SYNCS.PHASECHK.TRANS64.TRYWAIT"
 _SHARE, _FENCE = "REDG.E.ADD.64.STRONG.SYS", "MEMBAR.ALL.SYS"
 _SC_FENCE = "MEMBAR.SC.GPU"
-_TOLD = "STG.E.64.STRONG.SYS"
+_STORE_TO_HOST = "STG.E.64.STRONG.SYS"
 _STORE_LINE, _PEEK_LINE = "STG.E.128.STRONG.SYS", "LDG.E.128.STRONG.SYS"
 _LOCAL_MEMORY = "LDL"
 
@@ -201,13 +201,13 @@ def expected_instructions(variant: jit.Variant) -> tuple[str, ...]:
     if variant.kernel == "barrier":
         return (_FENCE, "STG.E.64.STRONG.SYS")
     if variant in jit.collective_variants():
-        return (_FENCE, _TOLD, *((_STORE, _LOAD, _WAIT) if variant.kernel == "all_gather" else ()),
+        return (_FENCE, _STORE_TO_HOST, *((_STORE, _LOAD, _WAIT) if variant.kernel == "all_gather" else ()),
                 *((_STORE_LINE, _PEEK_LINE) if ("KIND", "0") in variant.constants else ()))  # fmt: skip
     if variant.kernel.startswith("ll_"):
         lines = (_STORE_LINE, _PEEK_LINE)
         return (*lines, _SC_FENCE) if variant.kernel == "ll_dispatch" else lines
     if variant.kernel == "ht_combine":
-        return (_STORE, _TOLD, _FENCE, _LOAD, _WAIT)
+        return (_STORE, _STORE_TO_HOST, _FENCE, _LOAD, _WAIT)
     return (_STORE, _SHARE, _FENCE, _LOAD, _WAIT)
 
 

@@ -22,8 +22,8 @@ from ep_kernels.transports.nvlink.calls import left_out
 from ep_kernels.transports.nvlink.calls.engine import BOTH, Call
 from ep_kernels.transports.nvlink.calls.left_out import Unsent
 from ep_kernels.transports.nvlink.calls.plan import Launch
-from ep_kernels.transports.nvlink.calls.rank_tables import RankTables
 from ep_kernels.transports.nvlink.calls.streams import StreamOrder
+from ep_kernels.transports.nvlink.calls.tables import RankTables
 from ep_kernels.transports.nvlink.memory.domain import Domain
 from ep_kernels.transports.nvlink.network.remote import RemoteRanks
 from ep_kernels.types import LatencySample, PeerTraffic
@@ -151,10 +151,12 @@ class NvlinkMember:
         if self._closed:
             return
         self._closed = True
+        # Kernels that wait end.
         if hasattr(self, "_streams"):
             self._streams.rest()
         if hasattr(self, "_tables"):
             self._tables.host.abort("the communicator was closed")
+        # The device rests; what a captured graph reads stays.
         if hasattr(self, "_domain"):
             with contextlib.suppress(RuntimeError):
                 torch.cuda.synchronize(self._device)
@@ -164,6 +166,7 @@ class NvlinkMember:
                     words = None if self._remote is None else self._remote.words
                     _kept.append((self._tables, self._domain.region.mapping, self._kept_for_graphs(), words))
             self._detach()
+        # Network, then peers' memory.
         if self._remote is not None:  # which may be there without the region that was to follow
             self._remote.close()
         if hasattr(self, "_domain"):

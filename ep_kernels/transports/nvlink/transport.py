@@ -8,6 +8,7 @@ the next one; what ranks did differently but broke nothing, by the call that syn
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -20,7 +21,6 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink.calls import plan, tables
 from ep_kernels.transports.nvlink.calls.engine import BOTH, RECEIVE, SEND, Call, Dispatch, LaunchEngine
 from ep_kernels.transports.nvlink.calls.left_out import Unsent
-from ep_kernels.transports.nvlink.calls.pending import NvlinkCombine, NvlinkDispatch
 from ep_kernels.transports.nvlink.calls.quick import Surroundings, is_offered
 from ep_kernels.transports.nvlink.calls.quick_calls import NvlinkQuickCalls
 from ep_kernels.transports.nvlink.calls.routing_state import DispatchState, restored, trimmed
@@ -37,11 +37,6 @@ _SMALLER = (
     "smaller max_tokens_per_rank, max_recv_rows or max_in_flight make it smaller, and `crossdock memory` shows what it "
     "consists of"
 )
-
-
-def create(config: MoEConfig) -> NvlinkTransport:
-    """Build the transport; touches no GPU yet."""
-    return NvlinkTransport(config)
 
 
 class NvlinkTransport(NvlinkMember):
@@ -68,19 +63,23 @@ class NvlinkTransport(NvlinkMember):
         from ep_kernels.transports.nvlink.gpu import driver
         from ep_kernels.transports.nvlink.network.gpu_boxes import CudaGpu
 
+        # The device, and whether rows go to other hosts.
         num_sms = self._enter_device([self._config.resolved_dispatch_sms, self._config.resolved_combine_sms])
         block_bytes = driver.block_bytes(self._device.index) - plan.STATIC_BYTES
         network, boxed = self._config.network, needs_boxes(self._config.network, self._device)
         if boxed:
             remote.check(self._config)
+        # Sizes, records and tables.
         config = self._config if boxed else msgspec.structs.replace(self._config, network=None)
         self._engine = LaunchEngine(config, self._device, num_sms, block_bytes)
         self._tables = self._engine.tables
+        # Boxes for ranks of other hosts.
         if boxed:
             group, shape = self._config.group, self._engine.sizes.shape
             boxes, _ = gpu_direct.choose(network, group.rank, CudaGpu(self._device.index))
             timeout_s = self._config.timeout_s
             self._remote = RemoteRanks(network, group.rank, group.size, shape, self._tables.host, boxes, timeout_s)
+        # Kernels, then the region.
         self._load(self._engine.variants())
         self._num_rows = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
         return self._allocate(self._engine.region_bytes, self._engine.blank_bytes, _SMALLER)
@@ -229,3 +228,50 @@ class NvlinkTransport(NvlinkMember):
     def ll_max_tokens(self) -> int:
         """See `base.Transport`."""
         return plan.LL_MAX_TOKENS[self._config.resolved_layout]
+
+
+class NvlinkDispatch:
+    """A dispatch whose send phase is done, or left for `wait` to do with the other. See `base.PendingDispatch`.
+
+    Args:
+        transport: whose it is.
+        step: what has been prepared, and sent unless both phases are left.
+        phases: RECEIVE or BOTH.
+    """
+
+    def __init__(self, transport: NvlinkTransport, step: Dispatch, phases: int) -> None:
+        self._transport, self._step, self._phases = transport, step, phases
+        self._result: tuple[DispatchOutput, DispatchHandle] | None = None
+
+    def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
+        """See `base.PendingDispatch`."""
+        if self._result is None:
+            self._result = self._transport.finish(self._step, self._phases)
+        return self._result
+
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """See `base.PendingDispatch`."""
+        return self._transport.buffers(self._step)
+
+
+class NvlinkCombine:
+    """See `base.PendingCombine`. `receive(out)` completes the arguments of `call`."""
+
+    def __init__(self, transport: NvlinkTransport, call: Call, receive: Any, phases: int) -> None:
+        self._transport, self._call, self._receive, self._phases = transport, call, receive, phases
+        self._result: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `base.PendingCombine`."""
+        if self._result is None:
+            z, weights = self._receive(out)
+            self._transport.receive(self._call, self._phases)
+            if out is not None and z is not out:
+                z = out.copy_(z)
+            self._result = z, weights
+        return self._result
+
+
+def create(config: MoEConfig) -> NvlinkTransport:
+    """Build the transport; touches no GPU yet."""
+    return NvlinkTransport(config)

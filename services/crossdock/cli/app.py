@@ -6,8 +6,11 @@ group does not accept it now, 4 its GPU was lost, 5 the group can never accept i
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -31,8 +34,8 @@ from crossdock.cli.console import (
     show_json,
 )  # fmt: skip
 from crossdock.cli.doctor import doctor
-from crossdock.cli.load import load as load_checkpoint
-from crossdock.cli.members import cordon, drain, uncordon
+from crossdock.cli.orders import cordon, drain, uncordon
+from crossdock.cli.orders import load as load_checkpoint
 from crossdock.cli.postmortem import postmortem
 from crossdock.cli.top import top
 from crossdock.cli.trace import trace
@@ -54,6 +57,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@contextlib.contextmanager
+def _gc_paused() -> Iterator[None]:
+    """Import torch in this: its objects are many and none is garbage, but a tenth of its import is a search for some.
+    What was made by the end is never searched again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _show_version(asked: bool) -> None:
@@ -129,12 +146,11 @@ def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: 
 @app.command()
 def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0) -> None:
     """Run one expert worker: one process, one device, one rank."""
-    from crossdock.common import collector
     from crossdock.common.config import WorkerConfig, load
 
     loaded = load(WorkerConfig, config, overrides or [])
     _die_with(parent_pid)
-    with collector.paused():
+    with _gc_paused():
         from crossdock.worker.process import end_process, run_worker
 
     try:
@@ -318,11 +334,10 @@ def memory(
     from crossdock.cli import memory as regions
 
     if model is not None:
-        from crossdock.cli.expert_memory import as_table
-        from crossdock.worker.experts import room
+        from crossdock.worker.experts import memory_need
 
-        found = room.describe(model, ranks, expert_dtype, rank_gib)
-        show_json(found) if as_json else console().print(as_table(found))
+        found = memory_need.describe(model, ranks, expert_dtype, rank_gib)
+        show_json(found) if as_json else console().print(regions.experts_table(found))
         raise typer.Exit(not found["fits"])
 
     config = regions.config_of(num_experts, hidden_size, topk, max_tokens, ranks, mode, layout, dtype, transport)

@@ -7,7 +7,7 @@ The sizes come from the byte map that the kernels of the transport use (`base.re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Group
@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 PAYLOADS = {name: fields for name, fields in tune.PAYLOADS.items() if "scale_columns" not in fields}
 """What rows may be, by a name that people type, as fields of MoEConfig; fp8: quantised inside dispatch."""
+_GIB = 1 << 30
 _MIB = 1 << 20
 
 
@@ -165,3 +166,24 @@ def _known(option: str, known: Mapping[str, T], name: str) -> T:
     if name not in known:
         raise OptionError(f"{option}: expected one of {', '.join(known)}, got {name!r}")
     return known[name]
+
+
+def experts_table(found: Mapping[str, Any]) -> Group:
+    """A headline and one row per quantity of `worker.experts.memory_need.describe`."""
+    format = found["dtype"] if found["format"] == "float" else found["format"]
+    head = f"{found['family']}: {found['moe_layers']} layers of {found['num_experts']} experts in {format}"
+    table = Table()
+    for name in ("experts", "bytes", "GiB"):
+        table.add_column(name, justify="left" if name == "experts" else "right")
+    rows = {
+        "one of one layer": "expert_bytes",
+        "of the model": "model_bytes",
+        f"of a rank of {found['ranks']}, {found['experts_per_rank']} per layer": "rank_bytes",
+        "more while experts move: one layer": "moving_bytes",
+        "free on each rank": "available_bytes",
+    }
+    for label, key in rows.items():
+        table.add_row(label, f"{found[key]:,}", f"{found[key] / _GIB:,.2f}")
+    least = found["least_ranks"]
+    enough = f"least number of ranks: {least}" if least else "not even one expert of each layer fits"
+    return Group(Text(head), table, Text(f"{'fits' if found['fits'] else 'does not fit'}; {enough}"))

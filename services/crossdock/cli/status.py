@@ -60,7 +60,7 @@ def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: i
         if member.sick
     ]
     out = [Text(_out(one), style="yellow") for one in view.barred]
-    ways = [*_models(view), *_ways(view), *_clients(view)]
+    ways = [*_models(view), *_networks(view), *_clients(view)]
     notes = [*left_out, *ways, *verdict_line(view.verdict), *sick, *out, *reason, *plain_text_warning(exposed)]
     return Group(headline(view, target), Text(), rank_table(view, columns, rows), *notes)
 
@@ -97,7 +97,7 @@ def _fitting(rows: dict[int, list[Text]], width: int) -> tuple[dict[str, Justify
     return kept, [Text(words, style="dim")] if left_out else []
 
 
-def _ways(view: GroupView) -> list[Text]:
+def _networks(view: GroupView) -> list[Text]:
     """How ranks reach each other where they have a network: shared memory inside a domain, the provider between."""
     domains: dict[str, list[Member]] = {}
     for member in view.members:

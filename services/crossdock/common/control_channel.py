@@ -28,7 +28,7 @@ from crossdock.protocol.v1 import control_pb2
 Result = TypeVar("Result")
 
 SERVICE_NAME = control_pb2.DESCRIPTOR.services_by_name["ControlPlane"].full_name
-_LOOK_S = 1.0
+_POLL_S = 1.0
 """Deadline of the question to a replica whether it leads."""
 _PATIENCE = 10
 """Deadline of the first call after a search that found no leader, as a multiple of the pause between attempts."""
@@ -120,7 +120,7 @@ class ControlPlaneChannel:
         channel = self._dial(address)
         try:
             request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
-            answer = await rpc.call(health_pb2_grpc.HealthStub(channel).Check, request, timeout_s=_LOOK_S)
+            answer = await rpc.call(health_pb2_grpc.HealthStub(channel).Check, request, timeout_s=_POLL_S)
             return address if answer.status == health_pb2.HealthCheckResponse.SERVING else ""
         except rpc.CallError:
             return ""

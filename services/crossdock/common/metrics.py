@@ -8,13 +8,14 @@ docs/metrics.md.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
 
 import crossdock
-from crossdock.common.histograms import BatchedHistogram, decades
 
 __all__ = [
     "BatchedHistogram",
@@ -22,6 +23,7 @@ __all__ = [
     "Counter",
     "Declaration",
     "DeclaredMetrics",
+    "FrameworkMetrics",
     "Gauge",
     "GuardedMetrics",
     "Histogram",
@@ -31,6 +33,45 @@ __all__ = [
 
 NAMESPACE = "crossdock"
 _STREAMS = frozenset({"Watch", "Forward"})
+_DIGITS = ("1", "1.5", "2", "3", "4", "6", "8")
+
+
+def decades(first: int, last: int) -> tuple[float, ...]:
+    """Bounds from 10^first to 10^last, each at most 1.5 times the one before. Parsed, because computed ones print as
+    le="4.9999999999999996e-06"."""
+    return (*(float(f"{digit}e{power}") for power in range(first, last) for digit in _DIGITS), float(f"1e{last}"))
+
+
+class BatchedHistogram(Histogram):
+    """A histogram that takes many values at once: a batch is sorted into the buckets outside of their locks."""
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        """Count a value. Without an exemplar its bucket is found by halves, not by one comparison a bucket."""
+        if exemplar:
+            super().observe(amount, exemplar)
+            return
+        made: Any = self
+        made._raise_if_not_observable()
+        made._sum.inc(amount)
+        made._buckets[bisect_left(made._upper_bounds, amount)].inc(1)
+
+    def observe_many(self, values: Iterable[float]) -> None:
+        """Count values."""
+        made: Any = self
+        made._raise_if_not_observable()
+        ordered = sorted(values)
+        if not ordered:
+            return
+        made._sum.inc(sum(ordered))
+        first = bisect_left(made._upper_bounds, ordered[0])
+        last = bisect_left(made._upper_bounds, ordered[-1], first)
+        counted = 0
+        for bound, bucket in zip(made._upper_bounds[first : last + 1], made._buckets[first : last + 1], strict=True):
+            below = bisect_right(ordered, bound, counted)
+            if below > counted:
+                bucket.inc(below - counted)
+            counted = below
+
 
 STEP_BUCKETS = decades(-6, 1)
 """Seconds: 1 us to 10 s."""
@@ -38,6 +79,8 @@ REQUEST_BUCKETS = decades(-4, 2)
 REFORM_BUCKETS = decades(-2, 3)
 TOKEN_BUCKETS = (0, 1, 2, *(number << shift for shift in range(12) for number in (3, 4)))
 RPC_BUCKETS = decades(-4, 1)
+_RANK = ("group", "rank")
+"""Labels of every metric of a rank inside another engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,4 +425,47 @@ class HostMetrics(DeclaredMetrics):
         )
         self.process_scraped = self._gauge(
             "process_scraped", "1", "1 if that process's metrics are on this page, 0 if it did not answer", "process"
+        )
+
+
+class FrameworkMetrics(DeclaredMetrics):
+    """Metrics of a rank inside another engine. The engine may serve all ranks on one page, which it writes itself:
+    hence the labels `rank` and `group`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ep_operation_duration_seconds = self._seconds(
+            "ep_operation_duration_seconds",
+            "Duration of one dispatch or combine; phase is send, wait (for the slowest peer) or total",
+            STEP_BUCKETS,
+            *_RANK, "op", "mode", "phase", "transport",
+        )  # fmt: skip
+        self.ep_samples_dropped_total = self._counter(
+            "ep_samples_dropped_total", "samples", "Samples lost because their ring was full", *_RANK, "op"
+        )
+        self.ep_rows_dropped_total = self._counter(
+            "ep_rows_dropped_total", "rows", "Rows that dispatch dropped here, past the receive capacity", *_RANK
+        )
+        self.ep_tokens_total = self._counter(
+            "ep_tokens_total", "tokens", "Tokens of this rank in an operation", *_RANK, "op", "mode"
+        )
+        self.ep_received_tokens_total = self._counter(
+            "ep_received_tokens_total", "tokens",
+            "Tokens of that peer received by this rank's experts, once each; includes its own",
+            *_RANK, "peer",
+        )  # fmt: skip
+        self.ep_received_bytes_total = self._counter(
+            "ep_received_bytes_total", "bytes", "Rows and scales received by dispatch from that other rank",
+            *_RANK, "peer",
+        )  # fmt: skip
+        self.ep_peer_wait_seconds_total = self._counter(
+            "ep_peer_wait_seconds_total", "seconds", "Time until that peer's data arrived, summed",
+            *_RANK, "op", "peer",
+        )  # fmt: skip
+        self.ep_peer_timeouts_total = self._counter(
+            "ep_peer_timeouts_total",
+            "timeouts",
+            "Waits that timed out because that peer was silent or dead",
+            *_RANK,
+            "peer",
         )

@@ -9,8 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.common.histograms import BatchedHistogram
-from crossdock.common.metrics import Counter
+from crossdock.common.metrics import BatchedHistogram, Counter
 
 _NS = 1e-9
 _OP, _TOKENS, _SEQ, _, _SEND, _TOTAL, _WAITS = range(7)

@@ -33,7 +33,7 @@ log = logs.get(__name__)
 
 MIN_TOKEN_CHARS = 16
 PLAIN_TEXT = "plain text without authentication: every host that reaches this address can use and change the group"
-_LOOK_S = 0.5
+_POLL_S = 0.5
 """Shortest interval between checks of token files; certificates are checked at each handshake."""
 _TOKEN_HEADER = "authorization"
 _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
@@ -71,12 +71,12 @@ class TokenFile:
     def tokens(self) -> tuple[str, ...]:
         """The current tokens."""
         now = time.monotonic()
-        if now - self._looked_at >= _LOOK_S:
+        if now - self._looked_at >= _POLL_S:
             self._looked_at = now
-            self._look()
+            self._reload()
         return self._tokens
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         signature = _signature((self._path,))
         if signature == self._signature:
             return

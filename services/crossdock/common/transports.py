@@ -14,11 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-GPU_LINKS, NETWORK, MEMORY = "gpu links", "network", "memory"
-"""Ways between two ranks, the best first: NVLink; NICs; memory of one host."""
-WAYS = (GPU_LINKS, NETWORK, MEMORY)
+GPU_LINKS, MEMORY = "gpu links", "memory"
+"""What joins two ranks, the best first: NVLink; memory of one host."""
+LINKS = (GPU_LINKS, MEMORY)
 SOCKETS = "sockets"
-"""The way between two hosts of a transport over MEMORY that `cross_host` names, if `worker.network` is set."""
+"""What joins two hosts in a transport over MEMORY with `cross_host`, if `worker.network` is set."""
 CPU_RANKS = 4
 """Default number of ranks on a host without GPUs."""
 FILE_NAME = "transport.toml"
@@ -46,7 +46,7 @@ class TransportFacts:
     Attributes:
         name: of its folder.
         device_type: torch device type of payload tensors, as in `Capabilities`.
-        over: the way by which it moves rows, one of WAYS.
+        over: by which it moves rows, one of LINKS.
         cross_host: ranks may live on several hosts, given a network. `Capabilities` says whether one is given.
         max_ranks: of a group, over all hosts.
         preference: of those that a host can run, "auto" takes the one with the smallest number.
@@ -128,8 +128,8 @@ def _parsed(name: str, said: dict[str, Any]) -> TransportFacts:
     known = {field.name for field in fields(TransportFacts)} - {"name"}
     if unknown := sorted(set(said) - known):
         raise ValueError(f"{name}/{FILE_NAME}: expected fields of {sorted(known)}, got {unknown}")
-    if said.get("over") not in WAYS:
-        raise ValueError(f"{name}/{FILE_NAME}: over: expected one of {WAYS}, got {said.get('over')!r}")
+    if said.get("over") not in LINKS:
+        raise ValueError(f"{name}/{FILE_NAME}: over: expected one of {LINKS}, got {said.get('over')!r}")
     try:
         return TransportFacts(name=name, **{**said, "expected": Expected(**said["expected"])})
     except (KeyError, TypeError) as error:

@@ -55,6 +55,7 @@ def run_control(config: ControlConfig) -> int:
     and not installed."""
     logs.setup(config.log, role="control")
     descriptors.raise_limit()
+    # What only the extra and files on disk can refuse.
     if (config.election or config.kubernetes) and find_spec("kubernetes") is None:
         log.error("election and kubernetes need the extra: pip install 'crossdock[control]'", missing="kubernetes")
         return EXIT_BAD_CONFIG
@@ -62,6 +63,7 @@ def run_control(config: ControlConfig) -> int:
         if chosen is not None and chosen.kubeconfig and not Path(chosen.kubeconfig).is_file():
             log.error("kubeconfig: expected a file", got=chosen.kubeconfig)
             return EXIT_BAD_CONFIG
+    # Serve, and map each error to an exit status.
     try:
         metrics = ControlMetrics()
         with grpc_core_log(metrics.grpc_core_log_lines_total):
@@ -139,6 +141,7 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
     async with contextlib.AsyncExitStack() as closing:  # in reverse order, each even if another one fails
         alive = Liveness(lagged=metrics.event_loop_lag_seconds.observe)
         closing.callback(alive.close)
+        # The server, its limits, and who may call.
         nodes = await _nodes(config.kubernetes, alive, closing) if config.kubernetes else None
         health = rpc.Health([SERVICE_NAME])
         waiting = WAITING_PER_PEER + WAITING_PER_RANK * config.num_ranks
@@ -147,6 +150,7 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
         server = await rpc.server(config.max_message_bytes, health, observe=metrics.observe_rpc, authorizer=authorizer)
         closing.push_async_callback(server.stop, STOP_GRACE_S)
         address = rpc.bind(server, config.listen, security)
+        # The service of a leader, and the pages that tell its state.
         leadership = Leadership(config, metrics, health, nodes)
         service = leadership.service(address)
         ready = lambda: _readiness(service, leadership, stop.is_set())  # noqa: E731
@@ -156,10 +160,12 @@ async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
         closing.callback(http.close)
         closing.push_async_callback(leadership.close)
         closing.callback(service.stop)
+        # Ticks drive leases; they end the process if they end.
         ticks = _tick_forever(service, min(MAX_TICK_S, config.lease_s / TICKS_PER_LEASE), leadership.tick_now)
         ticking = _essential_task(ticks, "ticking", stop, alive)
         closing.callback(ticking.cancel)
         closing.callback(health.shut_down)
+        # Serve until a signal, or until an essential task has ended.
         await server.start()
         leadership.ready(alive)
         announce(address, http.address, https=http.https)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from crossdock.common.config import FrameworkConfig
-from crossdock.common.framework_metrics import FrameworkMetrics
 from crossdock.common.log import get
+from crossdock.common.metrics import FrameworkMetrics
 from crossdock.common.operation_counts import OperationCounts, by_kind, lost
 from ep_kernels import EpError, MoECommunicator, PeerTimeout
 from ep_kernels.telemetry import Samples

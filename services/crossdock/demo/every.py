@@ -21,8 +21,7 @@ from rich.table import Table
 
 from crossdock.client import attach
 from crossdock.demo import hosts
-from crossdock.demo.serving import FORM_TIMEOUT_S, serving
-from crossdock.demo.stage import Stage
+from crossdock.demo.stage import FORM_TIMEOUT_S, Stage, serving
 from crossdock.demo.tiny import VOCAB_SIZE, known_to_transformers, next_tokens, tiny_model
 from crossdock.worker.checkpoints.families import FAMILIES, NOT_SERVED
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from http.client import HTTPException
+from importlib import metadata
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -30,17 +32,42 @@ from crossdock.common.announce import metrics_url
 from crossdock.common.config import ConfigFileError
 from crossdock.common.settings import SecurityConfig
 from crossdock.common.transports import needs_gpu
-from crossdock.demo import hosts, scrape, stage
+from crossdock.demo import hosts, report, stage
 from crossdock.demo.compare import Comparison, judge_bf16, judge_fp32
 from crossdock.demo.every import run_every
 from crossdock.demo.hosts import HostPlace
 from crossdock.demo.models import write_checkpoint
 from crossdock.demo.report import Row, as_dict, notes, shorten, table
-from crossdock.demo.serving import FORM_TIMEOUT_S, Name, serving
-from crossdock.demo.stage import Stage
-from crossdock.demo.text import find_text, token_ids
+from crossdock.demo.stage import FORM_TIMEOUT_S, Name, Stage, serving
 from crossdock.host.supervisor import SupervisorError
 from ep_kernels import transports
+
+
+def find_text(num_bytes: int) -> tuple[str, bytes]:
+    """(where it is from, text of at least `num_bytes` bytes): the README of this repository or of the installed
+    distribution, else a page that is packaged."""
+    for text in (_checkout(), _distribution()):
+        if len(text) >= num_bytes:
+            return "README.md", text
+    page = (files("crossdock.demo") / "text.txt").read_bytes()
+    return "packaged text", page * -(-num_bytes // len(page))
+
+
+def token_ids(text: bytes, num_rows: int, num_columns: int) -> torch.Tensor:
+    """The first bytes of a text as int64 ids [rows, columns]: a token is a byte, so nothing has to be downloaded."""
+    return torch.tensor(list(text[: num_rows * num_columns]), device="cpu").view(num_rows, num_columns)
+
+
+def _checkout() -> bytes:
+    path = Path(__file__).parents[3] / "README.md"
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _distribution() -> bytes:
+    try:
+        return str(metadata.metadata("crossdock").json.get("description", "")).encode()
+    except metadata.PackageNotFoundError:
+        return b""
 
 
 class ModelSizes(TypedDict):
@@ -210,7 +237,7 @@ def _serve(
         model = _load(folder, DTYPES[name], where.device)
         with attach(model, group.control_address, timeout_s=CALL_TIMEOUT_S, security=where.security):
             verdict, tokens_per_s = _compare(model, DTYPES[name], plain(), text)
-        phases = scrape.phases(view.members, group.security)
+        phases = report.phases(view.members, group.security)
     return Row(family, name, verdict, phases, tokens_per_s, urls)
 
 

@@ -1,22 +1,46 @@
-"""Where the demo plays: which transport, how many workers, and on which device the plain model runs."""
+"""Where the demo plays: transport, workers, the device of the plain model; and the service there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
 
-from crossdock.common.config import ConfigFileError, WorkerConfig
+from crossdock.common.config import ConfigFileError, ControlConfig, WorkerConfig
 from crossdock.common.settings import SecurityConfig, WorkerNetworkConfig
 from crossdock.common.transports import CPU_RANKS, cross_host_names, installed, needs_gpu
 from crossdock.demo.hosts import NUM_HOSTS, HostPlace
+from crossdock.host.supervisor import Supervisor
 
 MAX_GPU_WORKERS = 8
 """Smallest number of experts of the demo's models."""
 
 PLAIN = SecurityConfig()
+
+
+Name = Literal["float32", "bfloat16"]
+FORM_TIMEOUT_S = 180.0
+
+
+@contextmanager
+def serving(folder: Path, name: Name, where: Stage, places: Sequence[HostPlace]) -> Iterator[Supervisor]:
+    """The processes of every host: a supervisor with the control plane and the first workers, one for each other host.
+    Those of the others are stopped first: workers leave while there is a control plane."""
+    free = f"{places[0].address}:0"
+    control = ControlConfig(listen=free, http_listen=free, world_size=where.num_workers, security=where.security)
+    first, *others = where.workers(str(folder), name, places)
+    with ExitStack() as stack:
+        group = stack.enter_context(Supervisor(control, first, folder / f"logs-{name}"))
+        for number, workers in enumerate(others, start=1):
+            joining = [msgspec.structs.replace(worker, control=group.control_address) for worker in workers]
+            logs, enter = folder / f"logs-{name}-host-{number}", places[number].enter
+            stack.enter_context(Supervisor(None, joining, logs, enter=enter))
+        yield group
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 from crossdock.common import transports
 from ep_kernels import EpError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.ping import ping
+from ep_kernels.network.providers import ping
 from ep_kernels.transports.base import boxes
 
 

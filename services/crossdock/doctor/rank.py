@@ -38,7 +38,7 @@ _TOLERANCE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class TrialStep:
+class TrialCase:
     """One kind of step: its mode and layout, tokens per rank, columns; what is timed (a dispatch with its combine, or
     alone), so many in a row, in so many rounds."""
 
@@ -54,12 +54,12 @@ class TrialStep:
 
 STEPS = {
     False: (
-        TrialStep("latency", Mode.LL, Layout.RANK_MAJOR, 1, 2048, True, 3, 20),
-        TrialStep("bandwidth", Mode.HT, Layout.FLAT, 512, 2048, False, 2, 8),
+        TrialCase("latency", Mode.LL, Layout.RANK_MAJOR, 1, 2048, True, 3, 20),
+        TrialCase("bandwidth", Mode.HT, Layout.FLAT, 512, 2048, False, 2, 8),
     ),
     True: (
-        TrialStep("latency", Mode.LL, Layout.RANK_MAJOR, 1, 7168, True, 10, 20),
-        TrialStep("bandwidth", Mode.HT, Layout.FLAT, 4096, 7168, False, 5, 10),
+        TrialCase("latency", Mode.LL, Layout.RANK_MAJOR, 1, 7168, True, 10, 20),
+        TrialCase("bandwidth", Mode.HT, Layout.FLAT, 4096, 7168, False, 5, 10),
     ),
 }
 """Steps of the trial, by whether ranks have GPUs."""
@@ -124,7 +124,7 @@ def run_steps(transport: str, rank: int, size: int, store: Any, network: Network
 
 
 def run_step(
-    step: TrialStep, group: StoreGroup, transport: str, device: torch.device, network: NetworkConfig | None = None
+    step: TrialCase, group: StoreGroup, transport: str, device: torch.device, network: NetworkConfig | None = None
 ) -> dict[str, Any]:
     """Times of one kind of step, round by round, and how far the answer is off."""
     generator = torch.Generator().manual_seed(_SEED + group.rank)
@@ -160,7 +160,7 @@ def _answer(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: 
     return comm.combine(rows, handle)
 
 
-def _repeat(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: TrialStep) -> None:
+def _repeat(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: TrialCase) -> None:
     for _ in range(step.in_a_row):
         out, handle = comm.dispatch(x, ids, weights)
         if step.combines:

@@ -35,7 +35,7 @@ class RdmaFacts:
     ipc_lock: bool
 
 
-def look(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> RdmaFacts:
+def read(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> RdmaFacts:
     """Read it all; nothing raises for what is not there."""
     return RdmaFacts(
         peermem=(sys / "module/nvidia_peermem").exists(),

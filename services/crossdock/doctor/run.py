@@ -15,7 +15,7 @@ from crossdock.common.log import printable
 from crossdock.common.security import Security
 from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.control.topology.discovery import join
-from crossdock.doctor import data_port, hardware, rdma, reach, system, trial
+from crossdock.doctor import hardware, rdma, reach, system, trial
 from crossdock.doctor.findings import Finding, Level, ok, skipped
 from crossdock.protocol.v1 import topology_pb2
 from crossdock.topo.facts import host_facts
@@ -66,9 +66,9 @@ def examine(request: DoctorRequest, facts: HostFacts | None = None) -> Iterator[
     host = host_facts(facts=facts)
     transport, num_ranks = choose(request.transport, host)
     yield from hardware.judge_host(host, needs_gpus=transports.needs_gpu(request.transport))
-    chosen = data_port.rdma_devices(request.network), data_port.rdma_gid_index(request.network)
-    yield from rdma.judge_nics(facts, rdma.look(), *chosen)
-    seen = system.look()
+    chosen = reach.rdma_devices(request.network), reach.rdma_gid_index(request.network)
+    yield from rdma.judge_nics(facts, rdma.read(), *chosen)
+    seen = system.read()
     yield from system.judge_system(seen, num_ranks=num_ranks, has_gpus=bool(host.gpus), has_nics=bool(host.nics))
     if request.security is not None:
         yield from reach.judge_certificate(request.security)
@@ -94,9 +94,9 @@ def _network(request: DoctorRequest) -> Iterator[Finding]:
     if request.network is None and not meeting:
         return
     listens = bool(request.listen)
-    network = data_port.trial_network(request.network, meeting, listens=listens) if meeting else request.network
+    network = reach.trial_network(request.network, meeting, listens=listens) if meeting else request.network
     assert network is not None
-    yield from data_port.judge_network(network, request.num_workers)
+    yield from reach.judge_network(network, request.num_workers)
     yield from rdma.judge_retries(network.provider, request.step_timeout_s)
     if request.passes:
         answer = trial.run_ping(network)

@@ -48,7 +48,7 @@ class SystemFacts:
     busy_ports: tuple[int, ...]
 
 
-def look(
+def read(
     proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), shm: Path = Path("/dev/shm")
 ) -> SystemFacts:
     """Read it all; nothing raises for what is not there."""

@@ -27,7 +27,7 @@ from crossdock.common.security import security_of
 from crossdock.common.settings import DockerConfig
 from crossdock.common.small_files import write_text
 from crossdock.host.child import EXITS_FOR_GOOD, bound_log
-from crossdock.host.docker_plan import ContainerPlan, Owner, changed, control_address, parts_of, with_ports
+from crossdock.host.container_specs import ContainerSpec, Owner, changed, control_address, parts_of, with_ports
 from crossdock.host.supervisor import HopelessError, SupervisorError, Watched
 
 log = get(__name__)
@@ -68,7 +68,7 @@ class Containers(Watched):
         self._log_max_bytes = config.log_max_bytes
         self._owner = Owner.this_process()
         self._client = _connect(self._docker)
-        with _told("images"):
+        with _sdk_errors("images"):
             self._require_images()
         self._kept: list[_Kept] = []
 
@@ -76,11 +76,11 @@ class Containers(Watched):
         """Remove what a killed run left, then make and start every container."""
         self._log_dir.mkdir(parents=True, exist_ok=True)
         name = self._docker.name
-        with _told(f"network {name}"):
+        with _sdk_errors(f"network {name}"):
             self._clear_leftovers()
             self._client.networks.create(name, driver="bridge", check_duplicate=True, labels=self._labels())
         for part in self._parts:
-            with _told(f"container {name}-{part.name}"):
+            with _sdk_errors(f"container {name}-{part.name}"):
                 container = self._create(part)
                 container.start()
             self._kept.append(_Kept(container, None if self._log_to_stderr else self._log_dir / f"{part.name}.log"))
@@ -88,7 +88,7 @@ class Containers(Watched):
     def stop(self, timeout_s: float = 40.0) -> None:
         """See `Watched`: the workers first, then the control plane. Removes all that this run has made."""
         deadline = time.monotonic() + timeout_s + (_SPARE_S if timeout_s else 0)
-        with _told(f"left behind, labelled {LABEL}={self._docker.name}"):
+        with _sdk_errors(f"left behind, labelled {LABEL}={self._docker.name}"):
             for container in self._found(owner=True):
                 with contextlib.suppress(NotFound):
                     container.stop(timeout=max(0, math.ceil(deadline - time.monotonic())))
@@ -156,7 +156,7 @@ class Containers(Watched):
         if removed := self._remove(owner=False):
             log.warning("removed what a killed run left", containers=", ".join(removed))
 
-    def _create(self, part: ContainerPlan) -> Any:
+    def _create(self, part: ContainerSpec) -> Any:
         chosen, name = self._docker, f"{self._docker.name}-{part.name}"
         path = self._log_dir.resolve() / f"{part.name}.yaml"
         write_text(path, dump(changed(part.config)))
@@ -293,7 +293,7 @@ def _connect(config: DockerConfig) -> Any:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
+def _sdk_errors(what: str) -> Iterator[None]:
     """Turns errors of the SDK into SupervisorError with the daemon's own words."""
     try:
         yield

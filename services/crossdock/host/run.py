@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import signal
 import tempfile
@@ -19,15 +20,26 @@ from crossdock.common.addresses import is_loopback
 from crossdock.common.config import ConfigFileError, HostConfig, LogConfig
 from crossdock.common.http import serve_http
 from crossdock.common.settings import DockerConfig
-from crossdock.host import gpus
 from crossdock.host.group_table import as_address_table, format_bytes, plain_text_warning
 from crossdock.host.pages import HostMetricsPage, readiness
 from crossdock.host.supervisor import Supervisor, Watched, describe
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 
-_LOOK_S = 5.0
+_POLL_S = 5.0
 _JOIN_TIMEOUT_S = float("inf")
 """Joining waits for hosts that may come any time; a group of this host alone has `form_timeout_s`."""
+
+
+def num_gpus() -> int:
+    """CUDA devices as the driver counts them, CUDA_VISIBLE_DEVICES regarded; 0 without a driver."""
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
 
 
 def on_runtime(config: HostConfig, runtime: str) -> HostConfig:
@@ -122,7 +134,7 @@ def check_transport(config: HostConfig) -> None:
         if ranks > most:
             raise ConfigFileError(f"{field}: expected at most {most}, the most ranks of transport {name}, got {ranks}")
     if known[name].needs_gpu and config.docker is None:
-        _check_gpus(config, gpus.num_gpus())
+        _check_gpus(config, num_gpus())
 
 
 def _check_gpus(config: HostConfig, found: int) -> None:
@@ -230,7 +242,7 @@ def _show(supervisor: Watched, view: GroupView, logs: str, console: Console) -> 
 def _follow(supervisor: Watched, view: GroupView, console: Console) -> None:
     """Print every change of the group until interrupted."""
     said = (view.epoch, view.state)
-    for new in supervisor.views(_LOOK_S):
+    for new in supervisor.views(_POLL_S):
         if new.version and (new.epoch, new.state) != said:
             said = (new.epoch, new.state)
             style = "green" if new.state == SERVING else "yellow"

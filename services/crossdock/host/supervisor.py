@@ -25,7 +25,6 @@ from crossdock.common.addresses import family_of, format_address, not_bound, rea
 from crossdock.common.announce import Addresses
 from crossdock.common.config import ControlConfig, WorkerConfig, dump
 from crossdock.common.control_channel import BlockingControlPlaneChannel
-from crossdock.common.cpus import usable_cpus
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.security import Security, security_of
 from crossdock.common.small_files import write_text
@@ -40,9 +39,34 @@ Progress = Callable[[GroupView], None]
 CONTROL = "control"
 """Name of the control plane among the children."""
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _REFUSED_S = 0.1
 """Pause after a Watch that was refused at once, as by a server that is no control plane."""
+
+
+def usable_cpus(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Whole processors, at least 1.
+
+    Args:
+        proc, cgroups: where those file systems are mounted.
+    """
+    return max(1, min([len(os.sched_getaffinity(0)), *_quotas(proc, cgroups)]))
+
+
+def _quotas(proc: Path, cgroups: Path) -> list[int]:
+    """Processors that each `cpu.max` from the process's own cgroup up to the root allows, rounded down."""
+    path = ""
+    with contextlib.suppress(OSError):
+        lines = (proc / "self/cgroup").read_text().splitlines()
+        path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    quotas = []
+    for folder in (cgroups / path, *(cgroups / path).parents):
+        with contextlib.suppress(OSError, ValueError):
+            quota_us, period_us = map(int, (folder / "cpu.max").read_text().split())  # "max" is no limit
+            quotas.append(quota_us // period_us)
+        if folder == cgroups:
+            break
+    return quotas
 
 
 class SupervisorError(RuntimeError):
@@ -80,7 +104,7 @@ class Watched(ABC):
     def silent(self) -> str:
         """The last words of the parts that do not listen, one line before each; "" if there are none."""
 
-    def views(self, look_s: float = _LOOK_S) -> Generator[GroupView, None, None]:
+    def views(self, look_s: float = _POLL_S) -> Generator[GroupView, None, None]:
         """The group as it is now, then every change, for ever; the view comes again at least every `look_s` seconds.
 
         Raises:
@@ -141,11 +165,13 @@ class Supervisor(Watched):
         log_max_bytes: int = 0,
         enter: Sequence[str] = (),
     ) -> None:
+        # Checks.
         if not workers:
             raise ValueError("workers: expected at least one, got none")
         if len({worker.local_rank for worker in workers}) < len(workers):  # each would end the other, as the newer one
             got = [worker.local_rank for worker in workers]
             raise ValueError(f"workers: expected a local_rank of its own for each, got {got}")
+        # Processors, log folder, restarts that were counted.
         workers = share_cpus(workers, usable_cpus())
         self.metrics = HostMetrics()
         self._counted_restarts: dict[str, int] = {}
@@ -155,6 +181,7 @@ class Supervisor(Watched):
         self._control: Child | None = None
         self._ports: list[socket.socket] = []
         self._listens: dict[str, str] = {}
+        # The control plane: ports that stay, so that workers find a restarted one.
         if control is not None:
             fixed = msgspec.structs.replace(
                 control, listen=self._fix_port(control.listen), http_listen=self._fix_port(control.http_listen)
@@ -163,6 +190,7 @@ class Supervisor(Watched):
             address = reachable_from_here(fixed.listen)
             workers = [msgspec.structs.replace(worker, control=address) for worker in workers]
             self._control = self._child(CONTROL, "control", fixed)
+        # The workers.
         super().__init__(workers[0].control, security_of(workers[0].security))
         self._workers = [self._child(f"worker-{w.local_rank}", "worker", w) for w in workers]
 
@@ -225,7 +253,7 @@ class Supervisor(Watched):
             for child in generation:
                 if not child.join(deadline - time.monotonic()):
                     child.kill()
-                    child.join(_LOOK_S)
+                    child.join(_POLL_S)
         for port in self._ports:
             port.close()
 

@@ -28,7 +28,7 @@ def host_facts(hostname: str = "", facts: topology.HostFacts | None = None) -> p
         memory_bytes=facts.memory_bytes,
         numa_nodes=len(facts.numa_nodes),
         gpus=[_gpu(gpu, facts) for gpu in facts.gpus],
-        nics=[_nic(nic) for nic in _told(facts.nics)],
+        nics=[_nic(nic) for nic in _registered(facts.nics)],
         no_gpus_reason=" ".join(facts.no_gpus_reason.split())[:_MOST_CHARS],
         driver_version=facts.driver_version,
         cuda_version=facts.cuda_version,
@@ -36,7 +36,7 @@ def host_facts(hostname: str = "", facts: topology.HostFacts | None = None) -> p
     )
 
 
-def _told(nics: Sequence[topology.Nic]) -> list[topology.Nic]:
+def _registered(nics: Sequence[topology.Nic]) -> list[topology.Nic]:
     """As many as are taken, those first that work."""
     places = sorted(range(len(nics)), key=lambda place: nics[place].state != "ACTIVE")
     return [nics[place] for place in sorted(places[:_MOST_NICS])]

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crossdock.common.plural import counted
-from crossdock.control.topology.discovery import CPU, Reach, gpu_trouble
-from crossdock.control.topology.means import means_of_transport
+from crossdock.control.topology.discovery import CPU, Reach, gpu_trouble, path_kinds
 from crossdock.topo.sources import Picture
 
 MATRIX_RANKS = 16
@@ -32,7 +31,7 @@ def as_dict(picture: Picture) -> dict[str, Any]:
         "hosts": [json_format.MessageToDict(host, preserving_proto_field_name=True) for host in topology.hosts],
         "devices": [_device(picture, number) for number in picture.in_order],
         "domains": {name: [topology.name(number) for number in members] for name, members in topology.domains.items()},
-        "ways": [
+        "paths": [
             {
                 "transport": reach.transport,
                 "hops": reach.hops,
@@ -41,13 +40,13 @@ def as_dict(picture: Picture) -> dict[str, Any]:
                 "off": [{"transport": transport, "why": why} for transport, why in reach.off],
                 "pairs": pairs,
             }
-            for reach, pairs in ways(picture).items()
+            for reach, pairs in paths(picture).items()
         ],
     }
 
 
-def ways(picture: Picture) -> dict[Reach, list[tuple[int, int]]]:
-    """Pairs of ranks (lower first; devices without a rank are left out), by the way between them."""
+def paths(picture: Picture) -> dict[Reach, list[tuple[int, int]]]:
+    """Pairs of ranks (lower first; devices without a rank are left out), by the path between them."""
     found: dict[Reach, list[tuple[int, int]]] = {}
     ranked = [number for number in picture.in_order if number in picture.ranks]
     for place, one in enumerate(ranked):
@@ -67,7 +66,7 @@ def as_tables(picture: Picture) -> RenderableType:
         counted(len(topology.domains), "NVLink domain"),
     ]
     headline = Text.assemble((", ".join(parts), "bold"), (f"  {picture.title}", "dim"))
-    found = ways(picture)
+    found = paths(picture)
     table = _devices(picture) if len(topology.devices) <= TABLE_DEVICES else _hosts(picture)
     shown: list[RenderableType] = [headline, Text(), table, Text()]
     if found and len(picture.ranks) <= MATRIX_RANKS:
@@ -170,7 +169,7 @@ def _letter(transport: str) -> str:
 
 
 def _legend() -> str:
-    named = [(means.name, f" ({means.about})" if means.about else "") for means in means_of_transport()]
+    named = [(kind.name, f" ({kind.about})" if kind.about else "") for kind in path_kinds()]
     words = ", ".join(f"{_letter(name)} {name}{about}" for name, about in [*named, ("none", "")])
     return f"{words}; GB/s in one direction; * = not in this release"
 

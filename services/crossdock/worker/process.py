@@ -72,11 +72,13 @@ _log = log.get(__name__)
 
 def run_worker(config: WorkerConfig) -> int:
     """Serve until drained; returns the exit code. Blocks."""
+    # The process itself: log, descriptors, threads, memory.
     identity = Identity.from_env()
     log.setup(config.log, host=identity.hostname, local_rank=config.local_rank)
     descriptors.raise_limit()
     torch.set_num_threads(config.torch_threads or 1)  # threads of threads.py take it from here
     bound_freed_memory()
+    # The model, before anything listens.
     try:
         security = security_of(config.security)
         tracer = tracer_of(config.tracing, "crossdock-worker", _uid_of(config, identity))
@@ -93,6 +95,7 @@ def run_worker(config: WorkerConfig) -> int:
     except DeviceLost as error:
         _log.error("cannot use the device", error=str(error))
         return EXIT_DEVICE_LOST
+    # Serve until told to stop; each error is an exit status.
     try:
         metrics = WorkerMetrics()
         with grpc_core_log(metrics.grpc_core_log_lines_total):
@@ -148,6 +151,7 @@ class _Process:
 
     async def run(self) -> int:
         """From listening to the exit code. Raises ListenError, CheckpointError, DeviceLost."""
+        # Listen: gRPC first, then the pages.
         self._metrics.count_tasks(asyncio.get_running_loop())
         server, address = await self._listen()
         try:
@@ -158,6 +162,7 @@ class _Process:
             await server.stop(0)
             raise
         await server.start()
+        # The parts of the life: control client, mover of experts, session.
         registration = self._registration(address, http)
         self._control = ControlPlaneClient(
             self._config.control, registration, self._stats, self._security, self._expert_report
@@ -165,9 +170,11 @@ class _Process:
         self._spare = lambda: f"spare: {self._control.trouble}" if self._control.spare else ""
         self._mover = mover = ExpertMover(self._control, self._model, self._engine, self._telemetry)
         self._session = Session(self._control, self._model, self._engine, self._status, self._telemetry, mover)
+        # Signals and drains end it.
         self._stop = asyncio.Event()
         _handle_signals(self._stop)
         self._control.on_drain = self._stop.set
+        # Tell supervisor and people where.
         announce(address, http.address, https=http.https)
         where = {"model": self._model.spec.family, "device": str(self._model.device)}
         _log.info("listening", address=address, http=http.address, **where)
@@ -175,12 +182,14 @@ class _Process:
         if self._config.network is not None and self._security is not None:
             words = "data port is neither encrypted nor authenticated, with TLS too"
             _log.warning(words, listen=self._config.network.listen)
+        # Live, and close in any case.
         try:
             return await self._live()
         finally:
             await self._shut_down(server, http)
 
     async def _live(self) -> int:
+        # What can end the process, whichever comes first.
         self._control.start()
         life = asyncio.create_task(self._session.run())
         stop = asyncio.create_task(self._stop.wait())
@@ -188,11 +197,13 @@ class _Process:
         line = asyncio.create_task(self._control.supervise())
         try:
             await asyncio.wait({life, stop, joined, line}, return_when=asyncio.FIRST_COMPLETED)
+            # Joined: only drain, end or a broken task are left.
             if joined.done() and not life.done() and not stop.done():
                 joined.result()
                 await asyncio.wait({life, stop, line}, return_when=asyncio.FIRST_COMPLETED)
             if line.done() and not stop.done():
                 return _broken(line)
+            # Asked to stop: drain, then end the session.
             if not life.done():
                 await self._session.drain(self._config.drain_timeout_s)
                 life.cancel()
@@ -218,11 +229,13 @@ class _Process:
         return is_ready, text if self._status.is_serving else self._spare() or text
 
     async def _listen(self) -> tuple[grpc.aio.Server, str]:
+        # Server and authorizer.
         limits = CallLimits.of(self._config.max_message_bytes, descriptors.share(_MAX_CALLS, descriptors.CALLS))
         authorizer = authorizer_of(self._security, self._config.max_calls_per_s, self._metrics, limits)
         server = await rpc.server(
             self._config.max_message_bytes, self._health, observe=self._metrics.observe_rpc, authorizer=authorizer
         )
+        # The service: gRPC streams and request buffers, over one backend.
         backend = Backend(
             self._config,
             RequestValidator(self._model.spec, self._model.dtype),
@@ -233,6 +246,7 @@ class _Process:
             self._tracer,
         )
         self._service = ExpertService(backend, self._describe, self._drain)
+        # Gauges that read it at each scrape.
         self._metrics.open_streams.set_function(lambda: self._service.num_streams)
         buffers = self._service.buffers
         buffers.listen()

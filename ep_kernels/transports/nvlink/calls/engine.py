@@ -3,6 +3,8 @@ processes nor on how regions are mapped (`transport`), so that tests can run man
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,9 +19,8 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink.calls import plan, routing_state
 from ep_kernels.transports.nvlink.calls.addresses import RecordAddresses
 from ep_kernels.transports.nvlink.calls.left_out import Unsent, unsent_in
-from ep_kernels.transports.nvlink.calls.network_plan import most_blocks
 from ep_kernels.transports.nvlink.calls.outputs import Memory, Outputs
-from ep_kernels.transports.nvlink.calls.record_template import RecordTemplate
+from ep_kernels.transports.nvlink.calls.plan import most_blocks
 from ep_kernels.transports.nvlink.calls.routing_state import DispatchState, Span
 from ep_kernels.transports.nvlink.calls.tables import Tables
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
@@ -38,6 +39,36 @@ _COMBINE = (
     ("op", "routing_id", "y", "row_weights", "dst_rows", "weights", "tokens", "source_rows", "routes", "topk_weights",
      "z", "z_weights"),
 )  # fmt: skip
+
+
+class RecordTemplate:
+    """Makes copies of one record. What a call sets are two runs of neighbouring fields: int32, then addresses.
+
+    Args:
+        record: with its constant fields set.
+        numbers, addresses: names of the fields of each run, in the order of the record.
+    """
+
+    def __init__(self, record: ctypes.Structure, numbers: Sequence[str], addresses: Sequence[str]) -> None:
+        self._type: Any = type(record)
+        self._bytes = bytes(record)
+        self._numbers, self._numbers_at = self._run(numbers, "i")
+        self._addresses, self._addresses_at = self._run(addresses, "Q")
+
+    def _run(self, names: Sequence[str], code: str) -> tuple[struct.Struct, int]:
+        packed = struct.Struct(f"={len(names)}{code}")
+        first = int(getattr(self._type, names[0]).offset)
+        width = struct.calcsize(f"={code}")
+        at = [getattr(self._type, name).offset for name in names]
+        assert at == [first + width * i for i in range(len(names))], f"{self._type.__name__}: not neighbours: {names}"
+        return packed, first
+
+    def record(self, numbers: Sequence[int], addresses: Sequence[int]) -> Any:
+        """A copy with these words."""
+        made = self._type.from_buffer_copy(self._bytes)
+        self._numbers.pack_into(made, self._numbers_at, *numbers)
+        self._addresses.pack_into(made, self._addresses_at, *addresses)
+        return made
 
 
 @dataclass(slots=True)
@@ -111,12 +142,14 @@ class LaunchEngine:
         self, config: MoEConfig, device: torch.device, num_sms: int, block_bytes: int = plan.SHARED_BYTES
     ) -> None:
         self.config, self._device = config, device
+        # Grid and sizes.
         dispatch_sms = most_blocks(config, config.resolved_dispatch_sms, num_sms)
         combine_sms = most_blocks(config, config.resolved_combine_sms, num_sms)
         self.sizes = plan.sizes_of(config)
         self.tables = Tables(config, self.sizes, device, dispatch_sms)
         self.outputs = Outputs(config, self.sizes, device)
         self._state_map = plan.state_map(config, self.sizes)
+        # Kernels of both operations, for each mode.
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
         self.dispatch_operations = {
             mode: Operation(
@@ -132,6 +165,7 @@ class LaunchEngine:
             )
             for mode in modes
         }
+        # Memory of calls: where everything lies in one allocation.
         self._memory: Memory | None = None
         routed = config.max_tokens_per_rank * config.topk * 4
         self.addresses = RecordAddresses(
@@ -140,6 +174,7 @@ class LaunchEngine:
         word = torch.empty(1, dtype=torch.int32, device=device)  # most fields are int32: a view of one is one operation
         self.blanks = word.expand(self.addresses.routing_at // 4), word.expand(self.addresses.num_bytes // 4)
         """Of the size of a call's memory: with `previous`, without. Taking after them is the cheapest allocation."""
+        # What every call needs of the configuration.
         self.power_of_two = plan.POWER_OF_TWO[config.scale_format]
         self.positional = config.resolved_layout is Layout.RANK_MAJOR
         self._width, self._out_dtype = config.hidden_size, config.resolved_output_dtype
@@ -241,13 +276,16 @@ class LaunchEngine:
         """Prepare a dispatch up to its launch."""
         shape, num_tokens = self.sizes.shape, args.x.shape[0]
         assert args.mode is Mode.HT or num_tokens <= shape.ll_tokens, "lines have no room for it"
+        # Slot and number of this operation.
         slot, seq = self.num_dispatches % shape.dispatch_slots, self.num_dispatches + 1
+        # State that outlives the call, and scales.
         x = _aligned(args.x)
         state, block = self._state(args)
         trimmed = self.config.exact_shapes and (
             state.num_rows is not None or not torch.cuda.is_current_stream_capturing()
         )
         scales, strides = self.outputs.scales(slot, trimmed)
+        # The argument record.
         operation = self.dispatch_operations[args.mode]
         record = operation.records.record(
             (num_tokens, slot, *strides, self.power_of_two, args.previous is not None),
@@ -258,6 +296,7 @@ class LaunchEngine:
         )  # fmt: skip
         keep = [x, args, scales, state, block]
         call = Call(operation.variant, operation.launch, record, keep, BOTH, operation)
+        # From here on the operation counts.
         recycle(self.outputs.slot_rows(slot))
         self.num_dispatches = seq  # last: where memory was out, the next dispatch takes the slot that peers expect
         return Dispatch(call, block, scales, state, slot, seq, num_tokens, args.mode)
@@ -309,12 +348,15 @@ class LaunchEngine:
         """Prepare a combine. Returns (call, receive); `receive(out) -> (z, weights)` sets the arguments of the receive
         phase."""
         handle = args.handle
+        # State of the dispatch; weights of its own, or of this call.
         state: DispatchState = handle.state
         weights = state.topk_weights
         if args.topk_weights is not None:
             weights = args.topk_weights if args.at_once else args.topk_weights.clone()
+        # Slot and number of this operation.
         slot, seq = self.num_combines % self.sizes.shape.combine_slots, self.num_combines + 1
         y, op = _aligned(args.y), self._op if args.at_once else self._empty((abi.OP_WORDS,), torch.int64)
+        # The argument record; z follows in `receive`.
         operation = self.combine_operations[handle.mode]
         is_ht = plan.algorithm(self.config, handle.mode) is Mode.HT
         record = operation.records.record(

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ep_kernels import jit, quant
-from ep_kernels.config import MoEConfig, receive_rows
+from ep_kernels.config import FP8_BLOCK, MoEConfig, receive_rows
 from ep_kernels.errors import ConfigError
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink.calls import pipeline_stages
+from ep_kernels.network import NetworkConfig
 from ep_kernels.types import Layout, Mode, ScaleFormat
 
 STATIC_BYTES = 1024
@@ -72,6 +72,112 @@ ENOUGH_SENDERS, FEW_SHARE = 9, 0.3
 """Few blocks need a larger share to fill the links, up to this many senders: on 24 blocks a pair of 128 tokens took 76
 us with 7 senders, and 97 with 4 (rank-major, 4 H200, kernels of version 8: docs/lab/kernels/ll.md)."""
 POWER_OF_TWO = {ScaleFormat.FP32: 0, ScaleFormat.UE8M0: 1, ScaleFormat.UE8M0_PACKED: 2}
+
+
+MAX_SEND_STAGES, MAX_REDUCE_STAGES, MAX_PARTIAL_STAGES, MAX_RECV_STAGES = 12, 16, 4, 12
+"""Maximum stages per pipeline, which is the number of its mbarriers."""
+SEGMENT_INFO_BYTES = 16
+LOAD_REQUEST_BYTES = 32 * 16
+"""An entry of the queue to the load-issue warp: one request per lane (kernels/ht/combine_recv.cuh)."""
+NUM_LONG_PARTIALS, SHORT_BYTES = 3, 8192
+"""Stages for partials that are longer than SHORT_BYTES: each leaves one stage less for rows."""
+MIN_CONVERT_STAGES, MIN_ROW_STAGES = 7, 4
+"""Minimum stages for rows that become fp8 in place, and for other rows: those that a store still reads (3,
+kernels/ht/combine_send.cuh), and those that end the pipeline: one for each of 4 reduce warps, else 1."""
+REDUCE_WARPS, MAX_TEAM_WARPS, MIN_TEAM_WARPS = 8, 4, 2
+"""Reduce warps, and the sizes of their teams (kernels/ht/combine_block.cuh, kernels/ht/combine_reduce.cuh)."""
+MAX_SEGMENT_BYTES = 16384
+"""Most bytes of a segment, which fill a stage."""
+MAX_FP8_SEGMENT_BYTES = 14336
+"""Most bytes of a segment where rows become fp8 in their stages: the scales, which lie behind the fp8 columns, are
+first written when 8 KiB of the row have been read (common/quantize.cuh). A multiple of COLUMN_UNIT columns of two and
+of four bytes."""
+COLUMN_UNIT = 512
+"""Segments of a row that has several: whole scale blocks, whole 16 bytes of scales."""
+RECV_SHARE = 0.36
+"""Part of the memory for rows and received partials that the latter get. Rows of several experts are summed before they
+leave, so more bytes are loaded than received."""
+COPIED_RECV_SHARE = 0.7
+"""Share of the stages that receive, for copied rows: rows that wait in stages arrive late (docs/lab/kernels/ht.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStages:
+    """Sizes in bytes, as in `abi.PipelineSizes`, and the offset of the first stage."""
+
+    num_segments: int
+    columns: int
+    row_stage_bytes: int
+    segment_bytes: int
+    partial_stage_bytes: int
+    num_row_stages: int
+    num_partial_stages: int
+    num_recv_stages: int
+    stage_offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All stages."""
+        num_partials = self.num_partial_stages + self.num_recv_stages
+        return self.num_row_stages * self.row_stage_bytes + num_partials * self.partial_stage_bytes
+
+    @property
+    def combine_row_bytes(self) -> int:
+        """A row of the combine receive buffer: segments with their scales."""
+        return self.num_segments * self.segment_bytes
+
+    def record(self) -> Any:
+        """The kernel's record."""
+        return abi.PipelineSizes(*(getattr(self, name) for name, _ in abi.PipelineSizes._fields_))
+
+
+def max_stages(in_place: bool) -> int:
+    """Stages of all pipelines at most; each has a SegmentInfo."""
+    return (MAX_SEND_STAGES if in_place else MAX_REDUCE_STAGES) + MAX_PARTIAL_STAGES + MAX_RECV_STAGES
+
+
+def plan_stages(
+    hidden: int, y_bytes: int, sent_bytes: int, copies: bool, in_place: bool, control_bytes: int, block_bytes: int
+) -> PipelineStages:
+    """As many stages as fit.
+
+    Args:
+        hidden: columns of a row.
+        y_bytes, sent_bytes: of a column of y, and as sent: the same, or 1 = fp8 with scales.
+        copies: rows are copied.
+        in_place: rows are copied, or become fp8 in the stage in which they lie.
+        control_bytes: shared memory in front of the stages.
+        block_bytes: shared memory of a block.
+    """
+    max_segment = MAX_FP8_SEGMENT_BYTES if sent_bytes == 1 else MAX_SEGMENT_BYTES
+    num_segments = -(-hidden * y_bytes // max_segment)
+    columns = hidden if num_segments == 1 else _padded(-(-hidden // num_segments), COLUMN_UNIT)
+    scales = _padded(-(-columns // FP8_BLOCK) * 4, 16) if sent_bytes == 1 else 0
+    segment = _padded(columns * sent_bytes, 16) + scales
+    row, partial = _padded(columns * y_bytes, 128), _padded(segment, 128)
+    offset = _padded(control_bytes, 128)
+    num_partials = 0 if in_place else MAX_PARTIAL_STAGES if partial <= SHORT_BYTES else NUM_LONG_PARTIALS
+    left = block_bytes - offset - num_partials * partial
+    num_recv = min(MAX_RECV_STAGES, int(left * (COPIED_RECV_SHARE if copies else RECV_SHARE)) // partial)
+    num_rows = min(MAX_SEND_STAGES if in_place else MAX_REDUCE_STAGES, (left - num_recv * partial) // row)
+    least = MIN_ROW_STAGES if copies or not in_place else MIN_CONVERT_STAGES
+    assert num_rows >= least, f"stages of rows: expected at least {least}, got {num_rows}"
+    if not in_place:
+        teams = num_teams(columns, y_bytes, sent_bytes)
+        assert num_partials >= teams, f"stages of partials: expected at least {teams}, one per team, got {num_partials}"
+    return PipelineStages(num_segments, columns, row, segment, partial, num_rows, num_partials, num_recv, offset)
+
+
+def num_teams(columns: int, y_bytes: int, sent_bytes: int) -> int:
+    """Reduce teams, each of which takes every `num_teams`-th stage (kernels/ht/combine_reduce.cuh)."""
+    max_columns = (MAX_FP8_SEGMENT_BYTES if sent_bytes == 1 else MAX_SEGMENT_BYTES) // y_bytes
+    group = 32 * (4 if sent_bytes == 1 else 16 // y_bytes)
+    max_groups = -(-max_columns // (MAX_TEAM_WARPS * group))
+    return REDUCE_WARPS // (MIN_TEAM_WARPS if columns <= MIN_TEAM_WARPS * max_groups * group else MAX_TEAM_WARPS)
+
+
+def _padded(num: int, unit: int) -> int:
+    return -(-num // unit) * unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +388,7 @@ def _head_bytes(c: MoEConfig) -> int:
 def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Launch:
     """How a dispatch runs on a GPU with `num_sms` multiprocessors (or that share of one): one block on each."""
     counters = sizes.num_keys + c.group.size
+    # LL: tables of one block, for all tokens of a step.
     if mode is Mode.LL:
         words = c.num_experts + 2 * c.group.size + 2
         if c.resolved_layout.per_expert:
@@ -296,6 +403,7 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
                 "max_tokens_per_rank, num_experts", "few enough for one block's tables", f"{control} bytes"
             )
         return _ll_launch(num_sms, control, DISPATCH_SENDERS[c.resolved_layout.per_expert, c.quantize])
+    # HT: counters per warp, a tile of rows.
     groups = c.resolved_expert_map.stride if c.resolved_layout.per_expert else 0
     words = 4 * counters + 3 * c.group.size + 1 + groups + 1 + c.num_experts + 5
     control = _head_bytes(c) + TILE_BYTES + 2 * WARPS * counters + 4 * words
@@ -380,14 +488,14 @@ def combine_blocks(c: MoEConfig) -> int:
     return _enough_blocks(block_ns, over_links)
 
 
-def combine_stages(c: MoEConfig) -> pipeline_stages.PipelineStages:
+def combine_stages(c: MoEConfig) -> PipelineStages:
     """The pipelines of a block of an HT combine in shared memory."""
     moved, output = c.resolved_combine_dtype, c.resolved_output_dtype
     single = c.exact_combine or not c.resolved_layout.per_expert
     control = _head_bytes(c) + -(-c.group.size // 4) * 16
-    control += pipeline_stages.SEGMENT_INFO_BYTES * pipeline_stages.max_stages(single)
-    control += pipeline_stages.LOAD_REQUEST_BYTES if _copies(c) else 0
-    return pipeline_stages.plan_stages(
+    control += SEGMENT_INFO_BYTES * max_stages(single)
+    control += LOAD_REQUEST_BYTES if _copies(c) else 0
+    return plan_stages(
         c.hidden_size, output.itemsize, moved.itemsize, _copies(c), single, control, SHARED_BYTES
     )  # fmt: skip
 
@@ -396,3 +504,45 @@ def _copies(c: MoEConfig) -> bool:
     """Whether an HT combine copies rows unchanged."""
     single = c.exact_combine or not c.resolved_layout.per_expert
     return single and c.resolved_combine_dtype is c.resolved_output_dtype
+
+
+LEAST, TOKENS_PER_BLOCK = 4, 4
+SLICE_BYTES = 256 << 10
+"""At least."""
+LAG_BYTES = 2 << 20
+"""A GPU that reads what a processor has just received slows what follows by a third: docs/lab/network-speed.md."""
+
+
+def most_blocks(c: MoEConfig, asked: int | None, num_sms: int) -> int:
+    """Of `num_sms`: as many as the caller asks for (None: all), but over a network by itself a few for few tokens.
+
+    What blocks read of one place in host memory, each of them waits for the others' reads of it. Two H100, T = 1: a
+    pair takes 84 to 96 us with 4 blocks, 126 to 159 with 16, and 310 to 440 with 132 (680 to 890 when each block read
+    words by itself). 16 blocks move 20 GB/s to and from host memory: docs/lab/network-speed.md.
+    """
+    if c.network is None or asked is not None:
+        return min(num_sms, asked or num_sms)
+    return min(num_sms, max(LEAST, c.max_tokens_per_rank // TOKENS_PER_BLOCK))
+
+
+def slice_rows(most_rows: int, row_bytes: int) -> int:
+    """Rows of a slice, which leaves when it is staged and is read when it is here; 0: of so few rows there are none."""
+    rows = max(-(-SLICE_BYTES // row_bytes), -(-most_rows // abi.MAX_SLICES))
+    return rows if most_rows >= 2 * rows else 0
+
+
+def slice_lag(network: NetworkConfig, slice_bytes: int) -> int:
+    """How many slices later one is read: over sockets, `LAG_BYTES` later."""
+    return -(-LAG_BYTES // slice_bytes) if slice_bytes and "tcp" in network.carrier else 0
+
+
+def slices_of(shape: abi.Shape, stripe: int) -> tuple[int, int]:
+    """Rows of a slice of dispatch, of combine. None, if a slice or the head would take too many descriptors, which
+    bytes of `stripe` have."""
+    partials = shape.ll_tokens * (shape.topk if shape.exact else 1)
+    most_rows = ((shape.ll_tokens, shape.row_packets), (partials, shape.combine_packets))
+    rows = [slice_rows(most, count * abi.PACKET_BYTES) for most, count in most_rows]
+    head = (shape.ll_tokens * shape.metadata_lines + shape.count_lines) * abi.LINE_BYTES
+    most = max(rows[0] * shape.row_packets * abi.PACKET_BYTES, rows[1] * shape.combine_packets * abi.PACKET_BYTES, head)
+    fits = most // stripe + 2 * 3 <= abi.SLICE_PARTS  # three runs, each of which may begin and end within a stripe
+    return (rows[0], rows[1]) if fits else (0, 0)

@@ -162,10 +162,13 @@ class OperationPlan:
         copied: Callable[[Marks], tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
         assert ctypes.sizeof(record) <= _MOST_RECORD_BYTES
+        # Which word of the record is the address of which tensor: a call with marks in place of addresses.
         marks = {name: (1 + i) << _MARK for i, name in enumerate(STATE_BASES)}
         marks |= {name: (_FIRST_TENSOR + i) << _MARK for i, name in enumerate(tensors)}
         found, left = places(marks), () if state is None else state(marks)
+        # What must not have changed for the call to begin.
         words = (_WatchWords * len(around.watched))(*(_WatchWords(*each) for each in around.watched))
+        # The plan as the native library reads it.
         self._plan = _PlanWords(
             launch=prepared, record=addressof(record), record_bytes=ctypes.sizeof(record),
             num_tokens_at=getattr(type(record), runs[0]).offset,
@@ -183,6 +186,7 @@ class OperationPlan:
             self._plan.copy_from, self._plan.copy_to = map(_place, copied(marks))
         if split:
             self._plan.phases_at = type(record).work.offset + abi.Work.phases.offset
+        # The functions that a call needs.
         self.numbers = self._read_numbers(type(record).num_rows.offset) if reads else None
         self._kept = around, record, words
         make = _maker(around.library)

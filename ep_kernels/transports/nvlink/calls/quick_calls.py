@@ -223,6 +223,7 @@ class NvlinkQuickCalls:
         self, split: bool, x: Any, ids: Any, weights: Any, previous: Any
     ) -> tuple[OperationPlan, QuickState] | None:
         engine, mode, former, again, x_scales, scales = self._engine, self._mode, None, None, None, None
+        # The plan and the call's memory: fresh, or with an earlier routing.
         if previous is None:
             by = (self._usual_split if split else self._usual).fresh
             block = torch.empty_like(self._blank)
@@ -233,20 +234,24 @@ class NvlinkQuickCalls:
             mode, ids, weights = former.mode, former.topk_ids, former.given if weights is None else weights
             by, again = self._of(split, mode).again, former.words
             block = torch.empty_like(engine.blanks[0])
+        # Arguments as the native call takes them.
         if self._scaled:
             if type(x) is not tuple or len(x) != 2:
                 return None
             x, x_scales = x
         if type(x) is torch.Tensor and x.is_neg():  # DLPack, by which the native call looks, does not say
             return None
+        # Slot of this operation.
         begun = engine.num_dispatches
         slot = begun % self._slots[0]
         if self._allocates_scales:
             scales = self._outputs.scales(slot, engine.config.exact_shapes)[0]
+        # One native call: checks, record, launch. Not begun: the caller takes the long way.
         words = by.call(slot, again, x, ids, weights, block, x_scales, scales)
         if type(words) is not bytes:
             self._judge(words)
             return None
+        # From here on the operation counts.
         engine.num_dispatches = begun + 1
         rows = self._outputs.slot_rows(slot)
         recycle(rows)

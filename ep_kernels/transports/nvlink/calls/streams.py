@@ -7,22 +7,63 @@ stream are the caller's to keep (`record_stream`).
 
 Under graph capture nothing runs yet: operations captured on several streams of one capture are ordered within it, and
 it is the caller who orders replays with each other and with operations outside of the graph, as for any other work.
+
+Several communicators on one GPU, on several streams: their kernels wait for peers while they hold multiprocessors.
+Where those of two do not fit together and one rank begins with the one, its peer with the other, each waits for the
+other until its deadline. In which order peers begin is not known here; what does not fit is, and one RuntimeWarning
+says so, where a communicator runs on another stream than others do.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import threading
+import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ep_kernels.transports.nvlink.calls import beside
 from ep_kernels.transports.nvlink.calls.routing_state import StateParts
 
-_LOOK_CLOSER = -1
+_NO_STREAM = -1
 """No stream's handle: the default stream's is 0."""
+
+
+_lock = threading.RLock()  # a garbage collection within may close a communicator, which forgets itself
+_used: dict[int, weakref.WeakKeyDictionary[Any, tuple[int, int]]] = {}
+_warned: set[int] = set()
+
+
+def note_use(communicator: Any, device: int, stream: int, num_blocks: int, num_sms: int) -> None:
+    """A communicator launches kernels of up to `num_blocks` blocks, one on a multiprocessor, on this stream of a device
+    with `num_sms`, and on no other at the same time. RuntimeWarning, once for a device."""
+    with _lock:
+        used = _used.setdefault(device, weakref.WeakKeyDictionary())
+        used[communicator] = stream, num_blocks
+        blocks = dict[int, int]()
+        for where, count in list(used.data.values()):  # type: ignore[attr-defined]
+            blocks[where] = max(count, blocks.get(where, 0))
+        if len(blocks) < 2 or sum(blocks.values()) <= num_sms or device in _warned:
+            return
+        _warned.add(device)
+    warnings.warn(
+        f"cuda:{device}: communicators are used on {len(blocks)} streams, with kernels of up to "
+        f"{' + '.join(map(str, blocks.values()))} blocks that wait for peers, on {num_sms} multiprocessors; where they "
+        "may run at the same time, all ranks must launch them in the same order, or each waits for the other until its "
+        "deadline: give them num_sms that fit together, or one stream (docs/torch.md, streams)",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def forget_use(communicator: Any, device: int) -> None:
+    """It has no kernel under way, and is on no stream until its next one."""
+    with _lock:
+        if device in _used:
+            _used[device].pop(communicator, None)
 
 
 class StreamOrder:
@@ -35,10 +76,10 @@ class StreamOrder:
 
     def __init__(self, device: torch.device, num_blocks: int = 0, num_sms: int = 0) -> None:
         self._device, self._num_blocks, self._num_sms = device, num_blocks, num_sms
-        self._handle = _LOOK_CLOSER  # of `_last`
+        self._handle = _NO_STREAM  # of `_last`
         self._last: torch.cuda.Stream | None = None
         self._captured: torch.cuda.Stream | None = None
-        self.alone = ctypes.c_int64(_LOOK_CLOSER)
+        self.alone = ctypes.c_int64(_NO_STREAM)
         """The handle of the only stream of all launches so far; else -1."""
         self._event: torch.cuda.Event | None = None  # after the last launch; made when a second stream first shows
 
@@ -61,22 +102,22 @@ class StreamOrder:
             for other in (self._last, self._captured):
                 if other is not None and other != stream and _capturing(other):
                     stream.wait_event(other.record_event())
-            self._captured, self._handle, self.alone.value = stream, _LOOK_CLOSER, _LOOK_CLOSER
+            self._captured, self._handle, self.alone.value = stream, _NO_STREAM, _NO_STREAM
             return
         last, self._last, self._handle = self._last, stream, stream.cuda_stream
         if self._num_blocks:
-            beside.note(self, self._device.index, self._handle, self._num_blocks, self._num_sms)
+            note_use(self, self._device.index, self._handle, self._num_blocks, self._num_sms)
         if last is not None and last != stream:
             if self._event is None:
                 self._event = last.record_event()
             stream.wait_event(self._event)
-        self.alone.value = self._handle if self._event is None else _LOOK_CLOSER
+        self.alone.value = self._handle if self._event is None else _NO_STREAM
 
     def rest(self) -> None:
         """The host has waited for the last launch. The next one, on whatever stream, is looked at closely."""
-        self._handle = self.alone.value = _LOOK_CLOSER
+        self._handle = self.alone.value = _NO_STREAM
         if self._num_blocks:
-            beside.forget(self, self._device.index)
+            forget_use(self, self._device.index)
 
     def leave(self, kept: Any) -> None:
         """A kernel that uses the tensors in `kept` was launched on the stream that `enter` gave."""

@@ -15,7 +15,7 @@ from ep_kernels.kernels import abi, collective_abi
 from ep_kernels.kernels.collective_abi import NO_OFFSET, CollectiveArgs
 from ep_kernels.transports.nvlink.calls.engine import Call
 from ep_kernels.transports.nvlink.calls.plan import Launch
-from ep_kernels.transports.nvlink.calls.rank_tables import RankTables
+from ep_kernels.transports.nvlink.calls.tables import RankTables
 from ep_kernels.transports.nvlink.copy_engines import collective_plan as plan
 from ep_kernels.transports.nvlink.gpu.signature import signature
 
@@ -157,14 +157,17 @@ class CollectiveEngine:
         self, x: torch.Tensor, out: torch.Tensor, offset: int | None, algorithm: Algorithm, num_sms: int | None
     ) -> list[Call]:
         """Launches of an all-reduce of x [n] into out [n], which `offset` says the place of where it is registered."""
+        # How: out written where it lies, read at the peers, or shared through staging.
         one_shot = algorithm is Algorithm.ONE_SHOT
         num_bytes, size = x.numel() * x.itemsize, self.group.size
         direct = offset is not None and offset % 16 == 0 and not one_shot
         reads = direct and x.data_ptr() == out.data_ptr() and num_bytes <= plan.READ_MAX_BYTES
         shares = not one_shot and not direct
+        # Rounds: as much as the staging takes.
         row = self.sizes.shared_row if shares else self.sizes.reduce_row
         most = self.sizes.line_packets * abi.PACKET_DATA if one_shot else row * sum(self.active)
         most = num_bytes if reads else most
+        # Kernel and grids.
         variant = plan.reduce_variant("all_reduce", x.dtype, plan.ONE_SHOT if one_shot else plan.TWO_SHOT)
         worth = plan.ONE_SHOT_BLOCK_BYTES if one_shot else None
         rounds = list(plan.reduce_rounds(num_bytes, most))
@@ -172,8 +175,10 @@ class CollectiveEngine:
             self._blocks(length * (size - 1) if one_shot else 2 * length, plan.REDUCE_BLOCKS, num_sms, worth)
             for _, length in rounds
         ]
+        # What all ranks must have in common.
         alike = reads, direct and offset, max(grids, default=0)
         word = signature(CollectiveOp.ALL_REDUCE, algorithm, x.dtype, num_bytes, alike)
+        # A launch for each round.
         calls = []
         for (begin, length), blocks in zip(rounds, grids, strict=True):
             args = self._record(word, length)

@@ -159,7 +159,7 @@ class CopyEngines:
         self._times.note(seq, TimedKind(mode, sum(part.num_bytes for part in parts), arrivals, self._peers, op))
         self._note(signature, pushes, keep, op)
         behind = self._stream if behind is None else behind
-        launch.run_steps_behind(steps, self._stream, behind, self._times.behind(seq), self._library)
+        launch.run_ops_behind(steps, self._stream, behind, self._times.behind(seq), self._library)
         return seq
 
     def begin_push(self, parts: Sequence[CopyPart], signature: int, keep: Any, behind: int, op: str) -> int:
@@ -168,18 +168,18 @@ class CopyEngines:
         self._times.note(seq, TimedKind(_PUSH, sum(part.num_bytes for part in parts), arrivals, self._peers, op))
         self._note(signature, True, keep, op)
         steps = copy_schedule.push_begin(self._places, seq, signature)
-        launch.run_steps_behind(steps, self._stream, behind, self._times.behind(seq), self._library)
+        launch.run_ops_behind(steps, self._stream, behind, self._times.behind(seq), self._library)
         return seq
 
     def push_to(self, seq: int, peer: int, parts: Sequence[CopyPart], behind: int) -> None:
         """Send to a peer, behind what the CUstream `behind` has now."""
         steps = copy_schedule.push_to(self._places, peer, seq, parts)
-        launch.run_steps_behind(steps, self._stream, behind, self._times.order, self._library)
+        launch.run_ops_behind(steps, self._stream, behind, self._times.order, self._library)
 
     def end_push(self, seq: int, parts: Sequence[CopyPart]) -> None:
         """All is sent: wait for what peers send."""
         marks = self._times.marks(seq, copy_schedule.marked(self._places, parts))
-        launch.run_steps(copy_schedule.push_end(self._places, seq, marks), self._stream, self._library)
+        launch.run_ops(copy_schedule.push_end(self._places, seq, marks), self._stream, self._library)
 
     def template(self, parts: Sequence[CopyPart], signature: int, quiet: Quiet) -> PushTemplate | None:
         """A push to be begun many times, until `restart`, as long as all is quiet; None where there are MAX_GRAPHS.
@@ -221,11 +221,11 @@ class CopyEngines:
 
     def graph_copies(self, parts: Sequence[CopyPart]) -> None:
         """Put the copies of a pull on the stream, which is being captured."""
-        launch.run_steps(copy_schedule.graph_copies(self._places, parts), self._stream, self._library)
+        launch.run_ops(copy_schedule.graph_copies(self._places, parts), self._stream, self._library)
 
     def await_shard(self, seq: int, peer: int, stream: int, half: bool) -> None:
         """Let another CUstream wait for a peer's shard, or the first half of it."""
-        launch.run_steps([copy_schedule.arrival(self._places, peer, seq, half)], stream, self._library)
+        launch.run_ops([copy_schedule.arrival(self._places, peer, seq, half)], stream, self._library)
 
     def await_end(self, seq: int, stream: int) -> None:
         """Let another CUstream wait for the end of an operation."""
@@ -285,10 +285,10 @@ class CopyEngines:
                 self._sleeps = False
                 if self._ends and not self._open:
                     return
-            self._look()
+            self._poll()
             time.sleep(_NAP_S)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """At the operation that the stream is in."""
         with self._lock:
             first = self._open[0] if self._open else None

@@ -52,7 +52,7 @@ would cost the host more than is gained: seven such shards take the links 20 us.
 COPY, WAIT, WRITE, MARK, GRAPH = range(5)
 """Kinds of steps, as in native/launch.cpp."""
 
-CopyStep = tuple[int, int, int, int]
+StreamOp = tuple[int, int, int, int]
 """(kind, to, source, amount). COPY: `amount` bytes from `source` to `to`. WAIT: until the word at `to` is `amount` or
 more. WRITE: `amount` into the word at `to`. MARK: the event `to`. GRAPH: all of the executable graph `to`. Plain
 tuples: a call makes dozens."""
@@ -115,7 +115,7 @@ class CopyPlaces:
         return [peer for peer in order if self.active[peer]]
 
 
-def arrival(places: CopyPlaces, peer: int, seq: int, half: bool = False) -> CopyStep:
+def arrival(places: CopyPlaces, peer: int, seq: int, half: bool = False) -> StreamOp:
     """Wait for a peer's shard, or the first half of it (push), or for its slot (pull)."""
     row = places.half if half else places.shard
     return WAIT, places.regions[places.rank] + row + FLAG_BYTES * peer, 0, seq
@@ -161,7 +161,7 @@ def marked(places: CopyPlaces, parts: Sequence[CopyPart]) -> tuple[int, ...]:
 
 def push(
     places: CopyPlaces, seq: int, signature: int, parts: Sequence[CopyPart], marks: CopyMarks = NO_MARKS
-) -> list[CopyStep]:
+) -> list[StreamOp]:
     """The steps of operation `seq`, in order."""
     steps = push_begin(places, seq, signature)
     for peer in places.others(1):
@@ -169,24 +169,24 @@ def push(
     return steps + push_end(places, seq, marks)
 
 
-def push_begin(places: CopyPlaces, seq: int, signature: int) -> list[CopyStep]:
+def push_begin(places: CopyPlaces, seq: int, signature: int) -> list[StreamOp]:
     """The steps before any shard is sent."""
     return [*_word(places, seq, signature), *ready_flags(places), _begun(places, seq)]
 
 
-def push_to(places: CopyPlaces, peer: int, seq: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
+def push_to(places: CopyPlaces, peer: int, seq: int, parts: Sequence[CopyPart]) -> list[StreamOp]:
     """The steps that send this rank's shard to a peer."""
     return [_permission(places, peer, seq), *_shard(places, peer, parts)]
 
 
-def push_end(places: CopyPlaces, seq: int, marks: CopyMarks = NO_MARKS) -> list[CopyStep]:
+def push_end(places: CopyPlaces, seq: int, marks: CopyMarks = NO_MARKS) -> list[StreamOp]:
     """The steps behind the last shard."""
     return _arrivals(places, seq, marks) + _end(places, seq, marks)
 
 
 def push_by_graphs(
     places: CopyPlaces, seq: int, signature: int, ready: int, shards: int, marks: CopyMarks = NO_MARKS
-) -> list[CopyStep]:
+) -> list[StreamOp]:
     """The steps of a push by graphs of `ready_flags` and of `all_shards`."""
     steps = [*_word(places, seq, signature), (GRAPH, ready, 0, 0), _begun(places, seq)]
     steps += [_permission(places, peer, seq) for peer in places.others(1)]
@@ -194,19 +194,19 @@ def push_by_graphs(
     return steps + _arrivals(places, seq, marks) + _end(places, seq, marks)
 
 
-def ready_flags(places: CopyPlaces) -> list[CopyStep]:
+def ready_flags(places: CopyPlaces) -> list[StreamOp]:
     """To every peer: this rank's outs may be written."""
     return [_flag(places, peer, places.ready) for peer in places.others(1)]
 
 
-def all_shards(places: CopyPlaces, parts: Sequence[CopyPart]) -> list[CopyStep]:
+def all_shards(places: CopyPlaces, parts: Sequence[CopyPart]) -> list[StreamOp]:
     """To every peer: this rank's shard, and its flag behind it."""
     return [step for peer in places.others(1) for step in _shard(places, peer, parts)]
 
 
 def pull(
     places: CopyPlaces, seq: int, signature: int, parts: Sequence[CopyPart], marks: CopyMarks = NO_MARKS
-) -> list[CopyStep]:
+) -> list[StreamOp]:
     """The steps of operation `seq`, in order, once the shard lies in the slot."""
     after = places.others(1)
     steps = _word(places, seq, signature)
@@ -217,12 +217,12 @@ def pull(
     return steps + _end(places, seq, marks)
 
 
-def graph_copies(places: CopyPlaces, parts: Sequence[CopyPart]) -> list[CopyStep]:
+def graph_copies(places: CopyPlaces, parts: Sequence[CopyPart]) -> list[StreamOp]:
     """The copies of a pull in a CUDA graph, between the two launches of kernels/collectives/copy_wait.cuh."""
     return [step for peer in places.others(1) for step in _pulled(places, peer, parts)]
 
 
-def _pulled(places: CopyPlaces, peer: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
+def _pulled(places: CopyPlaces, peer: int, parts: Sequence[CopyPart]) -> list[StreamOp]:
     region = places.regions[peer]
     return [
         (COPY, part.out + peer * part.stride, region + part.slot + peer * part.slot_stride, part.num_bytes)
@@ -231,12 +231,12 @@ def _pulled(places: CopyPlaces, peer: int, parts: Sequence[CopyPart]) -> list[Co
     ]
 
 
-def _permission(places: CopyPlaces, peer: int, seq: int) -> CopyStep:
+def _permission(places: CopyPlaces, peer: int, seq: int) -> StreamOp:
     return WAIT, places.regions[places.rank] + places.ready + FLAG_BYTES * peer, 0, seq
 
 
-def _shard(places: CopyPlaces, peer: int, parts: Sequence[CopyPart]) -> list[CopyStep]:
-    region, steps = places.regions[peer], list[CopyStep]()
+def _shard(places: CopyPlaces, peer: int, parts: Sequence[CopyPart]) -> list[StreamOp]:
+    region, steps = places.regions[peer], list[StreamOp]()
     for part in parts:
         to, source = region + part.out + places.rank * part.stride, part.x + peer * part.x_stride
         if part.half:
@@ -246,30 +246,30 @@ def _shard(places: CopyPlaces, peer: int, parts: Sequence[CopyPart]) -> list[Cop
     return [*steps, _flag(places, peer, places.shard)]
 
 
-def _flag(places: CopyPlaces, peer: int, row: int) -> CopyStep:
+def _flag(places: CopyPlaces, peer: int, row: int) -> StreamOp:
     return COPY, places.regions[peer] + row + FLAG_BYTES * places.rank, places.word, FLAG_BYTES
 
 
-def _arrivals(places: CopyPlaces, seq: int, marks: CopyMarks) -> list[CopyStep]:
+def _arrivals(places: CopyPlaces, seq: int, marks: CopyMarks) -> list[StreamOp]:
     steps = _mark(marks.sent)
     for peer in places.others(-1):
         steps += [arrival(places, peer, seq), *_mark(marks.arrived.get(peer, 0))]
     return steps
 
 
-def _mark(event: int) -> list[CopyStep]:
+def _mark(event: int) -> list[StreamOp]:
     return [(MARK, event, 0, 0)] if event else []
 
 
-def _word(places: CopyPlaces, seq: int, signature: int) -> list[CopyStep]:
+def _word(places: CopyPlaces, seq: int, signature: int) -> list[StreamOp]:
     return [(WRITE, places.word, 0, seq), (WRITE, places.word + WORD_BYTES, 0, signature)]
 
 
-def _begun(places: CopyPlaces, seq: int) -> CopyStep:
+def _begun(places: CopyPlaces, seq: int) -> StreamOp:
     return WRITE, places.begun, 0, seq
 
 
-def _end(places: CopyPlaces, seq: int, marks: CopyMarks) -> list[CopyStep]:
+def _end(places: CopyPlaces, seq: int, marks: CopyMarks) -> list[StreamOp]:
     num_bytes = FLAG_BYTES * len(places.active)
     seen, shards = places.seen + seq % SEEN_SLOTS * num_bytes, places.regions[places.rank] + places.shard
     return [*_mark(marks.end), (COPY, seen, shards, num_bytes), (WRITE, places.ended, 0, seq)]

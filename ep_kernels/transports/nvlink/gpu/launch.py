@@ -17,7 +17,7 @@ from ep_kernels.errors import TransportError
 from ep_kernels.transports.build import Native, native_of
 from ep_kernels.transports.library import Signature
 from ep_kernels.transports.library import load as load_library
-from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyStep
+from ep_kernels.transports.nvlink.gpu.copy_schedule import StreamOp
 
 DRIVER = "libcuda.so.1"
 _COOPERATIVE, _OVERLAPPED = 1, 2
@@ -100,21 +100,21 @@ def samples(library: Native = _LIBRARY) -> ctypes.CDLL:
     return load_library("nvlink", library, SAMPLES)
 
 
-def run_steps(steps: Sequence[CopyStep], stream: int, library: ctypes.CDLL) -> None:
+def run_ops(steps: Sequence[StreamOp], stream: int, library: ctypes.CDLL) -> None:
     """Put copies, waits and writes on a CUstream, in order, by one call. Raises TransportError; then those behind the
     refused one are not there."""
     words = array("Q", itertools.chain.from_iterable(steps))
     raise_refused(COPIES, library.cd_copies(words.buffer_info()[0], len(steps), stream), library)
 
 
-def run_steps_behind(steps: Sequence[CopyStep], stream: int, behind: int, event: int, library: ctypes.CDLL) -> None:
-    """As `run_steps`, after what another CUstream has now; the event stands there."""
+def run_ops_behind(steps: Sequence[StreamOp], stream: int, behind: int, event: int, library: ctypes.CDLL) -> None:
+    """As `run_ops`, after what another CUstream has now; the event stands there."""
     words = array("Q", itertools.chain.from_iterable(steps))
     status = library.cd_copies_behind(words.buffer_info()[0], len(steps), stream, behind, event)
     raise_refused(COPIES, status, library)
 
 
-def graph_of(steps: Sequence[CopyStep], library: ctypes.CDLL) -> int:
+def graph_of(steps: Sequence[StreamOp], library: ctypes.CDLL) -> int:
     """A CUgraphExec of copies, to be given back by `free_graph`. Raises TransportError."""
     words, made = array("Q", itertools.chain.from_iterable(steps)), c_void_p()
     status = library.cd_graph(words.buffer_info()[0], len(steps), addressof(made))

@@ -35,7 +35,7 @@ def difference(mine: int, theirs: int) -> str:
     """The first thing in which two signatures differ: "bytes 16, this rank 32"."""
     for name, one, other in zip(_BITS, _fields(theirs), _fields(mine), strict=True):
         if one != other:
-            return f"{_NAMES[name]} {_told(name, one)}, this rank {_told(name, other)}"
+            return f"{_NAMES[name]} {_value_name(name, one)}, this rank {_value_name(name, other)}"
     return "nothing else"
 
 
@@ -51,7 +51,7 @@ def _fields(word: int) -> list[int]:
     return found
 
 
-def _told(name: str, value: int) -> str:
+def _value_name(name: str, value: int) -> str:
     if name == "op":
         return _OPS[value - 1].value if 0 < value <= len(_OPS) else "unknown"
     if name == "algorithm":

@@ -12,10 +12,13 @@ Knows bytes, descriptors and processes; neither operations nor what lies where i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import select
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +27,60 @@ from ep_kernels.config import Group
 from ep_kernels.errors import TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.transports.nvlink.memory import links, mailbox, sharing, ticket, watch
+from ep_kernels.transports.nvlink.memory import links, mailbox, sharing, ticket
 from ep_kernels.transports.nvlink.memory.host_page import HostPage
 from ep_kernels.transports.nvlink.memory.ticket import Host, RegionTicket
 
 _log = logging.getLogger(__name__)
 SPAN_HOSTS = ("fabric",)
 """Kinds of handles by which the GPUs of one NVLink fabric map regions of other hosts."""
+
+
+class PeerWatch:
+    """Reports each peer's death, once, until closed.
+
+    Attributes:
+        ranks: those that are watched.
+
+    Args:
+        pids: process id of each peer as this process numbers processes; 0, in another PID namespace: not watched.
+        tell: called with the rank, in the thread of the watch.
+    """
+
+    def __init__(self, pids: Mapping[int, int], tell: Callable[[int], None]) -> None:
+        self._watched: dict[int, int] = {}
+        for rank, pid in pids.items():
+            with contextlib.suppress(OSError):
+                self._watched[os.pidfd_open(pid)] = rank
+        self.ranks, self._tell = frozenset(self._watched.values()), tell
+        self._end, self._ending = os.pipe()
+        self._thread = threading.Thread(target=self._watch, name="crossdock-peer-watch", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        for fd in (*self._watched, self._end):
+            poll.register(fd, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == self._end:
+                    return
+                self._tell(self._watched[fd])
+                poll.unregister(fd)
+
+    def close(self) -> None:
+        """End the thread. Idempotent. A byte ends it: processes that were forked meanwhile may hold the pipe open."""
+        if self._ending >= 0:
+            os.write(self._ending, b"\0")
+            self._thread.join()
+            self.close_in_child()
+
+    def close_in_child(self) -> None:
+        """Close this process's descriptors: after the thread's end, or in a forked child, which has none."""
+        for fd in (*self._watched, self._end, self._ending):
+            if fd >= 0:
+                os.close(fd)
+        self._watched, self._end, self._ending = {}, -1, -1
 
 
 def needs_boxes(network: NetworkConfig | None, device: torch.device) -> bool:
@@ -67,7 +117,7 @@ class Domain:
 
     region: Any
     mailbox: mailbox.Mailbox
-    watch: watch.PeerWatch
+    watch: PeerWatch
 
     def __init__(
         self, group: Group, timeout_s: float, abi: str, host: HostPage, network: NetworkConfig | None = None
@@ -147,7 +197,7 @@ class Domain:
             for fd in pages:
                 if fd >= 0:
                     os.close(fd)
-        self.watch = watch.PeerWatch(pids, self._host.mark_gone)
+        self.watch = PeerWatch(pids, self._host.mark_gone)
         self._open.append(self.watch)
 
     def is_watched(self, rank: int) -> bool:

@@ -31,7 +31,7 @@ def check(config: MoEConfig, tickets: Sequence[bytes]) -> None:
     if own.boxes is not None or config.mode is Mode.LL or (config.mode is Mode.AUTO and config.ll_max_tokens != 0):
         places = [one.place if one.host.name == own.name else None for one in found]
         if len(set(places)) > 1:
-            require_nvlink(places, nvml.look(Path("/sys")).gpus)
+            require_nvlink(places, nvml.read(Path("/sys")).gpus)
 
 
 def lines_are_whole(tickets: Sequence[bytes]) -> bool:
@@ -40,7 +40,7 @@ def lines_are_whole(tickets: Sequence[bytes]) -> bool:
     if len(set(places)) <= 1:
         return True
     try:
-        require_nvlink(places, nvml.look(Path("/sys")).gpus)
+        require_nvlink(places, nvml.read(Path("/sys")).gpus)
     except TransportError as error:
         log.warning("one-shot all-reduce is left out: %s", error)
         return False

@@ -137,6 +137,7 @@ def _rounded(num_bytes: int, kind: HandleKind, device: int) -> int:
 def _map(handle: Any, num_bytes: int, device: int) -> Mapping:
     """Map a physical allocation for `device`; takes over the handle."""
     address = None
+    # An address, the memory there, access for this device.
     try:
         address = call("cuMemAddressReserve", num_bytes, 0, 0, 0)
         call("cuMemMap", address, num_bytes, 0, handle, 0)
@@ -145,6 +146,7 @@ def _map(handle: Any, num_bytes: int, device: int) -> Mapping:
         access.location.id = device
         access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         call("cuMemSetAccess", address, num_bytes, [access], 1)
+    # Nothing is left of it where that failed.
     except TransportError:
         if address is not None:
             cuda.cuMemUnmap(address, num_bytes)

@@ -13,7 +13,7 @@ from ep_kernels.errors import TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink.gpu.driver import call
 from ep_kernels.transports.nvlink.network.boxes import Boxes, Flush, PinnedBoxes, pin, unpin
-from ep_kernels.transports.nvlink.network.gpu_direct import Way
+from ep_kernels.transports.nvlink.network.gpu_direct import BoxAccess
 
 _OWNER = int(cuda.CUGPUDirectRDMAWritesOrdering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER)
 _BY_HOST = int(cuda.CUflushGPUDirectRDMAWritesOptions.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST)
@@ -37,13 +37,13 @@ class CudaGpu:
             raise TransportError("the GPU neither promises the order of writes by NICs nor lets them be flushed")
         return flush_of(), "writes by NICs are flushed before kernels see their word"
 
-    def boxes(self, way: Way, flush: Flush | None) -> Boxes:
+    def boxes(self, access: BoxAccess, flush: Flush | None) -> Boxes:
         """See `GpuMemory`."""
-        return PinnedBoxes(pin, unpin) if way is Way.STAGED else CudaBoxes(self._device, way, flush)
+        return PinnedBoxes(pin, unpin) if access is BoxAccess.STAGED else CudaBoxes(self._device, access, flush)
 
-    def look(self) -> str:
+    def probe(self) -> str:
         """Without a provider: how NICs would reach its memory, in words."""
-        boxes = CudaBoxes(self._device, Way.DMA_BUF, None)
+        boxes = CudaBoxes(self._device, BoxAccess.DMA_BUF, None)
         with contextlib.closing(boxes):
             try:
                 _, order = self.order()
@@ -72,9 +72,9 @@ class CudaBoxes:
 
     is_device = True
 
-    def __init__(self, device: int, way: Way, flush: Flush | None) -> None:
+    def __init__(self, device: int, access: BoxAccess, flush: Flush | None) -> None:
         self.flush, self.device = flush, device
-        self._way = way
+        self._access = access
         self._reserved = (0, 0)
         self._taken: list[tuple[int, int, Any]] = []
         self._descriptors: list[int] = []
@@ -103,7 +103,7 @@ class CudaBoxes:
         call("cuMemSetAccess", address, num_bytes, [access], 1)
         call("cuMemsetD8", address, 0, num_bytes)
         call("cuCtxSynchronize")
-        if self._way is not Way.DMA_BUF:
+        if self._access is not BoxAccess.DMA_BUF:
             return -1
         self._descriptors.append(int(call("cuMemGetHandleForAddressRange", address, num_bytes, _DMA_BUF, 0)))
         return self._descriptors[-1]

@@ -1,7 +1,7 @@
 """GPUDirect: boxes in GPU memory, which a NIC reads and writes by itself, where provider and GPU can do so.
 
     boxes, chosen = choose(network, rank, gpu)
-    boxes.is_device, chosen.way, chosen.why
+    boxes.is_device, chosen.access, chosen.why
 
 Ways, best first, each tried with a box of its own: the driver exports the memory as a dma-buf that the NIC's driver
 imports; the NIC's driver takes a device pointer, which the module nvidia-peermem lets it do (libfabric: as its provider
@@ -38,7 +38,7 @@ _DIRECT = ("verbs", "libfabric")
 _TRIAL_S = 10.0
 
 
-class Way(enum.Enum):
+class BoxAccess(enum.Enum):
     """How a NIC reaches boxes."""
 
     DMA_BUF = "dma-buf"
@@ -48,13 +48,17 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A way, and why no better one."""
+    """A access, and why no better one."""
 
-    way: Way
+    access: BoxAccess
     why: str
 
     def __str__(self) -> str:
-        where = "pinned host memory" if self.way is Way.STAGED else f"GPU memory, by {self.way.value} ({NEVER_RUN})"
+        where = (
+            "pinned host memory"
+            if self.access is BoxAccess.STAGED
+            else f"GPU memory, by {self.access.value} ({NEVER_RUN})"
+        )
         return f"boxes in {where}: {self.why}"
 
 
@@ -64,51 +68,51 @@ class GpuMemory(Protocol):
     def order(self) -> tuple[Flush | None, str]:
         """How what NICs write becomes visible, None: it is; and in words. Raises TransportError: it cannot."""
 
-    def boxes(self, way: Way, flush: Flush | None) -> Boxes:
+    def boxes(self, access: BoxAccess, flush: Flush | None) -> Boxes:
         """In its memory; or, STAGED, in pinned host memory. Raises TransportError."""
 
 
 def choose(network: NetworkConfig, rank: int, gpu: GpuMemory) -> tuple[Boxes, Chosen]:
-    """Boxes of a rank, and why they lie there; logged. Raises TransportError: the way that `network.gpu_direct` names
+    """Boxes of a rank, and why they lie there; logged. Raises TransportError: what `network.gpu_direct` names
     cannot be had."""
     chosen, flush = _choose(network, rank, gpu)
     log.info("nvlink: rank %d: %s", rank, chosen)
-    return gpu.boxes(chosen.way, flush), chosen
+    return gpu.boxes(chosen.access, flush), chosen
 
 
-def look(network: NetworkConfig, gpu: GpuMemory) -> Chosen:
+def probe(network: NetworkConfig, gpu: GpuMemory) -> Chosen:
     """What `choose` would choose. Raises as it."""
     return _choose(network, 0, gpu)[0]
 
 
 def _choose(network: NetworkConfig, rank: int, gpu: GpuMemory) -> tuple[Chosen, Flush | None]:
     wanted = network.gpu_direct
-    if wanted == Way.STAGED.value:
-        return Chosen(Way.STAGED, "network.gpu_direct is off"), None
+    if wanted == BoxAccess.STAGED.value:
+        return Chosen(BoxAccess.STAGED, "network.gpu_direct is off"), None
     try:
         if network.carrier.partition("(")[0] not in _DIRECT:
             raise TransportError(f"provider {network.carrier} sends from host memory")
         flush, order = gpu.order()
-        ways = (Way.DMA_BUF, Way.PEERMEM) if wanted == "auto" else (Way(wanted),)
-        way, refused = _first(network, rank, gpu, ways, flush)
+        accesses = (BoxAccess.DMA_BUF, BoxAccess.PEERMEM) if wanted == "auto" else (BoxAccess(wanted),)
+        access, refused = _first(network, rank, gpu, accesses, flush)
     except TransportError as error:
         if wanted != "auto":
             raise TransportError(f"nvlink: network.gpu_direct {wanted} cannot be had: {error}") from error
-        return Chosen(Way.STAGED, str(error)), None
-    return Chosen(way, "; ".join([*refused, order])), flush
+        return Chosen(BoxAccess.STAGED, str(error)), None
+    return Chosen(access, "; ".join([*refused, order])), flush
 
 
 def _first(
-    network: NetworkConfig, rank: int, gpu: GpuMemory, ways: Sequence[Way], flush: Flush | None
-) -> tuple[Way, list[str]]:
-    """The first way that works, and why each before it does not. Raises TransportError: none does."""
+    network: NetworkConfig, rank: int, gpu: GpuMemory, accesses: Sequence[BoxAccess], flush: Flush | None
+) -> tuple[BoxAccess, list[str]]:
+    """The first access that works, and why each before it does not. Raises TransportError: none does."""
     refused: list[str] = []
-    for way in ways:
+    for access in accesses:
         try:
-            _try(network, rank, gpu.boxes(way, flush))
-            return way, refused
+            _try(network, rank, gpu.boxes(access, flush))
+            return access, refused
         except TransportError as error:
-            refused.append(f"{way.value}: {error}")
+            refused.append(f"{access.value}: {error}")
     raise TransportError("; ".join(refused))
 
 

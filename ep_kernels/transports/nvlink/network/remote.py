@@ -27,7 +27,7 @@ from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.network.network import Channel, Network
 from ep_kernels.network.sending import settled
-from ep_kernels.transports.nvlink.calls.network_plan import slice_lag, slices_of
+from ep_kernels.transports.nvlink.calls.plan import slice_lag, slices_of
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.memory.host_page import HostPage
 from ep_kernels.transports.nvlink.network.boxes import Boxes, pin, unpin
@@ -72,12 +72,14 @@ class RemoteRanks:
         self._rank, self._size, self._boxes = rank, size, boxes
         self._register, self._unregister = register, unregister
         self._tickets: dict[int, NetworkTicket] = {}
+        # Boxes: outboxes, then inboxes, one of each per rank.
         self._map, self._exact = abi.box_map(shape), shape.exact
         self.box_bytes = abi.box_bytes(shape)
         total = size * self.box_bytes
         self._outboxes = boxes.reserve(2 * total)
         self._inboxes = self._outboxes + total
         self._dma_bufs = (ctypes.c_int32 * (2 * size))(*[-1] * (2 * size))
+        # Words that kernels and the network's handler share.
         self.words = torch.zeros(len(abi.FLAGS), size, dtype=torch.int64, pin_memory=True, device="cpu")
         self._lib = launch.boxes()
         self._slices = torch.zeros(2, size, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -85,6 +87,7 @@ class RemoteRanks:
         self._native = self._lib.cd_boxes_new(size, words, slices, host.gone_address)
         if boxes.flush is not None:
             self._lib.cd_boxes_flush(self._native, boxes.flush.enter, boxes.flush.context, boxes.flush.run)
+        # The channel to the other hosts, and the ring into which kernels push.
         handler, box = self._lib.cd_boxes_handler(), self.box_bytes
         dma_bufs = ctypes.addressof(self._dma_bufs) if boxes.is_device else 0
         places = self._outboxes, total, self._inboxes, box, handler, self._native
@@ -93,6 +96,7 @@ class RemoteRanks:
         self._ring, self._is_pinned = self.channel.for_device(stripe_of(self.box_bytes, network.lanes)), False
         assert self._ring.size == abi.RING_SIZE
         self._check_stripe()
+        # Rows that leave together.
         self._slice_rows = slices_of(shape, self._ring.stripe)
         self._slice_lag = slice_lag(network, self._slice_rows[0] * shape.row_packets * abi.PACKET_BYTES)
 

@@ -163,7 +163,7 @@ def _disputed(group: Group) -> dict[str, str]:
 def to_quarantine(group: Group) -> list[Verdict]:
     """The sick ranks that the group can spare now."""
     waiting, chosen = _free_spares(group), []
-    for verdict in verdicts(group)[: _room(group)]:
+    for verdict in verdicts(group)[: _quarantine_left(group)]:
         outside = group.active is not None and verdict.member.rank not in group.active
         if waiting > 0 or (verdict.repeated and outside):
             chosen.append(verdict)
@@ -174,12 +174,12 @@ def to_quarantine(group: Group) -> list[Verdict]:
 def replaceable(group: Group, event: Slow) -> list[Verdict]:
     """The rank that the latency verdict has called slow for `quarantine_slow_s`, if a spare can replace it now."""
     member = group.member(event.uid)
-    if member is None or group.phase is not Phase.SERVING or not _room(group) or _free_spares(group) < 1:
+    if member is None or group.phase is not Phase.SERVING or not _quarantine_left(group) or _free_spares(group) < 1:
         return []
     return [Verdict(member, event.reason, repeated=False)]
 
 
-def _room(group: Group) -> int:
+def _quarantine_left(group: Group) -> int:
     """How many more ranks may be in quarantine."""
     if not group.settings.quarantine_s or group.recovering:
         return 0

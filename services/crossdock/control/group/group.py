@@ -1,4 +1,4 @@
-"""The group as a pure state machine: `step(group, event, now) -> (group, effects)`. No I/O, no clock, no thread.
+"""The group as a pure state machine: `advance(group, event, now) -> (group, effects)`. No I/O, no clock, no thread.
 
     FORMING ──every slot taken──▶ EXCHANGING ──all regions published, all ready──▶ SERVING
        ▲                              │                                               │
@@ -14,7 +14,7 @@ A new process has no memory. For `recover_s` it collects the memory of workers (
 group continues at the same epoch; else one begins above every reported epoch, by a leap (`recovery.epoch_above`).
 
 docs/group-protocol.md has the tables. ranks.py assigns ranks, recovery.py decides on the memory of workers, elastic.py
-continues without lost ranks, blame.py finds sick ranks, cordon.py has the bars, group_kind.py refuses a mixed group.
+continues without lost ranks, blame.py finds sick ranks, cordon.py has the bars. `difference` refuses a mixed group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from crossdock.control.group import blame, cordon, elastic, group_kind, recovery
+from crossdock.control.group import blame, cordon, elastic, recovery
 from crossdock.control.group.blame import Verdict
 from crossdock.control.group.elastic import raise_epoch
 from crossdock.control.group.group_state import (
@@ -49,6 +49,7 @@ from crossdock.control.group.group_state import (
     Tick,
     Uncordon,
     Waits,
+    Worker,
     with_first_ranks,
 )
 from crossdock.control.group.ranks import claimed_or_free_rank
@@ -63,6 +64,42 @@ _LONGEST = 400
 """Characters of a refusal that are shown."""
 MAX_PAUSE_S = 10.0
 """Longest pause between two epochs; see `pause_s`."""
+
+
+def difference(worker: Worker, members: Sequence[Member]) -> str | None:
+    """The first field in which `worker` differs from `members`, which are equal to each other: field, expected, got.
+    None: it fits."""
+    return _first_difference(members[0], _kind(members[0].worker), _kind(worker)) if members else None
+
+
+def is_other_host(worker: Worker, other: Worker) -> bool:
+    """Whether two workers run under different kernels; those of an unknown boot id may be one."""
+    return "" not in (worker.boot_id, other.boot_id) and worker.boot_id != other.boot_id
+
+
+def name_taken(member: Member) -> str:
+    """Why a process of another host is no successor of a live member of its uid, and what to do."""
+    return (
+        f"{member} is alive on another host of this name, at {member.worker.address}; "
+        "set worker.uid on one of the two hosts, or wait for the lease to end if it is dead"
+    )
+
+
+def _first_difference(member: Member, expected: dict[str, str], got: dict[str, str]) -> str | None:
+    for field in expected | got:  # in the order of `expected`
+        if expected.get(field) != got.get(field):
+            return f"{field}: expected {_shown(expected, field)} as {member} has, got {_shown(got, field)}"
+    return None
+
+
+def _shown(fields: dict[str, str], field: str) -> str:
+    return repr(fields[field]) if field in fields else "nothing"
+
+
+def _kind(worker: Worker) -> dict[str, str]:
+    provider = worker.network.provider if worker.network else "none"
+    settings = {f"communicator.{name}": value for name, value in worker.communicator}
+    return {"abi": worker.abi, "model": worker.model, "transport": worker.transport, "network": provider, **settings}
 
 
 class _Refused(Exception):
@@ -94,7 +131,7 @@ def new_group(settings: Settings, now: float, leap: int = 0) -> Group:
     )
 
 
-def step(group: Group, event: Event, now: float) -> Result:
+def advance(group: Group, event: Event, now: float) -> Result:
     """Apply one event.
 
     Args:
@@ -118,17 +155,21 @@ def step(group: Group, event: Event, now: float) -> Result:
 def _register(group: Group, event: Register, now: float) -> Result:
     worker = event.worker
     known = group.member(worker.uid)
+    # The same process again.
     if known is not None and worker.incarnation == known.worker.incarnation:
         return _update(group, replace(known, lease_until=now + group.settings.lease_s)), ()
-    if known is not None and group_kind.is_other_host(worker, known.worker):
+    # Another process of that uid: refused, or its successor.
+    if known is not None and is_other_host(worker, known.worker):
         if not (group.recovering and event.prior is not None and known.claim is None):
-            raise _Refused(Refusal.NAME_TAKEN, f"worker {worker.uid}: {group_kind.name_taken(known)}")
+            raise _Refused(Refusal.NAME_TAKEN, f"worker {worker.uid}: {name_taken(known)}")
     elif known is not None and worker.incarnation < known.worker.incarnation:
         raise _Refused(Refusal.REPLACED, f"worker {worker.uid}: a newer process holds {known}")
-    if wrong := group_kind.difference(worker, [member for member in group.members if member is not known]):
+    # Does it fit the group, and may it enter?
+    if wrong := difference(worker, [member for member in group.members if member is not known]):
         raise _Refused(Refusal.MIXED_GROUP, f"worker {worker.uid}: {wrong}")
     if (bar := cordon.is_kept_out(group, event)) is not None:
         raise _Refused(Refusal.BARRED, f"worker {worker.uid}: {bar.cause}: {bar.reason}")
+    # A full group: a member that remembers replaces one that does not.
     if known is None and group.full and (newcomer := recovery.newcomer(group, event.prior)) is not None:
         reason = f"{newcomer} is replaced by {worker.uid}, which remembers the group"
         group = _add(_remove(group, (newcomer,), reason, now), event, now)
@@ -136,6 +177,7 @@ def _register(group: Group, event: Register, now: float) -> Result:
     if known is None and group.full:
         size = group.settings.world_size
         raise _Refused(Refusal.GROUP_FULL, f"worker {worker.uid}: all {size} slots have live members")
+    # A new member, or the successor of one.
     if known is None:
         return _add(group, event, now), ()
     moved = worker.address.rpartition(":")[0] != known.worker.address.rpartition(":")[0]
@@ -306,6 +348,7 @@ def _advance(group: Group, now: float) -> Group:
 def _add(group: Group, event: Register, now: float) -> Group:
     worker, prior = event.worker, event.prior
     member = Member(worker, rank=0, lease_until=now + group.settings.lease_s, claim=prior)
+    # Its rank: kept, by place, or in order of arrival until all are here.
     if group.placed:
         rank = claimed_or_free_rank(worker.place, member.claimed_rank, group.slots)
         members = sorted((*group.members, replace(member, rank=rank)), key=_rank)
@@ -316,11 +359,13 @@ def _add(group: Group, event: Register, now: float) -> Group:
     else:
         members = [*group.members, replace(member, rank=len(group.members))]
         group = replace(group, members=Members(members))
+    # It is no spare any more; say who is missing.
     group = cordon.remove_spare(group, worker.uid)
     joined = group.member(worker.uid)
     missing = group.settings.world_size - len(group.members)
     reason = f"{joined} joined" + (f": waiting for {missing} of {group.settings.world_size}" if missing else "")
     group = replace(group, reason=reason, refused=None, num_failed_epochs=0)
+    # What it remembers may be newer than this control plane.
     if prior is None:
         return group
     if not group.recovering and prior.epoch >= group.epoch:

@@ -106,6 +106,7 @@ def _continue_serving(group: Group, agreed: _Agreed) -> Group:
             return member
         return replace(member, region=claim.region, ready=True)
 
+    # The group as its members remember it.
     whole = len(agreed.ranks) == group.settings.world_size
     done = replace(
         group,

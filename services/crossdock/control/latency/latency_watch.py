@@ -24,7 +24,7 @@ INTERVAL_S = 15.0
 LEAST, LONGEST_S = 3, 60.0
 SURE = 0.7
 """Confidence from which on a slow rank may be replaced."""
-LOOK_EVERY_S = 5.0
+JUDGE_EVERY_S = 5.0
 MAX_REPORTS = 256
 _LEAST_S, _MOST_S = 1e-9, 1e9
 _MOST_COUNT = 1 << 40
@@ -103,7 +103,7 @@ class LatencyWatch:
             return
         if now < self._look_at:
             return
-        self._look_at = now + LOOK_EVERY_S
+        self._look_at = now + JUDGE_EVERY_S
         self._expire(now)
         found = verdict.judge(self.times(group), self._usual)
         agreed, self._last = found.named == self._last.named, found

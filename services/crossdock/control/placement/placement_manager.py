@@ -1,7 +1,7 @@
 """Placement of experts: load, the current version of the tables, and moves to a better one. No I/O, no thread, no
 clock.
 
-    reports of the ranks (with each heartbeat) ─▶ decayed load of every expert ─▶ snapshot() ─▶ start(plan)
+    reports of the ranks (with each heartbeat) ─▶ decayed load of every expert ─▶ snapshot() ─▶ start(rebalance)
                                                └▶ progress of the ranks ─▶ move done, or rolled back
 
 `version` names the current placement, or the goal of the current move. The ranks agree among themselves, layer by
@@ -30,7 +30,7 @@ from crossdock.common.config import PlacementConfig
 from crossdock.control.placement.balancer import check, filled, first_table
 from crossdock.control.placement.checkpoints import NO_CHECKPOINTS, Checkpoints, experts_of, number_of, weights_of
 from crossdock.control.placement.expert_reports import Goal, Kind, Move, Outcome, Report
-from crossdock.control.placement.plans import Plan, Snapshot
+from crossdock.control.placement.rebalance import Rebalance, Snapshot
 from crossdock.control.placement.tables import Shape, Table, numbered
 
 _MAX_WEIGHT = 1e9
@@ -206,7 +206,7 @@ class PlacementManager:
         return not first
 
     def snapshot(self, now: float) -> Snapshot | None:
-        """Input of a plan; None while the placement is unknown."""
+        """Input of a rebalance; None while the placement is unknown."""
         if not self.version or self.kind is None:
             return None
         slots = sum(len(held) for held in self._tables[0])
@@ -214,18 +214,17 @@ class PlacementManager:
         tables = tuple(experts_of(table, shape.num_experts) for table in self._tables)
         return Snapshot(self.version, shape, tables, self.rows_per_s(now), self.config.min_copies)
 
-    def start(self, plan: Plan, now: float) -> bool:
-        """Start a move. False if the plan is outdated or moves nothing."""
-        if plan.base != self.version or self.is_moving or not plan.moves:
+    def start(self, rebalance: Rebalance, now: float) -> bool:
+        """Start a move. False if it is outdated or moves nothing."""
+        if rebalance.base != self.version or self.is_moving or not rebalance.moves:
             return False
         assert self.kind is not None
         size = self.kind.num_experts
-        after = [weights_of(table, size, number) for table, number in zip(plan.after, self.numbers, strict=True)]
+        after = [weights_of(table, size, number) for table, number in zip(rebalance.after, self.numbers, strict=True)]
         self._move = Move(self._tables, now)
         self._set_goal(self._highest + 1, tuple(after))
-        self.last_change = (
-            f"moving {plan.moves} copies: imbalance {plan.imbalance:.3f}, then {plan.imbalance_after:.3f}"
-        )
+        gain = f"imbalance {rebalance.imbalance:.3f}, then {rebalance.imbalance_after:.3f}"
+        self.last_change = f"moving {rebalance.moves} copies: {gain}"
         return True
 
     @property
@@ -274,9 +273,12 @@ class PlacementManager:
         goal = [weights_of(table, self.kind.num_experts, self.checkpoints.wanted) for table in self._tables]
         self._set_goal(self._highest + 1, tuple(goal))
 
-    def is_worth_it(self, plan: Plan) -> bool:
-        """Whether a plan gains enough for an automatic move."""
-        return bool(plan.moves) and plan.imbalance - plan.imbalance_after >= self.config.min_gain * plan.imbalance
+    def is_worth_it(self, rebalance: Rebalance) -> bool:
+        """Whether it gains enough for an automatic move."""
+        return (
+            bool(rebalance.moves)
+            and rebalance.imbalance - rebalance.imbalance_after >= self.config.min_gain * rebalance.imbalance
+        )
 
     def expire(self, now: float) -> Outcome | None:
         """Roll back a move that has timed out."""

@@ -1,4 +1,4 @@
-"""Placement part of the control plane's service: messages ↔ PlacementManager, plans made in a thread, logs and
+"""Placement part of the control plane's service: messages ↔ PlacementManager, rebalances computed in a thread, logs and
 metrics."""
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from crossdock.control.placement.checkpoints import (
 )
 from crossdock.control.placement.expert_reports import Goal, Kind, Outcome, Report
 from crossdock.control.placement.placement_manager import PlacementManager
-from crossdock.control.placement.plans import Plan, Snapshot, domain_imbalance, rank_shares
+from crossdock.control.placement.rebalance import Rebalance, Snapshot, domain_imbalance, rank_shares
 from crossdock.control.placement.tables import Table
 from crossdock.protocol.v1 import control_pb2 as pb
 
 MAX_EXPERTS = 1 << 14
 MAX_LAYERS = 1 << 10
 MAX_ERROR_CHARS = 1000
-PLAN_FRESH_S = 2.0
-"""Lifetime of a plan, in which it is reused."""
+REBALANCE_FRESH_S = 2.0
+"""Lifetime of a rebalance, in which it is reused."""
 
 log = logs.get(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _CachedPlan:
-    """A plan and its input."""
+class _CachedRebalance:
+    """A rebalance and its input."""
 
     epoch: int
     kind: Kind
     snapshot: Snapshot
-    plan: Plan
+    rebalance: Rebalance
     at: float
 
 
@@ -74,7 +74,7 @@ class PlacementService:
     ) -> None:
         self._manager = PlacementManager(config, world_size)
         self._metrics, self._clock, self._group, self._announce = metrics, clock, group, announce
-        self._cached: _CachedPlan | None = None
+        self._cached: _CachedRebalance | None = None
         self._stopped = False
         self._planning = asyncio.Lock()
         self._rebalance_task: asyncio.Task[None] | None = None
@@ -213,14 +213,14 @@ class PlacementService:
         return pb.LoadResponse(version=self.version, number=number, layers=len(self._manager.tables))
 
     async def rebalance(self) -> pb.RebalanceResponse:
-        """Make a plan and start it. Raises FailedPrecondition."""
+        """Compute a rebalance and start it. Raises FailedPrecondition."""
         if why := self._obstacle(self._group().epoch):
             raise rpc.FailedPrecondition(f"rebalance: {why}")
-        made = await self._plan()
+        made = await self._rebalance()
         if why := self._obstacle(made.epoch):
-            raise rpc.FailedPrecondition(f"rebalance: while the plan was made: {why}")
+            raise rpc.FailedPrecondition(f"rebalance: while it was computed: {why}")
         started = self._start(made)
-        return pb.RebalanceResponse(version=self.version, moves=made.plan.moves if started else 0)
+        return pb.RebalanceResponse(version=self.version, moves=made.rebalance.moves if started else 0)
 
     def _obstacle(self, epoch: int) -> str:
         """Why no experts can be moved in `epoch`; "" = they can."""
@@ -235,7 +235,8 @@ class PlacementService:
         return "experts are moving already" if self._manager.is_moving else ""
 
     async def experts(self) -> pb.ExpertsResponse:
-        """Placement, load and plan, for display."""
+        """Placement, load and rebalance, for display."""
+        # What is so, whether or not anything can be balanced.
         manager = self._manager
         response = pb.ExpertsResponse(
             version=self.version, world_size=manager.world_size, last_change=manager.last_change
@@ -244,16 +245,18 @@ class PlacementService:
         if manager.kind is None or not self.version:
             return response
         response.layers_switched, response.layers_moving = manager.moving
-        made = await self._plan()
-        kind, snapshot, plan = made.kind, made.snapshot, made.plan
+        # What would be: a rebalance, computed or kept.
+        made = await self._rebalance()
+        kind, snapshot, rebalance = made.kind, made.snapshot, made.rebalance
         response.version = snapshot.version
         response.num_experts, response.num_slots = kind.num_experts, snapshot.shape.num_slots
-        response.imbalance, response.imbalance_if_moved = plan.imbalance, plan.imbalance_after
-        response.would_move = plan.moves
+        response.imbalance, response.imbalance_if_moved = rebalance.imbalance, rebalance.imbalance_after
+        response.would_move = rebalance.moves
         response.rank_loads.extend(rank_shares(snapshot))
         response.domains.extend(snapshot.shape.domains)
         response.domain_imbalance = domain_imbalance(snapshot)
-        for number, load, now, then in zip(kind.layers, snapshot.loads, plan.before, plan.after, strict=True):
+        # Layer by layer.
+        for number, load, now, then in zip(kind.layers, snapshot.loads, rebalance.before, rebalance.after, strict=True):
             response.layers.add(
                 layer=number,
                 slots=_row(now),
@@ -264,37 +267,37 @@ class PlacementService:
             )
         return response
 
-    async def _plan(self) -> _CachedPlan:
+    async def _rebalance(self) -> _CachedRebalance:
         async with self._planning:
             now, made, epoch, kind = self._clock(), self._cached, self._group().epoch, self._manager.kind
-            of_now = made is not None and (made.epoch, made.plan.base) == (epoch, self.version)
-            if made is None or not of_now or now - made.at > PLAN_FRESH_S:
+            of_now = made is not None and (made.epoch, made.rebalance.base) == (epoch, self.version)
+            if made is None or not of_now or now - made.at > REBALANCE_FRESH_S:
                 snapshot = self._manager.snapshot(now)
                 if snapshot is None or kind is None:
                     raise rpc.Unavailable("experts: their placement is not known yet")
-                made = _CachedPlan(epoch, kind, snapshot, await asyncio.to_thread(snapshot.plan), now)
+                made = _CachedRebalance(epoch, kind, snapshot, await asyncio.to_thread(snapshot.rebalance), now)
                 self._cached = made
                 if not self._stopped:  # the gauge may already belong to a successor
-                    self._metrics.expert_imbalance_ratio.set(made.plan.imbalance)
+                    self._metrics.expert_imbalance_ratio.set(made.rebalance.imbalance)
             return made
 
     async def _rebalance_if_worth(self) -> None:
         """Start a move if it gains enough."""
         try:
-            made = await self._plan()
+            made = await self._rebalance()
         except rpc.Unavailable:
             return
-        if self._manager.is_worth_it(made.plan):
+        if self._manager.is_worth_it(made.rebalance):
             self._start(made)
 
-    def _start(self, made: _CachedPlan) -> bool:
-        """Start a plan if the group still serves its epoch: in any other epoch, ranks may be fetching the placement."""
-        plan = made.plan
-        if self._obstacle(made.epoch) or not self._manager.start(plan, self._clock()):
+    def _start(self, made: _CachedRebalance) -> bool:
+        """Start it if the group still serves its epoch: in any other epoch, ranks may be fetching the placement."""
+        rebalance = made.rebalance
+        if self._obstacle(made.epoch) or not self._manager.start(rebalance, self._clock()):
             return False
         self._metrics.placement_version.set(self.version)
-        figures = {"imbalance": round(plan.imbalance, 4), "then": round(plan.imbalance_after, 4)}
-        log.info("move started", placement=self.version, copies=plan.moves, **figures)
+        figures = {"imbalance": round(rebalance.imbalance, 4), "then": round(rebalance.imbalance_after, 4)}
+        log.info("move started", placement=self.version, copies=rebalance.moves, **figures)
         self._announce()
         return True
 

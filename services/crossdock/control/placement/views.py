@@ -1,4 +1,4 @@
-"""Conversion of messages: checked requests become events, the state becomes a GroupView. Pure.
+"""Conversion of messages: checked requests become events and bars, the state becomes a GroupView. Pure.
 
 An invalid value is refused with `InvalidArgument` before the state machine sees it, so no peer can make the state
 large, and no text of a peer can break a log line.
@@ -7,15 +7,16 @@ large, and no text of a peer can break a log line.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from google.protobuf.message import Message
 
 from crossdock.common.access import MAX_UID_CHARS, check_uid
-from crossdock.common.rpc import MAX_SENT_BYTES, FailedPrecondition, InvalidArgument
-from crossdock.control.group import blame
+from crossdock.common.rpc import MAX_SENT_BYTES, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from crossdock.control.group import blame, cordon
 from crossdock.control.group.group_state import (
+    Bar,
     Group,
     Heartbeat,
     Leave,
@@ -47,6 +48,75 @@ MAX_SETTINGS_BYTES = 4 << 10
 MAX_AHEAD_S = 600
 """Largest accepted lead of a worker's clock: an incarnation is a start time and the newest one wins, so one from far in
 the future could never be replaced. Clocks kept by NTP differ by less than a second."""
+
+
+MAX_BARS_NAMED = 16
+"""Limit of workers named in an error."""
+
+
+def bars_of(group: Group, request: pb.CordonRequest) -> tuple[Bar, ...]:
+    """The bars of a cordon request. Raises InvalidArgument, NotFound, ResourceExhausted."""
+    found = cordon.named(group, _bar_name(request.name))
+    if not found:
+        known = sorted({member.uid for member in group.members} | {spare.uid for spare in group.spares})
+        more = f" and {len(known) - MAX_BARS_NAMED} more" if len(known) > MAX_BARS_NAMED else ""
+        named = ", ".join(known[:MAX_BARS_NAMED]) or "none"
+        raise NotFound(f"name: expected a rank, a worker or a host of this group ({named}{more}), got {request.name!r}")
+    if len(group.bars) + len(found) > cordon.MAX_BARS:
+        raise ResourceExhausted(f"cordon: expected at most {cordon.MAX_BARS} workers, got more")
+    reason = printable(request.reason, MAX_NAME_CHARS) or "by an operator"
+    return tuple(Bar(uid, hostname, "cordoned", reason, drain=request.drain) for uid, hostname in found)
+
+
+def bars_to_lift(group: Group, request: pb.UncordonRequest) -> tuple[Bar, ...]:
+    """The bars of an uncordon request. Raises InvalidArgument, NotFound."""
+    uids = {uid for uid, _ in cordon.named(group, _bar_name(request.name))}
+    found = tuple(bar for bar in group.bars if bar.uid in uids)
+    if not found:
+        known = ", ".join(bar.uid for bar in group.bars[:MAX_BARS_NAMED]) or "none"
+        raise NotFound(f"name: expected a cordoned or quarantined worker ({known}), got {request.name!r}")
+    return found
+
+
+def remembered_bar(group: Group, worker: Worker, message: pb.Barred, now: float, own_id: int) -> Bar | None:
+    """The bar that a worker remembers from another control plane; None: none, or this one knows better."""
+    cordoned = message.cause == "cordoned"
+    if message.told_by == own_id or not (cordoned or message.cause == "quarantined"):
+        return None
+    if group.bar_of(worker) is not None or len(group.bars) >= cordon.MAX_BARS:
+        return None
+    reason = printable(message.reason, MAX_NAME_CHARS)
+    if cordoned:
+        return Bar(worker.uid, worker.place.hostname, message.cause, reason, drain=message.drain)
+    if not (math.isfinite(message.left_s) and 0 < message.left_s <= group.settings.quarantine_s):
+        return None
+    until = now + message.left_s
+    return Bar(worker.uid, worker.place.hostname, message.cause, reason, until, worker.incarnation)
+
+
+def bar_message(bar: Bar, now: float, own_id: int) -> pb.Barred:
+    """A bar as a message for workers and watchers."""
+    left_s = 0.0 if bar.until is None else max(0.001, bar.until - now)
+    return pb.Barred(
+        uid=bar.uid,
+        hostname=bar.hostname,
+        cause=bar.cause,
+        reason=bar.reason,
+        left_s=left_s,
+        drain=bar.drain,
+        told_by=own_id,
+    )
+
+
+def bar_messages(bars: Sequence[Bar], now: float, own_id: int) -> list[pb.Barred]:
+    """Bars as messages."""
+    return [bar_message(bar, now, own_id) for bar in bars]
+
+
+def _bar_name(name: str) -> str:
+    if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise InvalidArgument(f"name: expected a rank, a worker or a host, got {name[:MAX_NAME_CHARS]!r}")
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,23 @@ streams are conflated: a slow watcher skips views and gets the newest. Nothing i
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import secrets
 import time
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from crossdock.common import log as logs
 from crossdock.common import rpc
-from crossdock.common.access import check_uid
+from crossdock.common.access import CALLER, Caller, Role, check_uid
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.group import group_state
-from crossdock.control.group.group import new_group, step
-from crossdock.control.group.group_measures import GroupMeasures
+from crossdock.common.postmortem_record import MAX_CHARS, parse
+from crossdock.common.rpc import PermissionDenied
+from crossdock.control.group import blame, group_state
+from crossdock.control.group.group import advance, new_group
 from crossdock.control.group.group_state import (
     Blamed,
     Cordon,
@@ -39,18 +43,15 @@ from crossdock.control.group.group_state import (
 )
 from crossdock.control.group.recovery import MAX_LEAP
 from crossdock.control.latency import latency_watch
-from crossdock.control.latency.postmortems import Postmortems
 from crossdock.control.placement import views
 from crossdock.control.placement.placement_service import PlacementService
-from crossdock.control.server import barred
 from crossdock.control.server.watchers import Watchers
-from crossdock.control.server.worker_keys import WorkerKeys
 from crossdock.control.topology import discovery
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, topology_pb2
 
-_LONG_PLAN_S, _PLAN_PAUSES = 0.1, 10
-"""A plan of a large model takes seconds of a core, and any client may ask: at most a tenth of the time is spent on
+_LONG_REBALANCE_S, _REBALANCE_PAUSES = 0.1, 10
+"""A rebalance of a large model takes seconds of a core, and any client may ask: at most a tenth of the time is spent on
 it."""
 log = logs.get(__name__)
 
@@ -67,6 +68,148 @@ REFUSALS: dict[Refusal, type[rpc.CallError]] = {
     Refusal.BARRED: rpc.ResourceExhausted,
 }
 """Status of each refusal; call_errors.py has their meanings."""
+
+
+METADATA_KEY = "crossdock-lease-key"
+_NO_CALLER = Caller((), frozenset(Role), "", guarded=False)
+
+
+MAX_RECORDS = 256
+MAX_CHANGES = 256
+
+
+STATES = ("ready", "joining", "sick", "spare", "cordoned", "quarantined")
+_EXCLUDED = ("cordoned", "quarantined")
+
+
+class GroupMeasures:
+    """The group's state as metrics: gauges of its members, and how long it was without service, and why.
+
+    Args:
+        metrics: of the control plane.
+    """
+
+    def __init__(self, metrics: ControlMetrics) -> None:
+        self._metrics = metrics
+        self._since: float | None = None
+        self._cause = self._lost = ""
+
+    def lost(self, cause: str) -> None:
+        """A member was lost; called before `changed`."""
+        self._metrics.members_lost_total.labels(cause=cause).inc()
+        self._lost = self._lost or cause
+
+    def blamed(self, rank: int) -> None:
+        """A member reported that rank silent."""
+        self._metrics.silent_rank_reports_total.labels(rank=str(rank)).inc()
+
+    def changed(self, before: Group, after: Group, now: float) -> None:
+        """The state has changed. Time without service counts from the end of a serving epoch; its cause is the first
+        loss, else silence that was reported."""
+        if (after.phase, after.epoch) == (before.phase, before.epoch):
+            self._lost = ""
+            return
+        self._metrics.group_state_transitions_total.labels(to=after.phase.value).inc()
+        if before.phase is Phase.SERVING and self._since is None:
+            self._since, self._cause = now, self._lost or ("silent" if after.broken_ranks else "other")
+        self._lost = ""
+        if after.phase is Phase.SERVING and self._since is not None:
+            self._metrics.reform_duration_seconds.labels(cause=self._cause).observe(now - self._since)
+            self._since = None
+
+    def measure(self, group: Group) -> None:
+        """Set the gauges."""
+        metrics, active = self._metrics, group.active
+        metrics.epoch.set(group.epoch)
+        metrics.members.set(len(group.members))
+        metrics.active_ranks.set(len(group.members) if active is None else len(active))
+        barred = Counter(bar.cause for bar in group.bars)
+        for cause in _EXCLUDED:
+            metrics.excluded_workers.labels(cause=cause).set(barred[cause])
+        for phase in Phase:
+            metrics.group_state.labels(state=phase.value).set(phase is group.phase)
+        self.measure_members(group)
+
+    def measure_members(self, group: Group) -> None:
+        """Set the gauges that change without a change of the view, too."""
+        sick = blame.sick(group)
+        self._metrics.sick_ranks.set(len(sick))
+        states = Counter(
+            "sick" if member.uid in sick else "ready" if member.ready else "joining" for member in group.members
+        )
+        states["spare"] = len(group.spares)
+        states.update({cause: sum(bar.cause == cause for bar in group.bars) for cause in _EXCLUDED})
+        for state in STATES:
+            self._metrics.member_states.labels(state=state).set(states[state])
+
+
+class Postmortems:
+    """The last post-mortem records of members, and the last changes of the group. Bounded; lost with the process."""
+
+    def __init__(self) -> None:
+        self._records: deque[pb.Postmortem] = deque(maxlen=MAX_RECORDS)
+        self._changes: deque[pb.GroupChange] = deque(maxlen=MAX_CHANGES)
+
+    def record(self, request: pb.HeartbeatRequest) -> None:
+        """Keep the record of a member's heartbeat; workers repeat it until there is a newer epoch. One that is too long
+        or does not parse is dropped: the fault beside it counts."""
+        uid, text = request.worker.uid, request.postmortem
+        if not text or len(text) > MAX_CHARS or any(one.uid == uid and one.record == text for one in self._records):
+            return
+        if text.isprintable() and parse(text) is not None:
+            self._records.append(pb.Postmortem(uid=uid, arrived_unix_s=time.time(), record=text))
+
+    def changed(self, group: Group) -> None:
+        """Keep a change of the group."""
+        change = pb.GroupChange(unix_s=time.time(), epoch=group.epoch, state=group.phase.value, reason=group.why)
+        self._changes.append(change)
+
+    def message(self) -> pb.PostmortemsResponse:
+        """All of them."""
+        return pb.PostmortemsResponse(postmortems=self._records, changes=self._changes)
+
+
+class WorkerKeys:
+    """The keys of the members: only the process that registered a uid may act for it.
+
+    Each worker process makes a random key and sends it as metadata with every call. The key of Register is stored as a
+    hash with the incarnation; calls for that incarnation with another key are refused. So a certificate or token shared
+    by many workers lets none of them send heartbeats, leave or publish for another. A newer incarnation brings its own
+    key: which certificate may take over a uid is configured by `{uid}` in `access.worker_names`. Workers without a key
+    are bound by their certificate alone.
+    """
+
+    def __init__(self) -> None:
+        self._bound: dict[str, tuple[int, bytes]] = {}
+
+    def check(self, worker: pb.WorkerId, context: Any) -> None:
+        """Check the caller of a worker's call. Raises PermissionDenied."""
+        caller = CALLER.get(_NO_CALLER)
+        if not caller.speaks_for(worker.uid):
+            raise PermissionDenied(f"worker {worker.uid}: expected its own certificate, got {caller}")
+        incarnation, key = self._bound.get(worker.uid, (0, b""))
+        if incarnation == worker.incarnation and key and not hmac.compare_digest(key, _key_of(context)):
+            raise PermissionDenied(f"worker {worker.uid}: expected the key of its lease, got another one or none")
+
+    def bind(self, worker: pb.WorkerId, context: Any) -> None:
+        """Store the key of an accepted registration."""
+        key = _key_of(context)
+        if key:
+            self._bound[worker.uid] = (worker.incarnation, key)
+        else:
+            self._bound.pop(worker.uid, None)
+
+    def forget(self, uid: str) -> None:
+        """Remove the key of a former member."""
+        self._bound.pop(uid, None)
+
+
+def _key_of(context: Any) -> bytes:
+    """Hash of the call's key, b"" = none."""
+    for key, value in (context.invocation_metadata() if context is not None else None) or ():
+        if key == METADATA_KEY:
+            return hashlib.sha256(str(value).encode()).digest()
+    return b""
 
 
 class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
@@ -96,6 +239,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             blame_window_s=config.blame_window_s,
             quarantine_s=config.quarantine_s,
         )
+        # State: lost with the process, told again by workers.
         self._id = secrets.randbits(63) | 1
         self._clock, self._metrics, self._labels = clock, metrics, labels
         self._facts: dict[str, tuple[topology_pb2.HostFacts, int]] = {}
@@ -105,6 +249,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._group = new_group(settings, clock(), 1 + secrets.randbelow(MAX_LEAP))
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
+        # Parts beside the state machine.
         self._keys = WorkerKeys()
         self._watchers = Watchers(config.num_ranks, metrics)
         self._rendered: dict[bool, tuple[int, bytes]] = {}
@@ -147,7 +292,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     ) -> bool:
         """Apply the event. False: the worker is barred, and `response` says so."""
         worker = event.worker
-        bar = barred.remembered(self._group, worker, request.barred, self._clock(), self._id)
+        bar = views.remembered_bar(self._group, worker, request.barred, self._clock(), self._id)
         if bar is not None:
             self._apply(Cordon((bar,)))
         try:
@@ -157,7 +302,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             if bar is None:
                 self._apply(Waits(worker))
                 raise
-            response.barred.CopyFrom(barred.to_message(bar, self._clock(), self._id))
+            response.barred.CopyFrom(views.bar_message(bar, self._clock(), self._id))
             return False
         except (rpc.FailedPrecondition, rpc.AlreadyExists) as error:
             self._apply(RefusedWorker(worker.uid, str(error)))
@@ -194,7 +339,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             self._stats[request.worker.uid] = request.stats
         bar = self._group.bar_of(member.worker) if member is not None else None
         if bar is not None:
-            response.barred.CopyFrom(barred.to_message(bar, self._clock(), self._id))
+            response.barred.CopyFrom(views.bar_message(bar, self._clock(), self._id))
         return response
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
@@ -216,12 +361,12 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return self._experts.placement(self._group, request)
 
     async def Experts(self, request: pb.ExpertsRequest, context: Any) -> pb.ExpertsResponse:
-        """Load of the experts and the planned move. A slow plan is reused for ten times its duration."""
+        """Load of the experts and the move that would follow. A slow rebalance is reused for ten times its duration."""
         version, now = self._experts.version, time.monotonic()
         if self._planned is None or self._planned[0] != version or now >= self._planned[1]:
             answer = await self._experts.experts()
             took_s = time.monotonic() - now
-            fresh_s = _PLAN_PAUSES * took_s if took_s > _LONG_PLAN_S else 0.0
+            fresh_s = _REBALANCE_PAUSES * took_s if took_s > _LONG_REBALANCE_S else 0.0
             self._planned = version, time.monotonic() + fresh_s, answer
         return self._planned[2]
 
@@ -235,17 +380,17 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:
         """Bar workers from registering again; with `drain`, the answers to their heartbeats ask them to leave."""
-        bars = barred.bars_of(self._group, request)
+        bars = views.bars_of(self._group, request)
         self._apply(Cordon(bars))
         log.warning("cordoned", workers=", ".join(bar.uid for bar in bars), drain=request.drain, reason=bars[0].reason)
-        return pb.CordonResponse(barred=barred.to_messages(bars, self._clock(), self._id))
+        return pb.CordonResponse(barred=views.bar_messages(bars, self._clock(), self._id))
 
     async def Uncordon(self, request: pb.UncordonRequest, context: Any) -> pb.UncordonResponse:
         """Lift bars."""
-        bars = barred.to_lift(self._group, request)
+        bars = views.bars_to_lift(self._group, request)
         self._apply(Uncordon(frozenset(bar.uid for bar in bars)))
         log.warning("uncordoned", workers=", ".join(bar.uid for bar in bars))
-        return pb.UncordonResponse(barred=barred.to_messages(bars, self._clock(), self._id))
+        return pb.UncordonResponse(barred=views.bar_messages(bars, self._clock(), self._id))
 
     async def Postmortems(self, request: pb.PostmortemsRequest, context: Any) -> pb.PostmortemsResponse:
         """What ranks knew when a wait failed."""
@@ -300,7 +445,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         if not (brief and inside):
             stats, placement = self._stats, self._experts.version
             whole = views.group_view(group, self._version, self._clock(), stats, regions=inside, placement=placement)
-            whole.barred.extend(barred.to_messages(group.bars, self._clock(), self._id))
+            whole.barred.extend(views.bar_messages(group.bars, self._clock(), self._id))
             if latency:
                 self._latency.show(whole, self._clock())
             return whole, has_table
@@ -324,7 +469,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     def _apply(self, event: Event, accepted: Callable[[], None] = lambda: None) -> None:
         """Apply an event to the group; `accepted` is called if it is not refused, before watchers are notified."""
         before = self._group
-        self._group, effects = step(before, event, self._clock())
+        self._group, effects = advance(before, event, self._clock())
         if not any(isinstance(effect, Refuse) for effect in effects):
             accepted()
         for effect in effects:

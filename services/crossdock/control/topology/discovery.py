@@ -2,7 +2,7 @@
 
     topology = join(hosts, labels)
     topology.devices[3].domain                       # NVLink domain of a device
-    topology.reach(0, 9).transport                   # "nvlink" | "rdma" | "cpu" | "tcp" | "none"; .off: why no others
+    topology.reach(0, 9).transport                   # "nvlink" | "cpu" | "tcp" | "none"; .off: why no others
 
 A *domain* is a set of GPUs in which every pair is connected by NVLink: the GPUs of a host, or of many hosts with one
 NVLink fabric. A *rail* is the number of a GPU's own NIC among those of its host, so GPUs of one rail share a leaf
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
-from crossdock.common.transports import GPU_LINKS, MEMORY, NETWORK, SOCKETS, installed
+from crossdock.common.transports import GPU_LINKS, LINKS, MEMORY, SOCKETS, installed
 from crossdock.control.group.ranks import Area, NetworkPlace, Place, natural
-from crossdock.control.topology.means import Means, means_of_transport
 from crossdock.protocol.v1 import topology_pb2 as pb
 
 CPU = -1
@@ -26,6 +26,30 @@ WORDS = ("SELF", "PIX", "PXB", "PHB", "NODE", "SYS")
 FAR = len(WORDS)
 _ONE_SWITCH = 4
 _BITS = 8e9
+
+
+TCP = "tcp"
+"""Name of the path over SOCKETS."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathKind:
+    """A transport as far as paths between devices go. Fields as in `TransportFacts`."""
+
+    name: str
+    over: str
+    cross_host: bool
+    about: str = ""
+
+
+@cache
+def path_kinds() -> tuple[PathKind, ...]:
+    """Every transport, those over the best links first; sockets come last."""
+    found = [PathKind(one.name, one.over, one.cross_host, one.about) for one in installed().values()]
+    found.sort(key=lambda kind: LINKS.index(kind.over))
+    if any(kind.over == MEMORY and kind.cross_host for kind in found):
+        found.append(PathKind(TCP, SOCKETS, cross_host=True, about="sockets between hosts"))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +98,13 @@ class Reach:
     """Connection from one device to another.
 
     Attributes:
-        transport: a transport's name, "tcp", "rdma", "self" or "none": the best served one; if none is served, the best
+        transport: a transport's name, "tcp", "self" or "none": the best served one; if none is served, the best
             that the hardware offers.
-        hops: links between them. RDMA: 2 on one rail (one leaf switch), else 4, assumed of a rail-optimised fabric.
+        hops: links between them.
         gbps: peak gigabytes per second in one direction; 0 = unknown.
         served: whether this release supports it.
         off: (transport, why) for each that is off, or not served.
-        over: the way, as in `common/transports.py`; "" = none.
+        over: the links, as in `common/transports.py`; "" = none.
     """
 
     transport: str
@@ -130,10 +154,10 @@ class Topology:
             return Reach("self", 0, 0.0, True, ())
         off: list[tuple[str, str]] = []
         found = Reach("none", 0, 0.0, False, ())
-        for means in means_of_transport():
-            answer = _FINDERS[means.over](self, one, other, means)
+        for kind in path_kinds():
+            answer = _FINDERS[kind.over](self, one, other, kind)
             if isinstance(answer, str):
-                off += [(means.name, answer)] if answer else []
+                off += [(kind.name, answer)] if answer else []
                 continue
             off += answer.off
             if found.transport == "none" or (answer.served and not found.served):
@@ -298,7 +322,7 @@ def _gpu_of(host: pb.HostFacts, index: int) -> pb.Gpu | None:
     return next((gpu for gpu in host.gpus if gpu.index == index), None)
 
 
-def _by_links(topology: Topology, one: int, other: int, means: Means) -> Reach | str:
+def _by_links(topology: Topology, one: int, other: int, kind: PathKind) -> Reach | str:
     a, b = topology.devices[one], topology.devices[other]
     for number, device in ((one, a), (other, b)):
         if not device.domain:
@@ -310,16 +334,16 @@ def _by_links(topology: Topology, one: int, other: int, means: Means) -> Reach |
     assert there is not None
     direct = next((peer.num_links for peer in here.peers if a.host == b.host and peer.index == b.gpu), 0)
     if direct and here.num_nvlinks:
-        return Reach(means.name, 1, here.nvlink_gbps * direct / here.num_nvlinks, True, (), means.over)
-    joined = means.cross_host and None not in (a.network, b.network)
+        return Reach(kind.name, 1, here.nvlink_gbps * direct / here.num_nvlinks, True, (), kind.over)
+    joined = kind.cross_host and None not in (a.network, b.network)
     served = joined or _same_kernel(topology, one, other)
-    off = () if served else ((means.name, _why_not_across(means)),)
-    return Reach(means.name, 2, min(here.nvlink_gbps, there.nvlink_gbps), served, off, means.over)
+    off = () if served else ((kind.name, _why_not_across(kind)),)
+    return Reach(kind.name, 2, min(here.nvlink_gbps, there.nvlink_gbps), served, off, kind.over)
 
 
-def _why_not_across(means: Means) -> str:
+def _why_not_across(kind: PathKind) -> str:
     """Why links that lead to another host are not used."""
-    return "across hosts: with worker.network only" if means.cross_host else "across hosts: not in this release"
+    return "across hosts: with worker.network only" if kind.cross_host else "across hosts: not in this release"
 
 
 def _why_not_linked(topology: Topology, one: int, other: int) -> str:
@@ -333,32 +357,15 @@ def _why_not_linked(topology: Topology, one: int, other: int) -> str:
     return f"driver: NVLink {peer.nvlink}, peer access {peer.access}"
 
 
-def _by_network(topology: Topology, one: int, other: int, means: Means) -> Reach | str:
-    a, b = topology.devices[one], topology.devices[other]
-    if CPU in {a.gpu, b.gpu}:
-        return "one of them has no GPU"
-    here, there = topology.nic(one), topology.nic(other)
-    for number, device, nic in ((one, a, here), (other, b, there)):
-        if nic is None:
-            return f"{topology.name(number)}: {device.no_nic}"
-    assert here is not None
-    assert there is not None
-    if here.link_layer != there.link_layer:
-        return f"link layers differ: {here.link_layer} and {there.link_layer}"
-    gbps = min(here.rate_bits_per_s, there.rate_bits_per_s) / _BITS
-    off = () if means.built else ((means.name, "not in this release"),)
-    return Reach(means.name, 2 if a.rail == b.rail else 4, gbps, means.built, off, means.over)
-
-
-def _by_memory(topology: Topology, one: int, other: int, means: Means) -> Reach | str:
+def _by_memory(topology: Topology, one: int, other: int, kind: PathKind) -> Reach | str:
     if not _same_kernel(topology, one, other):
         return "two hosts: shared memory ends with the host"
     if not _same_domain(topology, one, other):
         return "two domains of one host: other PID namespaces, users or `worker.network.domain`"
-    return Reach(means.name, 1, 0.0, True, (), means.over)
+    return Reach(kind.name, 1, 0.0, True, (), kind.over)
 
 
-def _by_sockets(topology: Topology, one: int, other: int, means: Means) -> Reach | str:
+def _by_sockets(topology: Topology, one: int, other: int, kind: PathKind) -> Reach | str:
     if _same_kernel(topology, one, other) and _same_domain(topology, one, other):
         return ""  # memory comes first: peers would not take it
     networks = []
@@ -371,7 +378,7 @@ def _by_sockets(topology: Topology, one: int, other: int, means: Means) -> Reach
         networks.append(device.network.provider)
     if networks[0] != networks[1]:
         return f"providers differ: {networks[0]} and {networks[1]}"
-    return Reach(means.name, 0, 0.0, True, (), means.over)
+    return Reach(kind.name, 0, 0.0, True, (), kind.over)
 
 
 def _same_domain(topology: Topology, one: int, other: int) -> bool:
@@ -387,4 +394,4 @@ def _same_kernel(topology: Topology, one: int, other: int) -> bool:
     return a == b or (boots[0] == boots[1] != "")
 
 
-_FINDERS = {GPU_LINKS: _by_links, NETWORK: _by_network, MEMORY: _by_memory, SOCKETS: _by_sockets}
+_FINDERS = {GPU_LINKS: _by_links, MEMORY: _by_memory, SOCKETS: _by_sockets}

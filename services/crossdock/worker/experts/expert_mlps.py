@@ -18,12 +18,13 @@ Precision. Sums inside a product are fp32. What a product is rounded to depends 
 * Weights held in float32 (`expert_dtype` of a worker): the same without widening for each call, for twice the memory.
 Give `forward` an `out` of `output_dtype`, and the communicator that output dtype, and combine does not round either.
 
-Letters: N rows, L experts here, H hidden size, I intermediate size of one expert.
+Letters: N rows, L experts here, H hidden size, I intermediate size of one expert, A columns of a matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,9 +33,9 @@ from torch.nn import functional
 from crossdock.common import log
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from crossdock.worker.checkpoints.gating import Gating
-from crossdock.worker.checkpoints.weights import Format, Stack
-from crossdock.worker.experts.expert_loop import ExpertLoop
+from crossdock.worker.checkpoints.weights import Format, Stack, tile_elements
 from crossdock.worker.experts.grouped import support
+from crossdock.worker.experts.kept_rows import KeptRows
 
 if TYPE_CHECKING:
     from crossdock.worker.experts.grouped.products import GroupedProducts
@@ -45,6 +46,98 @@ Progress = Callable[[int, int], None]
 """(done_bytes, total_bytes), called after each expert. What it raises ends the loading."""
 Weights = tuple[Stack, Stack]
 """The first matrices [L, 2I, H] (gate rows before up rows; ungated: [L, I, H]) and down [L, H, I] of one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """One matrix of one expert. `transposed` [A, B]: where it can be multiplied as it is."""
+
+    stack: Stack
+    transposed: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @staticmethod
+    def of(stack: Stack, dtype: torch.dtype) -> _Matrix:
+        ready = stack.format.kind == "float" and stack.data.dtype is dtype
+        bias = None if stack.bias is None else stack.bias.to(dtype)
+        return _Matrix(stack, stack.data.t() if ready else None, bias)
+
+
+class ExpertLoop:
+    """Experts one after the other: where torch has no grouped GEMM for their dtype, and we have none for their format.
+    One thread at a time: buffers are kept between calls.
+
+    Args:
+        weights: the first matrices and down, of any layer: formats and shapes.
+        gating: between the products.
+        dtype: of products and of their results.
+    """
+
+    def __init__(self, weights: Sequence[Stack], gating: Gating, dtype: torch.dtype) -> None:
+        device = weights[0].data.device
+        self._gating, self._dtype = gating, dtype
+        self._matrices: dict[int, list[tuple[_Matrix, _Matrix]]] = {}
+        sizes = [_widened_elements(stack, dtype) for stack in weights]
+        self._scratch = torch.empty(max(sizes), device=device, dtype=dtype)
+        self._inner, self._hidden, self._rows = (KeptRows(device) for _ in range(3))
+
+    def forget(self, layer: int) -> None:
+        """The layer has other weights from now on."""
+        self._matrices.pop(layer, None)
+
+    def forward(
+        self,
+        layer: int,
+        weights: tuple[Stack, Stack],
+        tokens: torch.Tensor,
+        groups: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `ExpertMLPs.forward`; groups: offsets and counts, which are read on the host."""
+        experts = self._matrices.get(layer)
+        if experts is None:
+            slots = range(weights[0].data.shape[0])
+            pairs = [(_Matrix.of(weights[0][i], self._dtype), _Matrix.of(weights[1][i], self._dtype)) for i in slots]
+            experts = self._matrices[layer] = pairs
+        offsets, counts = groups
+        for (first, down), start, count in zip(experts, offsets.tolist(), counts.tolist(), strict=False):
+            if count:
+                rows = tokens[start : start + count].to(self._dtype)
+                inner = self._product(rows, first, self._inner.take(count, first.stack.rows, self._dtype))
+                hidden = self._gating(inner, self._hidden.take(count, down.stack.columns, self._dtype))
+                target = out[start : start + count]
+                if target.dtype is self._dtype:
+                    self._product(hidden, down, target)
+                else:
+                    target.copy_(self._product(hidden, down, self._rows.take(count, down.stack.rows, self._dtype)))
+        return out
+
+    def _product(self, rows: torch.Tensor, matrix: _Matrix, out: torch.Tensor) -> torch.Tensor:
+        """rows [N, A] times one expert's matrix transposed, plus its bias, into `out` [N, B]."""
+        stack, bias = matrix.stack, matrix.bias
+        if matrix.transposed is not None:
+            return _multiply(rows, matrix.transposed, bias, out)
+        if stack.format.kind == "float":
+            return _multiply(
+                rows, self._scratch[: stack.data.numel()].view(stack.data.shape).copy_(stack.data).t(), bias, out
+            )
+        for begin, end in stack.tiles():
+            tile = stack.tile(begin, end, self._scratch).t()
+            out[:, begin:end] = _multiply(rows, tile, None if bias is None else bias[begin:end], None)
+        return out
+
+
+def _multiply(
+    rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    return torch.mm(rows, matrix, out=out) if bias is None else torch.addmm(bias, rows, matrix, out=out)
+
+
+def _widened_elements(stack: Stack, dtype: torch.dtype) -> int:
+    """Of the buffer in which a matrix of the stack, or a tile of it, becomes floats of that dtype."""
+    if stack.format.kind != "float":
+        return tile_elements(stack.columns, stack.format)
+    return 0 if stack.data.dtype is dtype else stack.rows * stack.columns
 
 
 class ExpertMLPs:
@@ -200,7 +293,7 @@ class ExpertMLPs:
         inner = self._grouped_product(tokens.to(self.dtype), first, offsets, slots)
         hidden = inner.new_empty(inner.shape[0], down.columns)
         self._gating(inner[:num_rows], hidden[:num_rows])
-        return _given(self._grouped_product(hidden, down, offsets, slots), out, tokens.dtype, num_rows)
+        return _delivered(self._grouped_product(hidden, down, offsets, slots), out, tokens.dtype, num_rows)
 
     def _quantised(
         self,
@@ -215,7 +308,7 @@ class ExpertMLPs:
         rows = out if out is not None and out.dtype is self.dtype and out.is_contiguous() else None
         rows = torch.empty_like(tokens, dtype=self.dtype) if rows is None else rows
         products.forward(layer, self._weights[layer], tokens[:num_rows], offsets, counts, rows[:num_rows])
-        return rows if rows is out else _given(rows, out, tokens.dtype, num_rows)
+        return rows if rows is out else _delivered(rows, out, tokens.dtype, num_rows)
 
     @staticmethod
     def _grouped_product(
@@ -284,7 +377,7 @@ def _kind(first: Stack) -> tuple[Format, int]:
     return first.format, first.parts
 
 
-def _given(rows: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype, num_rows: int | None) -> torch.Tensor:
+def _delivered(rows: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype, num_rows: int | None) -> torch.Tensor:
     """The first num_rows rows copied into `out`; without one, the rows in that dtype."""
     if out is None:
         return rows.to(dtype)

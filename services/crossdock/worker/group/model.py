@@ -1,8 +1,9 @@
-"""The served model: a checkpoint, the experts of this rank, and the communicator for them."""
+"""The served model: checkpoints, the experts of this rank, and the communicator for them."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,14 +12,13 @@ from typing import Any
 import torch
 
 from crossdock.common.config import WorkerConfig
-from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
+from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError, ModelSpec
 from crossdock.worker.checkpoints.weights import FLOAT, Format
 from crossdock.worker.experts import device as devices
 from crossdock.worker.experts.expert_mlps import ExpertMLPs, Weights
 from crossdock.worker.experts.grouped.support import compile_into
-from crossdock.worker.experts.open_checkpoints import OpenCheckpoints
+from crossdock.worker.experts.memory_need import DTYPES, check_memory
 from crossdock.worker.experts.placement import FROM_CONFIG, Placement, WeightsOf
-from crossdock.worker.experts.room import DTYPES, check_room
 from crossdock.worker.group.data_network import network_of, with_device
 from crossdock.worker.group.same_weights import sum_of
 from crossdock.worker.group.seat import ControlGroup
@@ -29,6 +29,65 @@ from ep_kernels.transports.base import boxes
 
 _OF_PLACEMENT = {"num_experts", "expert_map"}
 """Fields of the data plane's configuration that depend on the placement: numbers of slots, and where they are."""
+
+
+_MAX_OTHERS = 2
+"""Of a mixed group: the one that layers have, and the one that they are to have."""
+
+
+class OpenCheckpoints:
+    """The checkpoints that a worker reads: the one of its config, and others that are loaded while the group serves.
+    For several threads: one loads, one compares; a loader of the former epoch may still read.
+
+    Args:
+        first: number 0.
+    """
+
+    def __init__(self, first: Checkpoint) -> None:
+        self._first = first
+        self._others: dict[WeightsOf, Checkpoint] = {}
+        self._lock = threading.Lock()
+
+    def open(self, weights: WeightsOf) -> Checkpoint:
+        """The checkpoint, opened and compared with the first.
+
+        Raises:
+            CheckpointError: unreadable, of another shape, or other weights than its fingerprint says.
+        """
+        if not weights.number:
+            return self._first
+        with self._lock:
+            found = self._others.get(weights) or self._checked(weights)
+            self._others.pop(weights, None)
+            self._others[weights] = found  # last: the first are those used longest ago
+            for old in list(self._others)[:-_MAX_OTHERS]:
+                self._others.pop(old).close()
+            return found
+
+    def close(self) -> None:
+        """Unmap all."""
+        for each in (self._first, *self._others.values()):
+            each.close()
+
+    def _checked(self, weights: WeightsOf) -> Checkpoint:
+        found = Checkpoint.open(weights.path)
+        try:
+            check_same_shape(self._first.spec, found.spec, weights.path)
+            if found.spec.fingerprint != weights.fingerprint:
+                got = found.spec.fingerprint
+                raise CheckpointError(f"{weights.path}: fingerprint: expected {weights.fingerprint}, got {got}")
+        except CheckpointError:
+            found.close()
+            raise
+        return found
+
+
+def check_same_shape(expected: ModelSpec, got: ModelSpec, path: str) -> None:
+    """Raises CheckpointError: the experts of a model cannot take the place of another's; says field, expected, got."""
+    for name in (field.name for field in dataclasses.fields(ModelSpec) if field.name != "fingerprint"):
+        wanted, found = getattr(expected, name), getattr(got, name)
+        if wanted != found:
+            raise CheckpointError(f"{path}: {name}: expected {wanted} as in the model that is served, got {found}")
 
 
 class Model:
@@ -117,9 +176,9 @@ class Model:
         num_slots: int,
         progress: Callable[[int, int], None],
     ) -> ExpertMLPs:
-        check_room(self._checkpoint, num_slots, self.device, self._held_dtype, widen=self._widen)
+        check_memory(self._checkpoint, num_slots, self.device, self._held_dtype, widen=self._widen)
         sources = {layer: self._checkpoints.open(placement.weights(layer)) for layer in ids}
-        with self._room(num_slots):
+        with self._memory_errors(num_slots):
             made = ExpertMLPs.load(
                 sources, ids, dtype=self._held_dtype, widen=self._widen, device=self.device, progress=progress
             )
@@ -145,7 +204,7 @@ class Model:
             return None
         devices.enter(self.device)
         checkpoint = self._checkpoints.open(weights)
-        with self._room(len(ids)):
+        with self._memory_errors(len(ids)):
             staged = experts.stage(checkpoint, layer, ids, progress, number=number)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -212,7 +271,7 @@ class Model:
         return held
 
     @contextlib.contextmanager
-    def _room(self, num_experts: int) -> Iterator[None]:
+    def _memory_errors(self, num_experts: int) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -108,6 +108,7 @@ class Session:
     async def join(self) -> Membership:
         """From nothing, or from an epoch that ended, to a seat in a serving group. Raises JoinRefused, DeviceLost."""
         while True:
+            # A seat, and the placement for it.
             await self._control.wait(lambda view: view.version > 0)
             self._status.waiting()
             seat = await self._next_seat()
@@ -115,15 +116,18 @@ class Session:
             placement = await self._placement(seat)
             if placement is None:
                 continue
+            # The experts of that rank.
             loading = in_thread("load", self._model.load, placement, seat.rank, self._loading)
             if seat.active is None:  # beside the load, which reads the same bytes
                 await asyncio.gather(loading, in_thread("sum", self._model.sum, placement, seat.rank))
             experts = await loading
             self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
+            # Regions of all ranks, first barrier.
             self._status.joining("exchanging regions")
             comm = await self._connect(seat, placement)
             if comm is None:
                 continue
+            # Ready; then SERVING, or again with the next view.
             self._engine.open()  # before Ready: a client may see SERVING before this rank does
             if await self._report_ready(seat, placement) and await self._is_serving(seat):
                 self._control.serving(seat.epoch)

@@ -54,7 +54,7 @@ class DeviceStream(Protocol):
     def mark(self) -> None:
         """Mark the end of a phase."""
 
-    def room(self, num_tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def output(self, num_tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Where to write z [T, H], valid until the next step; None: anywhere."""
 
     def copy_out(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ class CpuStream:
         """See `DeviceStream`."""
         self._marks_ns.append(time.monotonic_ns())
 
-    def room(self, num_tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def output(self, num_tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor | None:
         """See `DeviceStream`."""
         return self._rows.take(num_tokens, columns, dtype)
 
@@ -156,7 +156,7 @@ class GpuStream:
         self._marks[self._num_marks].record(self._stream)
         self._num_marks += 1
 
-    def room(self, num_tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def output(self, num_tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor | None:
         """See `DeviceStream`."""
         return None
 

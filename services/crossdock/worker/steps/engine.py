@@ -49,7 +49,7 @@ _log = log.get(__name__)
 _CPU = torch.device("cpu")
 _IDLE_S = 1.0
 """Longest sleep of an idle rank; requests and peers wake it at once."""
-_LOOK_S, _NO_LOOK_S = 1e-3, 0.02
+_POLL_S, _NO_POLL_S = 1e-3, 0.02
 """An idle rank looks for requests and peers for so long before it sleeps: to be woken takes longer than a small step.
 After a look in vain, it sleeps at once for the next while, so that looking takes a twentieth of a processor at most."""
 _LONG_NS = 1_000_000
@@ -187,10 +187,12 @@ class Engine:
             epoch: for error messages.
             tables: expert of each slot; None: slot and expert numbers are equal.
         """
+        # From here on other threads see this epoch.
         with self._lock:
             self._comm, self._num_steps, self._tables, self._epoch = comm, 0, tables, epoch
         ended: Fault | Left
         why: Exception | None = None
+        # Steps until the epoch ends; why it did.
         try:
             self._stream.enter()
             with torch.no_grad():  # which saves time in each of torch's functions
@@ -202,11 +204,13 @@ class Engine:
         except Exception as error:  # a bug must end this epoch, not the process
             _log.exception("engine failed", epoch=epoch)
             ended, why = Fault(f"engine: {type(error).__name__}: {error}"), error
+        # The record of a failed wait, with the last samples.
         self._request_sockets.arm()
         samples = self._telemetry.epoch_ended(comm)
         if isinstance(ended, Fault) and why is not None and not isinstance(why, AbortedError):
             record = record_of(why, samples, time.monotonic_ns())
             ended = replace(ended, postmortem=_postmortem(record, comm.rank, epoch, self._num_steps))
+        # Requests that wait or run are answered with the reason.
         with self._lock:
             self._comm = None
             failure = self._refusal or _failure_of(ended, epoch)
@@ -218,10 +222,12 @@ class Engine:
         unconfirmed: Batch | None = None
         rank = comm.rank
         while True:
+            # Idle: sleep until there is a request or a peer's exchange.
             if unconfirmed is None:
                 self._sleep(comm)
             if self._paused:
                 return Fault("the group continues without a lost rank")
+            # Exchange: what each rank proposes, and how its last step went.
             words = comm.exchange(self._propose(unconfirmed).words())
             proposals, placements, loaded = dict[int, Proposal](), list[int](), list[bool]()
             for sender, each in enumerate(words):
@@ -229,14 +235,18 @@ class Engine:
                     proposals[sender] = proposal = Proposal.parse(each)
                     placements.append(proposal.placement)
                     loaded.append(proposal.loaded)
+            # Now it is known whether another rank failed in the step before.
             if unconfirmed is not None:
                 self._finish(unconfirmed, [sender for sender, proposal in proposals.items() if proposal.failed])
                 unconfirmed = None
+            # All ranks have the same words, so they switch placements at the same step.
             if self._tables is not None:
                 self._tables.apply_agreed(placements, loaded)
+            # The same decision on all ranks: leave, step, or nothing.
             decision = choose_step(proposals, self._max_tokens)
             if isinstance(decision, Departure):
                 return Left(decision.ranks)
+            # The step: answered at once, unless another rank may have failed in it.
             if isinstance(decision, Step):
                 batch = self._step(stepper, decision)
                 ended_ns = time.monotonic_ns()
@@ -251,16 +261,19 @@ class Engine:
 
     def _sleep(self, comm: MoECommunicator) -> None:
         """Wait until a request waits, this rank leaves, a placement change is pending, or a peer starts an exchange."""
+        # First poll for a while, if that has paid lately.
         self._request_sockets.disarm()
         self._idle, began_s = True, time.monotonic()
-        until_s = began_s + _LOOK_S if began_s >= self._look_from_s else began_s
+        until_s = began_s + _POLL_S if began_s >= self._look_from_s else began_s
         while True:
             self._request_sockets.poll()
+            # A request, or an order, that is here already?
             with self._lock:
                 due = self._batcher or self._leaving or self._paused
                 self._sleeping = not (due or (self._tables is not None and self._tables.has_pending_change()))
                 if not self._sleeping:
                     break
+            # Wait for a peer; asleep, the thread of the sockets reads them.
             left_s = until_s - time.monotonic()
             if left_s > 0:
                 woken = comm.look_for_peer(left_s, self._request_sockets.sockets_fileno())
@@ -274,9 +287,10 @@ class Engine:
                 break
             if left_s <= 0:
                 self._telemetry.collect(comm)
+        # Polled in vain: not again for some time.
         self._idle, now_s = False, time.monotonic()
-        if until_s > began_s and now_s - began_s > _LOOK_S:  # in vain, or others wanted the processor
-            self._look_from_s = now_s + _NO_LOOK_S
+        if until_s > began_s and now_s - began_s > _POLL_S:  # in vain, or others wanted the processor
+            self._look_from_s = now_s + _NO_POLL_S
         if self._steps_are_long and self._stream.device.type == "cpu":
             self._request_sockets.arm()
 

@@ -107,25 +107,29 @@ class Stepper:
 
         Raises: TransportError and its kinds.
         """
+        # One whole request, or none: the step in kept memory.
         if self._rounds and (not slices or (len(slices) == 1 and slices[0].is_whole)):
             batch = self._kept_step(layer, max_tokens, slices)
             if batch is not None:
                 return batch
+        # Rows of all requests, ids as expert slots.
         stream, parts = self._stream, _parts(slices) or [[part] for part in self._none]
         parts[1] = self._slots(layer, parts[1])
         if len(parts[0]) > 1 and stream.device.type == "cpu":  # joined where dispatch reads them
             rows = self._comm.dispatch_input(sum(map(len, parts[0])))
             parts[0] = [torch.cat(parts[0], out=rows)]
+        # Dispatch, experts, combine, on the step's stream.
         start_ns = time.monotonic_ns()
         with stream.running():
             out, handle, error = self._dispatch(stream.copy_in(parts), max_tokens)
             stream.mark()
             y, failed = self._compute(layer, max_tokens, out, handle)
             stream.mark()
-            stream.copy_out(self._comm.combine(y, handle, out=self._room(slices, handle.num_tokens)), out.counts)
+            stream.copy_out(self._comm.combine(y, handle, out=self._output(slices, handle.num_tokens)), out.counts)
             if self._queued is not None and stream.device.type == "cuda":
                 self._queued()
             result = stream.wait()
+        # Errors of the device, and whether another rank may have sent NaN.
         if stream.device.type == "cuda":  # on a CPU each call raises its own errors
             self._comm.check()
         why = f"layer {layer}: {error or failed}" if error or failed else ""
@@ -138,15 +142,18 @@ class Stepper:
     def _kept_step(self, layer: int, max_tokens: int, slices: Sequence[Slice]) -> Batch | None:
         """The step of at most one request on a CPU, its sums written where it wants them. None: it has not begun, and
         takes the long way."""
+        # The request's tensors, ids as expert slots.
         x, ids, weights = slices[0].tokens() if slices else self._none
         route = self._tables.route(layer) if self._tables is not None else None
         if route is not None:
             ids = route.slots(ids, self._rank)
-        z, start_ns = self._own_room(slices), time.monotonic_ns()  # nothing that may fail while peers wait
+        z, start_ns = self._own_output(slices), time.monotonic_ns()  # nothing that may fail while peers wait
+        # Dispatch.
         step = self._comm.begin_step(x, ids, weights, max_tokens)
         if step is None:
             return None
         sent_ns = time.monotonic_ns()
+        # Experts, into the memory that combine reads.
         why, num_rows = "", step.tokens.shape[0]
         if num_rows and self._experts is not None:
             most_rows = min(num_rows, self._rows_per_token * max_tokens)
@@ -156,6 +163,7 @@ class Stepper:
                 _log.exception("experts failed", layer=layer)
                 step.y.fill_(torch.nan)
                 why = f"layer {layer}: experts: {type(error).__name__}: {error}"
+        # Combine, and whether another rank may have sent NaN.
         computed_ns = time.monotonic_ns()
         self._comm.end_step(step, z)
         phases_ns = sent_ns - start_ns, computed_ns - sent_ns, time.monotonic_ns() - computed_ns
@@ -164,7 +172,7 @@ class Stepper:
             unconfirmed = any(map(math.isnan, _first_column(slices, z).tolist()))
         return Batch(layer, max_tokens, slices, (ids,), z, step.counts, phases_ns, why, unconfirmed, start_ns)
 
-    def _own_room(self, slices: Sequence[Slice]) -> torch.Tensor:
+    def _own_output(self, slices: Sequence[Slice]) -> torch.Tensor:
         """The y of at most one request."""
         if not slices:
             return self._none[0]
@@ -187,12 +195,12 @@ class Stepper:
         counts = num_tokens, batch.rows_per_expert.clone(), ids, self._count_remote_rows
         return StepRecord(*counts, *batch.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
 
-    def _room(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
+    def _output(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
         """Where combine writes z [T, H]; of a request that has the step alone: to where its rows are wanted. None:
         anywhere."""
         if len(slices) == 1 and num_tokens and slices[0].is_whole and self._rounds:
-            return self._own_room(slices)
-        return self._stream.room(num_tokens, self._hidden_size, self._output_dtype)
+            return self._own_output(slices)
+        return self._stream.output(num_tokens, self._hidden_size, self._output_dtype)
 
     def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:
         """Slots of the experts chosen by the tokens of a step."""

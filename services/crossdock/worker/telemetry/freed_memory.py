@@ -20,7 +20,7 @@ from crossdock.common.helper_thread import HelperThread, go_on
 
 KEPT_BYTES = 16 << 20
 """Growth at which all free memory is given back."""
-_LOOK_S = 0.25
+_POLL_S = 0.25
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGE_BYTES, _TOP_BYTES, _ARENAS = 4 << 20, 64 << 20, 2
 """Blocks that are no message's go back at once; the end of the heap is kept until the thread comes; each arena has
@@ -35,12 +35,12 @@ def bound_freed_memory() -> None:
         libc.mallopt(_M_ARENA_MAX, _ARENAS)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _TOP_BYTES)
-        HelperThread("freed memory", go_on, functools.partial(_look, give_back, [resident_bytes()])).start()
+        HelperThread("freed memory", go_on, functools.partial(_poll, give_back, [resident_bytes()])).start()
 
 
-def _look(give_back: ctypes._NamedFuncPointer, least: list[int]) -> None:
+def _poll(give_back: ctypes._NamedFuncPointer, least: list[int]) -> None:
     """least: resident memory, the least since memory was given back last. Raises OSError: no descriptor is free."""
-    time.sleep(_LOOK_S)
+    time.sleep(_POLL_S)
     now = resident_bytes()
     if now > least[0] + KEPT_BYTES:
         give_back(0)

@@ -1,4 +1,4 @@
-"""Counts of the engine, exported to Prometheus and in heartbeats.
+"""Counts of the engine and its communicators, exported to Prometheus and in heartbeats.
 
 The engine's thread only puts small records into a queue; a thread of this module does the slow part (histogram
 buckets; labels are looked up once).
@@ -9,6 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -16,17 +18,16 @@ from operator import attrgetter
 from typing import NamedTuple, TypeVar, cast
 
 import grpc
+import numpy as np
 import torch
 
 from crossdock.common import log
 from crossdock.common.helper_thread import HelperThread
 from crossdock.common.metrics import Counter, WorkerMetrics
-from crossdock.common.operation_counts import OperationCounts, by_kind, lost
+from crossdock.common.operation_counts import OperationCounts, Operations, by_kind, lost
 from crossdock.common.tracing import RequestTrace
 from crossdock.protocol.v1 import control_pb2
-from crossdock.worker.telemetry.communicator_counts import CommunicatorCounts
-from crossdock.worker.telemetry.latency_report import LatencySums
-from ep_kernels import LatencySample, MoECommunicator
+from ep_kernels import LatencySample, MoECommunicator, PeerTraffic
 from ep_kernels.telemetry import Samples
 
 _log = log.get(__name__)
@@ -45,6 +46,153 @@ _MAX_RECORDS = 4096
 
 R = TypeVar("R")
 RemoteRows = Callable[[Sequence[torch.Tensor]], int]
+
+
+OPS = ("exchange", "dispatch", "combine")
+"""In the order of a step."""
+_MAX_TOTALS = 1 << 14
+"""Operations of an interval of which quantiles are made; later ones are summed only."""
+_MAX_RECENT = 3000
+"""Operations that are kept for a post-mortem and a trace."""
+_NS = 1e-9
+
+
+class _Operation:
+    """Sums of one kind of operation."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total_ns = self.wait_ns = 0
+        self.totals_ns: list[int] = []
+        self.late_ns = np.zeros(0, np.int64)
+
+    def add(self, found: Operations) -> None:
+        self.count += len(found.seq)
+        self.total_ns += int(found.total_ns.sum())
+        self.totals_ns += found.total_ns[: _MAX_TOTALS - len(self.totals_ns)].tolist()
+        self.wait_ns += int(found.waits_ns.max(1).sum())
+        late_ns = late(found.waits_ns).sum(0)
+        self.late_ns = self.late_ns + late_ns if self.late_ns.shape == late_ns.shape else late_ns
+
+    def message(self, op: str) -> control_pb2.OperationLatency:
+        p50, p99 = np.quantile(self.totals_ns, (0.5, 0.99)) * _NS
+        late_s, wait_s = (self.late_ns * _NS).tolist(), self.wait_ns * _NS
+        return control_pb2.OperationLatency(op=op, count=self.count, p50_s=p50, p99_s=p99, late_s=late_s, wait_s=wait_s)
+
+
+class LatencySums:
+    """Where the time of one rank's steps went since the last report: what the verdict is made of. Written by the
+    telemetry thread, taken by the event loop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since_s = time.monotonic()
+        self._recent: deque[Sequence[LatencySample]] = deque()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._ops: dict[str, _Operation] = {}
+        self._report = control_pb2.LatencyReport()
+        self._rows: dict[int, int] = {}
+
+    def add_samples(self, samples: Sequence[LatencySample], kinds: Sequence[Operations]) -> None:
+        """Count operations of one communicator; `kinds`: the same ones by kind."""
+        with self._lock:
+            self._recent.append(samples)
+            while sum(map(len, self._recent)) - len(self._recent[0]) >= _MAX_RECENT:
+                self._recent.popleft()
+            for found in kinds:
+                if found.op in OPS:
+                    self._ops.setdefault(found.op, _Operation()).add(found)
+
+    def forget_recent(self) -> None:
+        """The epoch has ended: numbers of operations begin again."""
+        with self._lock:
+            self._recent.clear()
+
+    def recent(self) -> list[LatencySample]:
+        """The last operations. Any thread."""
+        with self._lock:
+            batches = list(self._recent)
+        return [sample for batch in batches for sample in batch][-_MAX_RECENT:]
+
+    def add_steps(self, number: int, steps_ns: int, experts_ns: int, num_tokens: int, rows: dict[int, int]) -> None:
+        """Count steps; `rows`: computed, by expert."""
+        with self._lock:
+            report = self._report
+            report.steps += number
+            report.step_s += steps_ns * _NS
+            report.experts_s += experts_ns * _NS
+            report.tokens += num_tokens
+            for expert, count in rows.items():
+                self._rows[expert] = self._rows.get(expert, 0) + count
+
+    def take(self) -> control_pb2.LatencyReport:
+        """The report since the last one."""
+        with self._lock:
+            report, ops, rows = self._report, self._ops, self._rows
+            now_s = time.monotonic()
+            report.interval_s, self._since_s = now_s - self._since_s, now_s
+            self._clear()
+        if "exchange" in ops:
+            report.step_s += ops["exchange"].total_ns * _NS
+        if rows:
+            report.rows = sum(rows.values())
+            report.hot_expert, report.hot_rows = max(rows.items(), key=lambda pair: pair[1])
+        report.operations.extend(ops[op].message(op) for op in OPS if op in ops)
+        return report
+
+
+def late(waits_ns: np.ndarray) -> np.ndarray:
+    """[n, R] what each peer was waited for beyond the typical one, of waits int64 [n, R]; ns.
+
+    A rank that is early waits for all alike, and for nobody more. The typical peer is the lower median over all ranks,
+    this one (0) included, so up to half of them may be late."""
+    middle = (waits_ns.shape[1] - 1) // 2
+    typical = np.partition(waits_ns, middle, axis=1)[:, middle]
+    found: np.ndarray = np.maximum(waits_ns - typical[:, None], 0)
+    return found
+
+
+class CommunicatorCounts:
+    """Counters of one worker over all its communicators. Traffic is exported of groups of several hosts only.
+
+    Args:
+        metrics: of this worker.
+    """
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+        self._comm: weakref.ref[MoECommunicator] | None = None
+        self._counted: dict[int, PeerTraffic] = {}
+        self._num_dropped = 0
+
+    def count(self, comm: MoECommunicator) -> None:
+        """Add what has changed since the last call; the counters of a communicator begin at 0."""
+        if self._comm is None or self._comm() is not comm:
+            self._comm, self._counted, self._num_dropped = weakref.ref(comm), {}, 0
+        num_dropped = comm.dropped_rows() or self._num_dropped
+        self._metrics.rows_dropped_total.inc(num_dropped - self._num_dropped)
+        self._num_dropped = num_dropped
+        active = comm.active
+        for now in comm.traffic():
+            self._count(now)
+            if active[now.peer]:
+                self._metrics.network_link_up.labels(str(now.peer)).set(now.is_up)
+            else:
+                self._metrics.network_link_up.remove(str(now.peer))
+
+    def epoch_ended(self) -> None:
+        """The communicator's epoch has ended: no link is expected to be up."""
+        self._metrics.network_link_up.clear()
+
+    def _count(self, now: PeerTraffic) -> None:
+        before = self._counted.get(now.peer) or PeerTraffic(now.peer, now.is_up, 0, 0, 0)
+        self._counted[now.peer] = now
+        peer, metrics = str(now.peer), self._metrics
+        metrics.network_sent_messages_total.labels(peer).inc(now.sent_messages - before.sent_messages)
+        metrics.network_sent_bytes_total.labels(peer).inc(now.sent_bytes - before.sent_bytes)
+        metrics.network_received_messages_total.labels(peer).inc(now.received_messages - before.received_messages)
 
 
 class StepRecord(NamedTuple):

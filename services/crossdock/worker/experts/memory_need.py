@@ -36,7 +36,7 @@ def least_ranks(checkpoint: Checkpoint, available: int, dtype: torch.dtype, *, w
     return -(-num_experts // min(most, num_experts)) if most else None
 
 
-def check_room(
+def check_memory(
     checkpoint: Checkpoint, num_slots: int, device: torch.device, dtype: torch.dtype, *, widen: bool = False
 ) -> None:
     """Raises CheckpointError: the experts of a rank do not fit; says how many ranks would be enough."""

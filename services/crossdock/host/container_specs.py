@@ -40,7 +40,7 @@ _IMAGES_OWN = frozenset("/ /app /bin /config /dev /etc /lib /lib64 /proc /run /s
 
 
 @dataclass(frozen=True, slots=True)
-class ContainerPlan:
+class ContainerSpec:
     """One container.
 
     Attributes:
@@ -62,7 +62,7 @@ class ContainerPlan:
     gpus: int = 0
 
 
-def parts_of(config: HostConfig) -> list[ContainerPlan]:
+def parts_of(config: HostConfig) -> list[ContainerSpec]:
     """The containers of a host, the control plane first.
 
     Args:
@@ -83,7 +83,7 @@ def parts_of(config: HostConfig) -> list[ContainerPlan]:
             security=_absolute(control.security),
         )
         mounts = _mounts(_files(inside.security))
-        parts.append(ContainerPlan(CONTROL, chosen.control_image, "control", inside, ports, mounts))
+        parts.append(ContainerSpec(CONTROL, chosen.control_image, "control", inside, ports, mounts))
         target = format_address(CONTROL, split_address(control.listen)[1])
     elif any(_is_loopback(split_address(one)[0]) for one in split_targets(target)):
         raise ConfigFileError(f"worker.control: expected an address that a container reaches too, got {target}")
@@ -105,7 +105,7 @@ def changed(config: msgspec.Struct) -> dict[str, object]:
     }
 
 
-def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> ContainerPlan:
+def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> ContainerSpec:
     worker, model = config.worker, os.path.realpath(config.worker.model)
     inside = msgspec.structs.replace(
         config,
@@ -130,7 +130,7 @@ def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> Conta
     folders = [model, *_link_targets(Path(model), chosen.mounts)]
     _refuse_keys(folders)
     mounts = _mounts(_files(inside.worker.security), folders)
-    return ContainerPlan(
+    return ContainerSpec(
         WORKER, chosen.worker_image, "up", inside, _published([config.http_listen, *each]), mounts, gpus
     )
 

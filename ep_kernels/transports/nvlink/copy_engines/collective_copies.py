@@ -1,4 +1,4 @@
-"""All-gathers by copy engines: what their parts are, what is staged, and the two kernels between the copies of a graph.
+"""Collectives by copy engines: the parts of an all-gather, the terms of sums, and what of them is staged.
 
 Under capture a kernel of two warps waits between the copies: a stream's own wait could not count at a replay, nor be
 released at a deadline.
@@ -6,26 +6,36 @@ released at a deadline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
 from ep_kernels.kernels import collective_abi
-from ep_kernels.transports.collective_base import GatherArgs, GatherPart
-from ep_kernels.transports.flat_copy import copy_by_kernel
+from ep_kernels.transports.collective_base import GatherArgs, GatherPart, SentTerms
 from ep_kernels.transports.nvlink.calls.engine import Call
 from ep_kernels.transports.nvlink.copy_engines import collective_plan as plan
 from ep_kernels.transports.nvlink.copy_engines.collective_engine import CollectiveEngine
 from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, PlanOwner
-from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork
+from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork, WorkOwner
 from ep_kernels.transports.nvlink.copy_engines.copies import CopyEngines
 from ep_kernels.transports.nvlink.copy_engines.repeat_records import Quiet
 from ep_kernels.transports.nvlink.gpu import copy_schedule
 from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPart
 from ep_kernels.transports.nvlink.gpu.signature import signature
 from ep_kernels.transports.nvlink.memory.memory import Mapping
+
+
+def copy_by_kernel(to: torch.Tensor, source: torch.Tensor) -> None:
+    """uint8 [n] to another place of this GPU, by multiprocessors: a copy engine moves bytes within one GPU at a
+    fraction of its memory's speed. Eight bytes at a time where they are aligned: torch's kernels of single bytes are
+    slow. Nothing where both are the same place."""
+    if not to.numel() or to.data_ptr() == source.data_ptr():
+        return
+    if (to.data_ptr() | source.data_ptr() | to.numel()) % 8 == 0:
+        to, source = to.view(torch.int64), source.view(torch.int64)
+    torch.bitwise_or(source, 0, out=to)
 
 
 class GatherCopies:
@@ -153,3 +163,69 @@ def _storages(parts: Sequence[GatherPart]) -> list[Any]:
     """What holds their memory. Not the tensors: the caller may watch for their end, to use the memory again in the
     order of streams, long before the host sees that the copies have ended."""
     return [tensor.untyped_storage() for part in parts for tensor in (part.x, part.out)]
+
+
+class NvlinkTerms:
+    """Terms of sums: rows go into the staging slots of the ranks that sum them, sums are read from there. See
+    `collective_base.TermCopies`.
+
+        send    slot[source] of each peer <- rows[peer], behind what the stream has now, or    operation of the copies
+                has when those rows are made
+        add     the stream waits for all of them; out = sum in ascending rank                  kernel, add_terms.cuh
+                shares: also into slot[own rank], from where peers read it
+        share   out[peer] <- slot[peer] of each peer                                           operation of the copies
+
+    All are in the slot of the parity of the operation's number, as any operation of the copies: a share comes two or
+    four operations after its terms were sent. A slot may be written again two operations later
+    (kernels/collective_abi.py): what a peer reads of it belongs to an operation, too, and terms are sent behind the
+    stream's sum of those before.
+
+    Args:
+        owner: the transport.
+        engine, engines: of this rank.
+        enter: the CUstream that is current, made to wait for what was launched before on another.
+        launch: of a kernel, there.
+        check: raises ArgumentError for a tensor, by name, that is not on this rank's device.
+    """
+
+    def __init__(
+        self,
+        owner: WorkOwner,
+        engine: CollectiveEngine,
+        engines: CopyEngines,
+        enter: Callable[[], int],
+        launch: Callable[[Call], None],
+        check: Callable[[str, torch.Tensor], None],
+    ) -> None:
+        self._owner, self._engine, self._engines, self._enter, self._launch = owner, engine, engines, enter, launch
+        self._check = check
+        self.row_bytes = int(engine.map.reduce_row)
+
+    def send(self, rows: torch.Tensor, made: Iterable[int]) -> SentTerms:
+        """See `collective_base.TermCopies`."""
+        self._check("x", rows)
+        slot, num_bytes, engines = self._engine.copy_slot(self._engines.seq + 1), rows[0].nbytes, self._engines
+        parts = [CopyPart(rows.data_ptr(), slot, 0, num_bytes, self.row_bytes, x_stride=num_bytes)]
+        op = CollectiveOp.REDUCE_SCATTER
+        word = signature(op, Algorithm.COPY_PUSH, rows.dtype, rows.nbytes, None)
+        seq = engines.begin_push(parts, word, rows, self._enter(), op.value)
+        for peer in made:
+            engines.push_to(seq, peer, parts, self._enter())
+        engines.end_push(seq, parts)
+        return SentTerms(seq, slot)
+
+    def add(self, sent: SentTerms, own: torch.Tensor, out: torch.Tensor, *, shares: bool = False) -> None:
+        """See `collective_base.TermCopies`."""
+        self._owner.await_end(sent.seq)
+        self._launch(self._engine.add_terms(own, out, sent.slot, shares))
+
+    def share(self, sent: SentTerms, out: torch.Tensor) -> CopyWork:
+        """See `collective_base.TermCopies`."""
+        assert self._engine.copy_slot(self._engines.seq + 1) == sent.slot, "an odd number of operations later"
+        num_bytes = out[0].nbytes
+        part = CopyPart(0, out.data_ptr(), sent.slot, num_bytes, num_bytes, slot_stride=self.row_bytes)
+        op = CollectiveOp.ALL_REDUCE
+        word = signature(op, Algorithm.COPY_PULL, out.dtype, out.nbytes, None)
+        seq = self._engines.begin([part], word, False, out, self._enter(), op.value)
+        rank, epoch = self._engine.group.rank, self._owner.epoch
+        return CopyWork(self._owner, seq, rank, self._engines.arrivals(), True, None, epoch)

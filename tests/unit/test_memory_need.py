@@ -13,7 +13,7 @@ from crossdock.cli import app
 from crossdock.common.config import WorkerConfig
 from crossdock.common.free_memory import free_memory
 from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.experts import room
+from crossdock.worker.experts import memory_need
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from crossdock.worker.experts.placement import Placement
 from crossdock.worker.group.model import Model
@@ -33,29 +33,29 @@ def test_bytes_of_a_rank_are_those_that_are_held(path: Path) -> None:
     checkpoint = Checkpoint.open(path)
     for widen, dtype in ((False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float32)):
         held = ExpertMLPs.load(checkpoint, [1, 4], dtype=dtype, widen=widen).num_bytes
-        assert room.rank_bytes(checkpoint, 2, dtype, widen=widen) == held
-    assert room.rank_bytes(checkpoint, 2, torch.bfloat16) == 2 * 2 * (ONE + 4 * ONE // 128**2)
+        assert memory_need.rank_bytes(checkpoint, 2, dtype, widen=widen) == held
+    assert memory_need.rank_bytes(checkpoint, 2, torch.bfloat16) == 2 * 2 * (ONE + 4 * ONE // 128**2)
     assert held == 2 * 2 * ONE * 4
 
 
 def test_the_least_number_of_ranks(path: Path) -> None:
     checkpoint, dtype = Checkpoint.open(path), torch.bfloat16
-    one = room.rank_bytes(checkpoint, 1, dtype)
+    one = memory_need.rank_bytes(checkpoint, 1, dtype)
     for slots, ranks in ((1, 6), (2, 3), (3, 2), (4, 2), (5, 2), (6, 1), (600, 1)):
-        assert room.least_ranks(checkpoint, slots * one, dtype) == ranks
-    assert room.least_ranks(checkpoint, one - 1, dtype) is None
+        assert memory_need.least_ranks(checkpoint, slots * one, dtype) == ranks
+    assert memory_need.least_ranks(checkpoint, one - 1, dtype) is None
 
 
 def test_a_worker_refuses_before_it_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(path)
-    one = room.rank_bytes(checkpoint, 1, checkpoint.spec.dtype)
-    monkeypatch.setattr(room, "available_bytes", lambda device: 2 * one)
+    one = memory_need.rank_bytes(checkpoint, 1, checkpoint.spec.dtype)
+    monkeypatch.setattr(memory_need, "available_bytes", lambda device: 2 * one)
     monkeypatch.setattr(checkpoint, "read_expert", lambda *args: pytest.fail("nothing is loaded"))
     model = Model(WorkerConfig(model=str(path)), checkpoint)
     words = "6 experts in each of 2 layers take .* GiB are free on cpu: 3 ranks with as much each would be enough"
     with pytest.raises(CheckpointError, match=words):
         model.load(Placement.blocks(6, 1, (0, 1)), 0, lambda done, total: None)
-    monkeypatch.setattr(room, "available_bytes", lambda device: one - 1)
+    monkeypatch.setattr(memory_need, "available_bytes", lambda device: one - 1)
     with pytest.raises(CheckpointError, match="not even one expert of each layer fits"):
         model.load(Placement.blocks(6, 6, (0, 1)), 0, lambda done, total: None)
 

@@ -1,4 +1,4 @@
-"""Plans: moves and their gain, for all MoE layers of a model. Pure, and slow enough for a thread."""
+"""Rebalances: moves of experts and their gain, for all MoE layers of a model. Pure, and slow enough for a thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from crossdock.control.placement.tables import Shape, Table
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Rebalance:
     """A better placement.
 
     Attributes:
@@ -30,7 +30,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Input of a plan: immutable, for another thread."""
+    """Input of a rebalance: immutable, for another thread."""
 
     version: int
     shape: Shape
@@ -38,7 +38,7 @@ class Snapshot:
     loads: tuple[tuple[float, ...], ...]
     min_copies: int
 
-    def plan(self) -> Plan:
+    def rebalance(self) -> Rebalance:
         """Balance each layer. Some ten milliseconds a layer in groups of 64 ranks with 256 experts."""
         after = tuple(
             balance(load, self.shape, table, min_copies=self.min_copies) if any(load) else table
@@ -46,7 +46,7 @@ class Snapshot:
         )
         moves = sum(num_moved(old, new) for old, new in zip(self.tables, after, strict=True))
         now, then = (total_imbalance(self.loads, tables) for tables in (self.tables, after))
-        return Plan(self.version, self.tables, after, now, then, moves)
+        return Rebalance(self.version, self.tables, after, now, then, moves)
 
 
 def total_imbalance(loads: Sequence[Sequence[float]], tables: Sequence[Table]) -> float:
