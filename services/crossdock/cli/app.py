@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ import crossdock
 from crossdock.cli.console import (
     DEFAULT_TARGET,
     KNOWN,
+    Ask,
     ConfigFile,
     Json,
     Overrides,
@@ -37,6 +38,9 @@ from crossdock.cli.postmortem import postmortem
 from crossdock.cli.top import top
 from crossdock.cli.trace import trace
 from crossdock.cli.tune import tune
+
+if TYPE_CHECKING:
+    from crossdock.common.settings import SecurityConfig
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
 _USAGE_ERRORS = (
@@ -87,6 +91,7 @@ def up(
     security: SecurityFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
+    ask: Ask = False,
 ) -> None:
     """Run a control plane and its workers on this host. Ctrl-C drains them."""
     from crossdock.common.config import ConfigFileError, HostConfig, load
@@ -111,15 +116,19 @@ def up(
     guarded = ("worker", *([] if join else ["control"])) if security else ()
     flags += [f"{part}.security={security_override(security)}" for part in guarded if security]
     loaded = load(HostConfig, config, [*flags, *(overrides or [])])
+    _answer_if(ask, loaded.http_listen, loaded.worker.security)
     raise typer.Exit(run_host(on_runtime(loaded, runtime), console()))
 
 
 @app.command()
-def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0) -> None:
+def control(
+    config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0, ask: Ask = False
+) -> None:
     """Run the control plane: membership and ranks of the group. Needs no torch."""
     from crossdock.common.config import ControlConfig, load
 
     loaded = load(ControlConfig, config, overrides or [])
+    _answer_if(ask, loaded.http_listen, loaded.security)
     _die_with(parent_pid)
     from crossdock.control.process import run_control
 
@@ -127,12 +136,13 @@ def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: 
 
 
 @app.command()
-def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0) -> None:
+def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0, ask: Ask = False) -> None:
     """Run one expert worker: one process, one device, one rank."""
     from crossdock.common import collector
     from crossdock.common.config import WorkerConfig, load
 
     loaded = load(WorkerConfig, config, overrides or [])
+    _answer_if(ask, loaded.http_listen, loaded.security)
     _die_with(parent_pid)
     with collector.paused():
         from crossdock.worker.process import end_process, run_worker
@@ -142,6 +152,17 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
     except Exception as error:
         code = _failed(error)
     end_process(code)
+
+
+@app.command()
+def ready(pid: Annotated[int, typer.Option("--pid", min=1, help="Its process id; in a container 1.")] = 1) -> None:
+    """Ask the `crossdock up`, `control` or `worker` that runs here as a process whether it is ready. Exit status 1: no.
+
+    Where it listens, and whether with TLS, is read from its own command line and configuration.
+    """
+    from crossdock.cli.ready import words_of
+
+    app([*words_of(pid), "--ask"], prog_name="crossdock")
 
 
 @app.command("deep-ep")
@@ -381,6 +402,13 @@ def _refuse_beside_join(join: str, options: dict[str, object]) -> None:
     for option, given in options.items():
         if join and given:
             raise ConfigFileError(f"--join: expected no {option} beside it (the control plane then runs elsewhere)")
+
+
+def _answer_if(ask: bool, http_listen: str, security: SecurityConfig) -> None:
+    if ask:
+        from crossdock.cli import ready
+
+        raise typer.Exit(ready.ask(http_listen, security))
 
 
 def _die_with(parent_pid: int) -> None:
