@@ -71,6 +71,7 @@ def values_schema() -> str:
             "nameOverride": _TEXT,
             "fullnameOverride": _TEXT,
             "group": _TEXT,
+            "commonLabels": _TEXTS,
             "extraObjects": _OBJECTS,
             "podSecurityContext": _OBJECT,
             "containerSecurityContext": _OBJECT,
@@ -161,6 +162,7 @@ _WORKER: dict[str, Any] = {
     "blockEvictions": _SWITCH,
     "runtimeClassName": _TEXT,
     "schedulerName": _TEXT,
+    "hostNetwork": _SWITCH,
     "initContainers": _NAMED,
     "tmp": _record(sizeLimit=_TEXT, medium=_enum("", "Memory")),
 }
@@ -170,6 +172,7 @@ _MONITORING = _record(
     labels=_TEXTS,
     docsUrl={"type": "string", "pattern": "^https?://"},
     interval={"type": "string", "pattern": "^([0-9]+(ms|s|m|h))+$"},
+    relabelings=_OBJECTS,
     dashboard=_SWITCH,
     dashboardLabels=_TEXTS,
     scrapeAnnotations=_SWITCH,
