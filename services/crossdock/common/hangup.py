@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 
 
-def at_hangup(end: Callable[[], None]) -> None:
+def at_hangup(end: Callable[[], object]) -> None:
     """Call `end` when the terminal of this process is closed, once: a shell and the kernel both send SIGHUP then.
 
     Every other SIGHUP does nothing: certificates, tokens and renamed log files are opened again without one. Neither
