@@ -79,9 +79,16 @@ def test_a_process_is_asked_as_it_was_configured(http: str, tmp_path: Path) -> N
 
 
 @needs("openssl")
-@pytest.mark.parametrize(("http", "is_ready"), [("plain", False), ("tls", True)])
+@pytest.mark.parametrize(
+    ("http", "is_ready", "flags"), [("plain", False, []), ("tls", True, []), ("tls", True, ["--json"])]
+)
 def test_up_is_asked_by_its_options(
-    http: str, is_ready: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    http: str,
+    is_ready: bool,
+    flags: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     certs.make_all(tmp_path)
     guard = Security(msgspec.structs.replace(load_security(tmp_path / "host.yaml"), http=http))
@@ -89,10 +96,11 @@ def test_up_is_asked_by_its_options(
     with contextlib.closing(serve_http("127.0.0.1:0", page, lambda: (is_ready, "what it says"), guard)) as server:
         words = f"up --model /m -n 2 --security {tmp_path}/host.yaml --set http_listen={server.address}"
         monkeypatch.setattr(ready, "words_of", lambda pid: [*words.split(), "--set", f"worker.security.http={http}"])
-        monkeypatch.setattr(sys, "argv", ["crossdock", "ready"])
+        monkeypatch.setattr(sys, "argv", ["crossdock", "ready", *flags])
         with pytest.raises(SystemExit) as ended:
             app.main()
-    assert (ended.value.code, capsys.readouterr().out) == (int(not is_ready), "what it says\n")
+    told = json.dumps({"ready": is_ready, "said": "what it says"}, indent=1) if flags else "what it says"
+    assert (ended.value.code, capsys.readouterr().out) == (int(not is_ready), f"{told}\n")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +126,7 @@ def test_any_other_process_is_named(line: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("listen", ["", "127.0.0.1:0"])
 def test_a_port_that_only_the_process_knows(listen: str) -> None:
     with pytest.raises(ConfigFileError, match=r"http_listen: expected host:port with a fixed port, got"):
-        ready.ask(listen, load_security(None))
+        ready.readiness(listen, load_security(None))
 
 
 def test_both_images_ask_the_same_way() -> None:

@@ -91,7 +91,7 @@ def up(
     security: SecurityFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
-    ask: Ask = False,
+    ask: Ask = "",
 ) -> None:
     """Run a control plane and its workers on this host. Ctrl-C drains them."""
     from crossdock.common.config import ConfigFileError, HostConfig, load
@@ -121,9 +121,7 @@ def up(
 
 
 @app.command()
-def control(
-    config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0, ask: Ask = False
-) -> None:
+def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0, ask: Ask = "") -> None:
     """Run the control plane: membership and ranks of the group. Needs no torch."""
     from crossdock.common.config import ControlConfig, load
 
@@ -136,7 +134,7 @@ def control(
 
 
 @app.command()
-def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0, ask: Ask = False) -> None:
+def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0, ask: Ask = "") -> None:
     """Run one expert worker: one process, one device, one rank."""
     from crossdock.common import collector
     from crossdock.common.config import WorkerConfig, load
@@ -155,14 +153,17 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
 
 
 @app.command()
-def ready(pid: Annotated[int, typer.Option("--pid", min=1, help="Its process id; in a container 1.")] = 1) -> None:
+def ready(
+    pid: Annotated[int, typer.Option("--pid", min=1, help="Its process id; in a container 1.")] = 1,
+    as_json: Json = False,
+) -> None:
     """Ask the `crossdock up`, `control` or `worker` that runs here as a process whether it is ready. Exit status 1: no.
 
     Where it listens, and whether with TLS, is read from its own command line and configuration.
     """
     from crossdock.cli.ready import words_of
 
-    app([*words_of(pid), "--ask"], prog_name="crossdock")
+    app([*words_of(pid), "--ask", "json" if as_json else "text"], prog_name="crossdock")
 
 
 @app.command("deep-ep")
@@ -404,11 +405,13 @@ def _refuse_beside_join(join: str, options: dict[str, object]) -> None:
             raise ConfigFileError(f"--join: expected no {option} beside it (the control plane then runs elsewhere)")
 
 
-def _answer_if(ask: bool, http_listen: str, security: SecurityConfig) -> None:
+def _answer_if(ask: str, http_listen: str, security: SecurityConfig) -> None:
     if ask:
-        from crossdock.cli import ready
+        from crossdock.cli.ready import readiness
 
-        raise typer.Exit(ready.ask(http_listen, security))
+        is_ready, said = readiness(http_listen, security)
+        show_json({"ready": is_ready, "said": said}) if ask == "json" else print(said)
+        raise typer.Exit(0 if is_ready else EXIT_FAILED)
 
 
 def _die_with(parent_pid: int) -> None:

@@ -34,8 +34,8 @@ def words_of(pid: int) -> list[str]:
     return words
 
 
-def ask(http_listen: str, security: SecurityConfig) -> int:
-    """Print what the server of this host at `http_listen` says at /readyz; the exit status: 0 it is ready, 1 not.
+def readiness(http_listen: str, security: SecurityConfig) -> tuple[bool, str]:
+    """Whether the server of this host at `http_listen` is ready, and what it says at /readyz.
 
     As a kubelet's probe it neither verifies the server nor shows a certificate.
 
@@ -52,5 +52,4 @@ def ask(http_listen: str, security: SecurityConfig) -> int:
         status, text = ask_http(address, "/readyz", _TIMEOUT_S, None if security.http == "plain" else tls)
     except (OSError, HTTPException) as error:
         raise ConnectionError(f"no answer at {address}: {error}") from None
-    print(text.strip())
-    return int(status != HTTPStatus.OK)
+    return status == HTTPStatus.OK, text.strip()
