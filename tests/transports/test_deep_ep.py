@@ -148,14 +148,6 @@ def test_what_is_not_offered_says_what_to_do_instead() -> None:
         buffer.low_latency_dispatch(ids.float(), ids, 1, 2, dispatch_wait_recv_cost_stats=ids)
     with pytest.raises(ArgumentError, match=r"combine_wait_recv_cost_stats: expected None .*, got Tensor"):
         buffer.low_latency_combine(ids.float(), ids, ids.float(), None, combine_wait_recv_cost_stats=ids)
-    off = {"overlap": False, "packed_recv_count": None, "comp_signal": None, "block_m": None, "threshold": None,
-           "num_sms": None, "src_signals": None, "src_signal_expect_value": None}  # fmt: skip
-    with pytest.raises(ArgumentError, match=r"overlap: expected False \(.* --enable-single-batch-overlap\), got bool"):
-        buffer.low_latency_combine(ids.float(), ids, ids.float(), None, **{**off, "overlap": True})
-    with pytest.raises(ArgumentError, match="handle: expected what low_latency_dispatch gave, got NoneType"):
-        buffer.low_latency_combine(ids.float(), ids, ids.float(), None, **off)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'overlop'"):
-        buffer.low_latency_combine(ids.float(), ids, ids.float(), None, overlop=True)
     with pytest.raises(ArgumentError, match="expert_alignment: expected an int >= 1, got 0"):
         buffer.dispatch(ids.float(), topk_idx=ids, expert_alignment=0)
     with pytest.raises(ArgumentError, match="comm: expected None"):

@@ -18,7 +18,7 @@ from crossdock.deep_ep.exporter import CountingTimeouts
 from crossdock.deep_ep.high_throughput import Handle, HighThroughput, Payload, layout
 from crossdock.deep_ep.low_latency import Hook, LowLatency, LowLatencyHandle, Received, StepSignature, nothing
 from crossdock.deep_ep.pool import Pool
-from crossdock.deep_ep.refused import WAITS, Unsupported, without, without_overlap
+from crossdock.deep_ep.refused import WAITS, Unsupported, without
 from ep_kernels import ArgumentError, PeerTimeout
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -249,7 +249,7 @@ class Buffer(Unsupported):
     def low_latency_combine(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle,
         use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
-        out: torch.Tensor | None = None, combine_wait_recv_cost_stats: torch.Tensor | None = None, **overlapped: Any,
+        out: torch.Tensor | None = None, combine_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook]:  # fmt: skip
         """Return expert rows [L, R*M, H], weighted with topk_weights [T, K] and summed over k in fp32. Collective.
 
@@ -257,14 +257,12 @@ class Buffer(Unsupported):
             topk_idx: as dispatched; the handle knows them. use_logfmt: taken, rows travel unchanged.
             zero_copy: the rows are in what `get_next_low_latency_combine_buffer(handle)` gave; x is not read.
             out: [T, H] to write into, or None.
-            combine_wait_recv_cost_stats: must be None. overlapped: arguments of SGLang's single-batch overlap, all off.
+            combine_wait_recv_cost_stats: must be None.
 
         Returns ([T, H], event, hook); with `return_recv_hook` valid once the hook has been called.
         """
         if combine_wait_recv_cost_stats is not None:
             without(combine_wait_recv_cost_stats=(combine_wait_recv_cost_stats, WAITS))
-        if overlapped:
-            without_overlap(overlapped)
         if not isinstance(handle, LowLatencyHandle):
             raise ArgumentError("handle", "what low_latency_dispatch gave", type(handle).__name__)
         weights = _weights(topk_weights)

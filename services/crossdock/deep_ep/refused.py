@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ep_kernels import ArgumentError
 
 CLASSES = {
-    "ElasticBuffer": "it is DeepEP V2's; in vLLM CROSSDOCK_VLLM=native serves the backend deepep_v2, in SGLang take "
-    "--moe-a2a-backend deepep",
+    "ElasticBuffer": "it is DeepEP V2's; in vLLM CROSSDOCK_VLLM=native serves the backend deepep_v2",
     "HybridEPBuffer": "it is another interface; use Buffer",
 }
 """Classes of other DeepEP interfaces, and the alternatives."""
 MASKS = "a lost rank ends in PeerTimeout, it is not masked; in vLLM CROSSDOCK_VLLM=native answers fault queries"
-OVERLAP = "combine waits for all rows; start SGLang without --enable-single-batch-overlap"
-OVERLAPPED = frozenset(
-    "overlap packed_recv_count comp_signal block_m threshold num_sms src_signals src_signal_expect_value".split()  # noqa: SIM905
-)
-"""Arguments of combine in the DeepEP that SGLang's single-batch overlap needs."""
 WAITS = "crossdock_ep_peer_wait_seconds_total shows the awaited ranks, without it"
 
 
@@ -36,13 +29,6 @@ def without(**arguments: tuple[Any, str]) -> None:
     for name, (value, why) in arguments.items():
         if value is not None and value is not False:
             raise ArgumentError(name, f"{False if value is True else None} ({why})", type(value).__name__)
-
-
-def without_overlap(given: Mapping[str, Any]) -> None:
-    """OVERLAPPED arguments are accepted with `overlap` off. ArgumentError otherwise; TypeError for other names."""
-    if unknown := given.keys() - OVERLAPPED:
-        raise TypeError(f"low_latency_combine() got an unexpected keyword argument {min(unknown)!r}")
-    without(overlap=(given.get("overlap"), OVERLAP))
 
 
 class Unsupported:
