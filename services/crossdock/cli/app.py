@@ -113,11 +113,10 @@ def up(
         raise ConfigFileError("--model: expected the directory of a Hugging Face MoE checkpoint, got none")
     flags = [f"{path}={value}" for path, value in chosen.items() if value not in ("", None)]
     flags += ["control=null"] if join else []
-    guarded = ("worker", *([] if join else ["control"])) if security else ()
-    flags += [f"{part}.security={security_override(security)}" for part in guarded if security]
-    loaded = load(HostConfig, config, [*flags, *(overrides or [])])
-    _answer_if(ask, loaded.http_listen, loaded.worker.security)
-    raise typer.Exit(run_host(on_runtime(loaded, runtime), console()))
+    if security:
+        flags += [f"{part}.security={security_override(security)}" for part in ("worker", "control")[: 2 - bool(join)]]
+    loaded = on_runtime(load(HostConfig, config, [*flags, *(overrides or [])]), runtime)
+    raise typer.Exit(_answer(ask, loaded.http_listen, loaded.worker.security) if ask else run_host(loaded, console()))
 
 
 @app.command()
@@ -126,7 +125,8 @@ def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: 
     from crossdock.common.config import ControlConfig, load
 
     loaded = load(ControlConfig, config, overrides or [])
-    _answer_if(ask, loaded.http_listen, loaded.security)
+    if ask:
+        raise typer.Exit(_answer(ask, loaded.http_listen, loaded.security))
     _die_with(parent_pid)
     from crossdock.control.process import run_control
 
@@ -140,7 +140,8 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
     from crossdock.common.config import WorkerConfig, load
 
     loaded = load(WorkerConfig, config, overrides or [])
-    _answer_if(ask, loaded.http_listen, loaded.security)
+    if ask:
+        raise typer.Exit(_answer(ask, loaded.http_listen, loaded.security))
     _die_with(parent_pid)
     with collector.paused():
         from crossdock.worker.process import end_process, run_worker
@@ -405,13 +406,13 @@ def _refuse_beside_join(join: str, options: dict[str, object]) -> None:
             raise ConfigFileError(f"--join: expected no {option} beside it (the control plane then runs elsewhere)")
 
 
-def _answer_if(ask: str, http_listen: str, security: SecurityConfig) -> None:
-    if ask:
-        from crossdock.cli.ready import readiness
+def _answer(ask: str, http_listen: str, security: SecurityConfig) -> int:
+    """Say whether the server of a configuration is ready; the exit status."""
+    from crossdock.cli.ready import readiness
 
-        is_ready, said = readiness(http_listen, security)
-        show_json({"ready": is_ready, "said": said}) if ask == "json" else print(said)
-        raise typer.Exit(0 if is_ready else EXIT_FAILED)
+    is_ready, said = readiness(http_listen, security)
+    show_json({"ready": is_ready, "said": said}) if ask == "json" else print(said)
+    return 0 if is_ready else EXIT_FAILED
 
 
 def _die_with(parent_pid: int) -> None:
