@@ -90,8 +90,7 @@ LABEL org.opencontainers.image.title="crossdock-control" \
 COPY --from=control-dependencies /app /app
 COPY --from=control-own /own /app
 EXPOSE 7400 7401
-HEALTHCHECK --interval=10s --timeout=5s --start-period=10s \
-  CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:7401/readyz', timeout=4)"]
+HEALTHCHECK --interval=30s --timeout=10s --start-period=10s CMD ["crossdock", "ready"]
 CMD ["control", "--set", "listen=0.0.0.0:7400", "--set", "http_listen=0.0.0.0:7401"]
 
 FROM runtime AS worker
@@ -113,8 +112,7 @@ USER 10001:10001
 COPY --from=worker-dependencies /app /app
 COPY --from=worker-own /own /app
 EXPOSE 7400 7401 7402 7500 7600
-HEALTHCHECK --interval=10s --timeout=9s --start-period=10m \
-  CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:7402/readyz', timeout=8)"]
+HEALTHCHECK --interval=30s --timeout=10s --start-period=10m CMD ["crossdock", "ready"]
 CMD ["up", "--model", "/models", "--log-dir", "/tmp/crossdock", "--set", "log_to_stderr=true", \
      "--set", "control.listen=0.0.0.0:7400", "--set", "control.http_listen=0.0.0.0:7401", \
      "--set", "http_listen=0.0.0.0:7402", "--set", "worker.listen=0.0.0.0:7500", "--set", "worker.http_listen=0.0.0.0:7600"]

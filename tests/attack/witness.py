@@ -1,10 +1,11 @@
 """The well-behaved client, in a process of its own: it asks without a pause and compares every answer.
 
-    python -m tests.attack.witness TARGET MODEL_FOLDER SECURITY_FILE|-
+    python -m tests.attack.witness TARGET SECURITY_FILE|- WAY[,WAY...] MODEL_FOLDER [MODEL_FOLDER...]
 
-Writes one line per event to stdout: the monotonic time at its end, a kind, its duration in seconds, words.
-Kinds: `right`, `failed` and `wrong` are requests of a client that stays connected; `new` and `shut` are requests of a
-client that has just connected, answered rightly or not.
+Writes one line per event to stdout: the monotonic time at its end, a kind, its duration in seconds, words (of an error,
+or the number of the model). Kinds: `right`, `failed` and `wrong` are requests of clients that stay connected, one for
+each way; `new` and `shut` are requests of a client that has just connected, answered rightly or not. An answer is right
+if all of it is of one model.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import load_file
 
 from crossdock.client import Client
+from crossdock.client.buffer_pool import Way
 from crossdock.common.security import load_security
 from crossdock.common.settings import SecurityConfig
 from tests.services.cluster import Batch
@@ -39,7 +42,7 @@ class Event:
         at: monotonic seconds, when it ended.
         kind: see above.
         took_s: since it began.
-        words: of an error.
+        words: of an error, or the number of the model that the answer is of.
     """
 
     at: float
@@ -54,18 +57,21 @@ class Witness:
 
     Args:
         target: the control plane.
-        model: folder of the checkpoint.
         security: file of the client's certificates; None: plain text.
+        models: folders of the checkpoints that may be served.
+        ways: by which it asks.
     """
 
     target: str
-    model: Path
     security: Path | None
+    models: Sequence[Path]
+    ways: Sequence[Way] = ("auto",)
     events: list[Event] = field(default_factory=list)
 
     def __enter__(self) -> Witness:
         guard = str(self.security) if self.security is not None else "-"
-        command = [sys.executable, "-m", "tests.attack.witness", self.target, str(self.model), guard]
+        command = [sys.executable, "-m", "tests.attack.witness", self.target, guard, ",".join(self.ways)]
+        command += map(str, self.models)
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self._changed = threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()
@@ -106,46 +112,48 @@ class Witness:
 class _Asker:
     """Requests with fresh random tokens, and what each should give."""
 
-    def __init__(self, target: str, model: Path, security: SecurityConfig | None) -> None:
+    def __init__(self, target: str, security: SecurityConfig | None, models: Sequence[Path]) -> None:
         self._target, self._security = target, security
-        tensors = load_file(model / "model.safetensors")
+        known = [load_file(model / "model.safetensors") for model in models]
         self._batches = [Batch.random(1 + 9 * number, 1 + number % 2) for number in range(8)]
-        self._expected = [batch.expected(tensors) for batch in self._batches]
+        self._expected = [[batch.expected(tensors) for tensors in known] for batch in self._batches]
         self._lock = threading.Lock()
 
-    def client(self) -> Client:
+    def client(self, way: Way) -> Client:
         """A new one."""
-        return Client(self._target, min_tokens_per_worker=16, security=self._security)
+        return Client(self._target, min_tokens_per_worker=16, security=self._security, way=way)
 
-    def ask(self, client: Client, number: int) -> bool:
-        """Whether the answer is right."""
+    def ask(self, client: Client, number: int) -> str:
+        """The number of the model that the answer is of; "" of none."""
         index = number % len(self._batches)
         batch = self._batches[index]
-        y = client.forward(batch.layer, batch.x, batch.ids, batch.weights, timeout_s=REQUEST_S)
-        return torch.allclose(y.double(), self._expected[index], rtol=1e-4, atol=1e-5)
+        y = client.forward(batch.layer, batch.x, batch.ids, batch.weights, timeout_s=REQUEST_S).double()
+        same = [torch.allclose(y, expected, rtol=1e-4, atol=1e-5) for expected in self._expected[index]]
+        return str(same.index(True)) if any(same) else ""
 
-    def tell(self, right: str, failed: str, attempt: Callable[[], bool]) -> None:
+    def tell(self, right: str, failed: str, attempt: Callable[[], str]) -> None:
         """Make an attempt, and write its line."""
         began, words = time.monotonic(), ""
         try:
-            kind = right if attempt() else "wrong"
+            words = attempt()
+            kind = right if words else "wrong"
         except Exception as error:
             kind, words = failed, f"{type(error).__name__} {error}".replace("\n", " ")
         now = time.monotonic()
         with self._lock:
             print(f"{now:.4f} {kind} {now - began:.4f} {words}", flush=True)
 
-    def stay(self) -> None:
+    def stay(self, way: Way) -> None:
         """Ask without a pause, as one client."""
-        with self.client() as client:
+        with self.client(way) as client:
             for number in range(1 << 62):
                 self.tell("right", "failed", lambda turn=number: self.ask(client, turn))  # type: ignore[misc]
 
-    def come_anew(self) -> None:
+    def come_anew(self, ways: Sequence[Way]) -> None:
         """Connect, ask once, hang up, again and again."""
 
-        def attempt(number: int) -> bool:
-            with self.client() as client:
+        def attempt(number: int) -> str:
+            with self.client(ways[number % len(ways)]) as client:
                 return self.ask(client, number)
 
         for number in range(1 << 62):
@@ -156,10 +164,13 @@ class _Asker:
 def main() -> None:
     """Ask until killed."""
     torch.set_num_threads(1)
-    target, model, guard = sys.argv[1:]
-    asker = _Asker(target, Path(model), None if guard == "-" else load_security(guard))
-    threading.Thread(target=asker.come_anew, daemon=True).start()
-    asker.stay()
+    target, guard, named, *models = sys.argv[1:]
+    ways = cast(list[Way], named.split(","))
+    asker = _Asker(target, None if guard == "-" else load_security(guard), [Path(model) for model in models])
+    threading.Thread(target=asker.come_anew, args=(ways,), daemon=True).start()
+    for way in ways[1:]:
+        threading.Thread(target=asker.stay, args=(way,), daemon=True).start()
+    asker.stay(ways[0])
 
 
 if __name__ == "__main__":

@@ -364,6 +364,8 @@ def test_only_a_control_plane_that_reads_nodes_is_given_rights() -> None:
         ("worker.extraEnv[0].name=POD_IP", "worker.extraEnv: expected none of the names that the chart uses (POD_IP"),
         ("worker.extraVolumes[0].name=tmp", "worker.extraVolumes: expected none of the names that the chart uses"),
         ("control.extraVolumes[0].name=tls", "control.extraVolumes: expected none of the names that the chart uses"),
+        ("worker.hostNetwork=true", "worker.hostNetwork: expected the nodes' addresses in networkPolicy.clients"),
+        (r"commonLabels.helm\.sh/chart=x", "commonLabels: expected none of the labels that the chart sets"),
         ("fullnameOverride=Moe", "expected a letter, then letters, digits and -"),
     ],
 )

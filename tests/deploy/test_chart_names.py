@@ -195,3 +195,27 @@ def test_what_is_added_to_pods_is_there(tmp_path: Path) -> None:
     assert {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}} in worker["volumes"]
     assert made["Pod/moe-serving"]["spec"]["containers"][0]["resources"]["limits"] == {"cpu": "2", "memory": "256Mi"}
     assert "Secret/moe-own" in made
+
+
+def test_labels_are_on_every_object_and_pod() -> None:
+    made = render("--set", "commonLabels.team=a", "--set", "monitoring.podMonitor=true", "--set", "tls.enabled=true")
+    assert [name for name, one in made.items() if one["metadata"]["labels"].get("team") != "a"] == []
+    templates = [one["spec"]["template"] for one in made.values() if "template" in one.get("spec", {})]
+    assert [one["metadata"]["labels"]["team"] for one in templates] == ["a", "a"]
+
+
+def test_workers_may_be_in_the_network_of_their_node() -> None:
+    def worker(*flags: str) -> Any:
+        return render(*flags)["StatefulSet/moe-worker"]["spec"]["template"]["spec"]
+
+    nodes = ("--set-json", 'networkPolicy.clients=[{"ipBlock": {"cidr": "10.0.0.0/16"}}]')
+    pod = worker("--set", "worker.hostNetwork=true", *nodes)
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    assert not {"hostNetwork", "dnsPolicy"} & worker().keys()
+
+
+def test_targets_are_relabelled_on_both_ports() -> None:
+    rule = {"targetLabel": "cluster", "replacement": "a"}
+    given = ("--set", "monitoring.podMonitor=true", "--set-json", f"monitoring.relabelings={json.dumps([rule])}")
+    endpoints = render(*given)["PodMonitor/moe"]["spec"]["podMetricsEndpoints"]
+    assert [one["relabelings"] for one in endpoints] == [[rule], [rule]]

@@ -71,6 +71,7 @@ def values_schema() -> str:
             "nameOverride": _TEXT,
             "fullnameOverride": _TEXT,
             "group": _TEXT,
+            "commonLabels": _TEXTS,
             "extraObjects": _OBJECTS,
             "podSecurityContext": _OBJECT,
             "containerSecurityContext": _OBJECT,
@@ -161,6 +162,7 @@ _WORKER: dict[str, Any] = {
     "blockEvictions": _SWITCH,
     "runtimeClassName": _TEXT,
     "schedulerName": _TEXT,
+    "hostNetwork": _SWITCH,
     "initContainers": _NAMED,
     "tmp": _record(sizeLimit=_TEXT, medium=_enum("", "Memory")),
 }
@@ -170,6 +172,7 @@ _MONITORING = _record(
     labels=_TEXTS,
     docsUrl={"type": "string", "pattern": "^https?://"},
     interval={"type": "string", "pattern": "^([0-9]+(ms|s|m|h))+$"},
+    relabelings=_OBJECTS,
     dashboard=_SWITCH,
     dashboardLabels=_TEXTS,
     scrapeAnnotations=_SWITCH,
@@ -237,6 +240,12 @@ _STANDARD = {
     "podLabels": "Added to the pod's",
     "topologySpreadConstraints": "Of the pod; several control planes without any are spread over nodes",
     "startupProbe": "Times of the container's startup probe of /livez, which answers before a model is loaded",
+    "commonLabels": "Of every object and pod",
+    "extraObjects": "Objects of your own; their texts are templates",
+    "hostNetwork": "Pods in the network of their node, as for NICs that no device plugin gives to pods. Their ports "
+    "must be free there, and policies see them as the node: name its addresses in networkPolicy.clients. Pod Security "
+    "admits it at level privileged",
+    "relabelings": "Rules for targets' labels, of both ports of the PodMonitor",
     "containerSecurityContext": "Of every container",
     "fullnameOverride": "In the place of the whole name",
     "tmp": "Fields of /tmp's emptyDir, like {sizeLimit: 1Gi}",

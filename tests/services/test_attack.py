@@ -34,7 +34,7 @@ def test_growth_is_that_of_the_worst_process_and_not_of_a_new_one() -> None:
 
 def test_a_gap_is_the_time_between_right_answers_and_failures_do_not_end_it(tmp_path: object) -> None:
     events = [Event(1.0, "right", 0.1, ""), Event(2.0, "failed", 0.1, ""), Event(4.0, "right", 0.1, "")]
-    witness = Witness("", None, None, events)  # type: ignore[arg-type]
+    witness = Witness("", None, [], events=events)
     assert witness.longest_gap_s(0.5, 4.5) == pytest.approx(3.0)
     assert witness.longest_gap_s(3.9, 9.0) == pytest.approx(5.0)
 

@@ -40,6 +40,11 @@ def security(folder: Path, part: str, **fields: object) -> Security:
     return Security(msgspec.structs.replace(load_security(folder / f"{part}.yaml"), **fields))
 
 
+def caller(folder: Path, **fields: object) -> ssl.SSLContext:
+    """TLS of a client."""
+    return security(folder, "client", **fields).http_caller()
+
+
 @contextmanager
 def served(guard: Security) -> Iterator[HttpServer]:
     server = serve_http("127.0.0.1:0", page_of(WorkerMetrics().registry), lambda: (True, "because"), guard)
@@ -69,15 +74,15 @@ def test_a_guarded_process_keeps_its_page_plain_until_told_otherwise(folder: Pat
 
 def test_callers_know_the_server_by_authority_and_name(folder: Path, tmp_path: Path) -> None:
     certs.make_all(tmp_path)
-    client = security(folder, "client")
+    client = caller(folder)
     with served(security(folder, "worker", http="tls")) as server:
         assert server.https
         assert ask_http(server.address, "/readyz", TIMEOUT_S, client, WORKER) == (200, "because\n")
         assert ask_http(server.address, "/livez", TIMEOUT_S, client) == (200, "ok\n"), "127.0.0.1 is in it too"
-        anonymous = security(folder, "client", cert_file="", key_file="")
+        anonymous = caller(folder, cert_file="", key_file="")
         assert "crossdock_tokens_total" in ask_http(server.address, "/metrics", TIMEOUT_S, anonymous, WORKER)[1]
         with pytest.raises(ssl.SSLError, match="certificate verify failed"):
-            ask_http(server.address, "/livez", TIMEOUT_S, security(tmp_path, "client"), WORKER)
+            ask_http(server.address, "/livez", TIMEOUT_S, caller(tmp_path), WORKER)
         with pytest.raises(ssl.SSLError, match="crossdock-control"):
             ask_http(server.address, "/livez", TIMEOUT_S, client, "crossdock-control")
         with pytest.raises((OSError, HTTPException)):  # plain text
@@ -86,18 +91,18 @@ def test_callers_know_the_server_by_authority_and_name(folder: Path, tmp_path: P
 
 def test_with_mtls_metrics_are_for_callers_with_a_certificate_and_probes_for_all(folder: Path, tmp_path: Path) -> None:
     certs.make_all(tmp_path)
-    anonymous = security(folder, "client", cert_file="", key_file="")
+    anonymous = caller(folder, cert_file="", key_file="")
     stranger = {"cert_file": str(tmp_path / "client.pem"), "key_file": str(tmp_path / "client.key")}
     with served(security(folder, "worker", http="mtls")) as server:
         for path in ("/livez", "/readyz"):
             assert ask_http(server.address, path, TIMEOUT_S, anonymous, WORKER)[0] == 200
         status, text = ask_http(server.address, "/metrics", TIMEOUT_S, anonymous, WORKER)
         assert (status, text) == (403, "expected a certificate of the caller, got none\n")
-        status, text = ask_http(server.address, "/metrics", TIMEOUT_S, security(folder, "client"), WORKER)
+        status, text = ask_http(server.address, "/metrics", TIMEOUT_S, caller(folder), WORKER)
         assert status == 200
         assert "crossdock_tokens_total" in text
         with pytest.raises((OSError, HTTPException)):  # of another authority; the word for it may come after the end
-            ask_http(server.address, "/metrics", TIMEOUT_S, security(folder, "client", **stranger), WORKER)
+            ask_http(server.address, "/metrics", TIMEOUT_S, caller(folder, **stranger), WORKER)
 
 
 def test_new_certificates_count_from_the_next_connection(folder: Path, tmp_path: Path) -> None:
@@ -111,9 +116,9 @@ def test_new_certificates_count_from_the_next_connection(folder: Path, tmp_path:
             (here / old).unlink()
         certs.make_all(here)
         assert shown(server) != before
-        assert ask_http(server.address, "/metrics", TIMEOUT_S, security(here, "client"), WORKER)[0] == 200
+        assert ask_http(server.address, "/metrics", TIMEOUT_S, caller(here), WORKER)[0] == 200
         with pytest.raises(ssl.SSLError, match="certificate verify failed"):
-            ask_http(server.address, "/livez", TIMEOUT_S, security(folder, "client"), WORKER)
+            ask_http(server.address, "/livez", TIMEOUT_S, caller(folder), WORKER)
 
 
 def test_an_authority_file_that_is_just_being_written_ends_nothing(folder: Path, tmp_path: Path) -> None:
@@ -142,9 +147,9 @@ def test_a_caller_that_does_not_shake_hands_delays_nobody(folder: Path) -> None:
         served(security(folder, "worker", http="tls")) as server,
         socket.create_connection(split_address(server.address)) as silent,
     ):
-        assert ask_http(server.address, "/livez", TIMEOUT_S, security(folder, "client"), WORKER)[0] == 200
+        assert ask_http(server.address, "/livez", TIMEOUT_S, caller(folder), WORKER)[0] == 200
         silent.sendall(b"\x16\x03")
-        assert ask_http(server.address, "/livez", TIMEOUT_S, security(folder, "client"), WORKER)[0] == 200
+        assert ask_http(server.address, "/livez", TIMEOUT_S, caller(folder), WORKER)[0] == 200
 
 
 def test_a_host_asks_its_processes_by_the_names_in_their_certificates(folder: Path) -> None:

@@ -395,14 +395,14 @@ def test_its_metrics_are_behind_mtls_and_its_readiness_behind_tls(group: Cluster
     known = Security(load_security(folder / "client.yaml"))
     for member in group.view.members:
         assert metrics_url(member.http_address, https=member.https) == f"https://{member.http_address}/metrics"
-        page = ask_http(member.http_address, "/metrics", ANSWER_S, known, "crossdock-worker")[1]
+        page = ask_http(member.http_address, "/metrics", ANSWER_S, known.http_caller(), "crossdock-worker")[1]
         assert 'crossdock_serving{group="default"} 1.0' in page
     where = group.supervisor.addresses()
     own = group.supervisor
     assert readiness(list(where), where, own.security) == (True, "ready")
     page = HostMetricsPage(own.metrics, list(where), own.addresses, own.security, "g")("")[0].decode()
     assert all(f'crossdock_process_scraped{{group="g",process="{name}"}} 1.0' in page for name in where)
-    nobody = security(folder, "client", cert_file="", key_file="")
+    nobody = security(folder, "client", cert_file="", key_file="").http_caller()
     for listens in where.values():
         assert ask_http(listens.http_address, "/livez", ANSWER_S, nobody)[0] == 200
         assert ask_http(listens.http_address, "/metrics", ANSWER_S, nobody)[0] == 403

@@ -169,12 +169,15 @@ def test_up_serves_comes_back_after_a_kill_and_drains(up: Up, host_address: str)
 
     children, workers = children_of(up.process.pid), workers_of(up.process.pid)
     assert (len(children), len(workers)) == (NUM_WORKERS + 1, NUM_WORKERS)
+    for pid in (up.process.pid, *children):  # `pkill -HUP crossdock`
+        os.kill(pid, signal.SIGHUP)
     before = len(up.printed)
     names = [f"worker-{number}" for number in range(NUM_WORKERS)]
     page = page_of(host_address)
     assert sorted(page["crossdock_rank"].values()) == list(range(NUM_WORKERS))
     assert page["process_start_time_seconds"].keys() == {"", "control", *names}
     assert page["crossdock_process_scraped"] == dict.fromkeys(("control", *names), 1)
+    assert children_of(up.process.pid) == children
     os.kill(workers[0], signal.SIGSTOP)
     wait_page(host_address, lambda page: page["crossdock_rank"].keys() == set(names[1:]))
     os.kill(workers[0], signal.SIGCONT)

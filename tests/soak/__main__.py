@@ -2,11 +2,11 @@
 
     python -m tests.soak [--minutes 10] [--out DIR]        (make soak)
 
-Real processes: a control plane and three workers with default settings. A well-behaved client asks without a pause and
-compares every answer; new clients come and go; connections and watched views are opened and dropped; every ROUND_S a
-worker other than the first is killed, and the group forms anew; experts move to a new balance in each round. The
-control plane and the first worker live all along. Each is looked at once a round, when the group serves: resident
-memory, file descriptors, threads, and tasks of its event loop.
+Real processes: a control plane and three workers with default settings. Well-behaved clients ask without a pause, one
+by each way, and compare every answer; new clients come and go; connections and watched views are opened and dropped;
+every ROUND_S a worker other than the first is killed, and the group forms anew; in each round experts move to a new
+balance, or the group is given another checkpoint. The control plane and the first worker live all along. Each is looked
+at once a round, when the group serves: resident memory, file descriptors, threads, and tasks of its event loop.
 
 Prints the slope of each by least squares, without the first third of the rounds. Exit status 1 if an answer was wrong,
 the group did not serve again, memory grew by more than RSS_MIB_PER_MIN, or anything else by more than COUNTS_PER_MIN.
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -35,16 +36,19 @@ from rich.table import Table
 
 from benchmarks import facts
 from crossdock.client import Client
+from crossdock.client.buffer_pool import Way
 from crossdock.common import rpc
 from crossdock.common.http import ask_http
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
+from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from tests.attack.scene import NUM_WORKERS, Scene, meter
 from tests.attack.witness import Witness
 from tests.frozen import frozen
-from tests.services.cluster import Batch, E, K
+from tests.services.cluster import Batch, E, K, write_model
 
 ROUND_S, MAX_MINUTES = 6.0, 60.0
+WAYS: tuple[Way, ...] = ("shared", "tcp", "grpc")
 RSS_MIB_PER_MIN, COUNTS_PER_MIN = 1.5, 1.0
 CONNECTIONS = 20
 """Opened and dropped in each burst; there are about two bursts a second."""
@@ -170,33 +174,49 @@ def move(scene: Scene) -> int:
             return 0  # the group is forming anew, or something moves already
 
 
-def disturb(scene: Scene, minutes: float, console: Console) -> tuple[list[Sample], int, int, str]:
-    """All rounds: samples, kills, moved copies, and what went wrong ("": nothing)."""
+def switch(scene: Scene, path: Path) -> bool:
+    """Ask for another checkpoint; whether the group takes it."""
+    checkpoint = Checkpoint.open(path)
+    asked = pb.LoadRequest(path=str(path), fingerprint=checkpoint.spec.fingerprint)
+    checkpoint.close()
+    with rpc.channel(scene.target) as channel:
+        try:
+            rpc.call_sync(control_pb2_grpc.ControlPlaneStub(channel).Load, asked, timeout_s=_CALL_S)
+        except rpc.CallError:
+            return False  # as `move`
+    return True
+
+
+def disturb(
+    scene: Scene, models: Sequence[Path], minutes: float, console: Console
+) -> tuple[list[Sample], dict[str, int], str]:
+    """All rounds: samples; kills, moved copies, switches; and what went wrong ("": nothing)."""
     samples: list[Sample] = []
-    kills = moves = 0
+    done = {"kills": 0, "moves": 0, "switches": 0}
     restless, began = Restless(scene), time.monotonic()
     restless.start()
     try:
         while time.monotonic() - began < 60 * minutes:
             round_began = time.monotonic()
             if not scene.calm():
-                return samples, kills, moves, "the group does not serve"
+                return samples, done, "the group does not serve"
             with restless.paused():
                 samples += look(scene, began)
             restless.hot += 3
-            moves += move(scene)
+            if done["kills"] % 2:
+                done["switches"] += switch(scene, models[1 - done["switches"] % 2])
+            else:
+                done["moves"] += move(scene)
             time.sleep(ROUND_S / 3)
-            os.kill(scene.pids()[f"worker-{1 + kills % (NUM_WORKERS - 1)}"], signal.SIGKILL)
-            kills += 1
+            os.kill(scene.pids()[f"worker-{1 + done['kills'] % (NUM_WORKERS - 1)}"], signal.SIGKILL)
+            done["kills"] += 1
             time.sleep(max(0.0, round_began + ROUND_S - time.monotonic()))
-            if kills % 10 == 0:
-                console.print(
-                    f"{time.monotonic() - began:5.0f} s, {kills} kills, {moves} copies moved", highlight=False
-                )
+            if done["kills"] % 10 == 0:
+                console.print(f"{time.monotonic() - began:5.0f} s, {done}", highlight=False)
     finally:
         restless.stop()
     console.print(f"{restless.num_connections} connections came and went", highlight=False)
-    return samples, kills, moves, "" if scene.calm() else "the group does not serve"
+    return samples, done, "" if scene.calm() else "the group does not serve"
 
 
 def judge(samples: Sequence[Sample]) -> tuple[Table, list[str]]:
@@ -234,18 +254,21 @@ def main(words: Sequence[str] | None = None) -> int:
     found = facts.of_control(sys.argv[1:], {}, "tests.soak")  # of the code that is tested: the checkout may change
     with tempfile.TemporaryDirectory(prefix="crossdock-soak-") as folder:
         scene = Scene(Path(folder), guarded=False)
-        with frozen(Path(folder) / "code"), scene, Witness(scene.target, Path(folder) / "model", None) as witness:
-            samples, kills, moves, trouble = disturb(scene, arguments.minutes, console)
-            counts = {kind: sum(e.kind == kind for e in witness.events) for kind in ("right", "failed", "wrong", "new")}
+        models = [Path(folder, "model"), Path(folder, "other")]
+        write_model(models[1])
+        with frozen(Path(folder) / "code"), scene, Witness(scene.target, None, models, WAYS) as witness:
+            samples, done, trouble = disturb(scene, models, arguments.minutes, console)
+            counts = Counter(event.kind for event in witness.events)
+            of_model = Counter(event.words for event in witness.events if event.kind == "right")
     table, steep = judge(samples)
     console.print(table)
-    console.print(f"{kills} kills, {moves} copies moved; answers: {counts}", highlight=False)
+    console.print(f"{done}; answers: {dict(counts)}, by checkpoint: {dict(of_model)}", highlight=False)
     faults = [*steep, *([trouble] if trouble else []), *(["wrong answers"] if counts["wrong"] else [])]
     console.print("nothing grows, every answer is right" if not faults else "; ".join(faults), highlight=False)
     if arguments.out:
-        config: dict[str, object] = {"minutes": arguments.minutes, "kills": kills, "moves": moves, **counts}
+        config: dict[str, object] = {"minutes": arguments.minutes, **done, **counts, "of_model": dict(of_model)}
         facts.keep(arguments.out, "soak", Sample, samples, found | {"config": config})
-    return 1 if faults or not counts["right"] else 0
+    return 1 if faults or len(of_model) < len(models) else 0
 
 
 if __name__ == "__main__":

@@ -212,18 +212,6 @@ def test_our_own_log_folder_goes_after_a_clean_end(
     assert logs.exists() is named
 
 
-def test_up_goes_on_under_nohup_and_ends_with_its_terminal() -> None:
-    with signals_kept():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        run._interrupt_at_signals()
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        run._interrupt_at_signals()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGHUP)
-        signal.raise_signal(signal.SIGHUP)  # from the shell, after the kernel's: no second Ctrl-C
-
-
 def test_no_created_series() -> None:
     metrics = HostMetrics()
     metrics.process_restarts_total.labels(process="a").inc()

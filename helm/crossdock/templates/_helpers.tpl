@@ -14,11 +14,18 @@ app.kubernetes.io/name: crossdock
 app.kubernetes.io/instance: {{ include "crossdock.name" . | quote }}
 {{- end -}}
 
-{{- define "crossdock.labels" -}}
+{{- define "crossdock.ownLabels" -}}
 {{ include "crossdock.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | trunc 63 }}
+{{- end -}}
+
+{{- define "crossdock.labels" -}}
+{{ include "crossdock.ownLabels" . }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* The image of a part, a container's two fields. Takes (list . part). */}}
@@ -55,7 +62,7 @@ annotations:
 {{/* Fields of a part's pod that values give. Takes (list . part own), where `own` has the chart's own answers. */}}
 {{- define "crossdock.podFields" -}}
 {{- $values := index (index . 0).Values (index . 1) -}}
-{{- $given := pick $values "priorityClassName" "runtimeClassName" "schedulerName" "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "initContainers" -}}
+{{- $given := pick $values "priorityClassName" "runtimeClassName" "schedulerName" "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "initContainers" "hostNetwork" -}}
 {{- $given = merge (pick (index . 0).Values "imagePullSecrets") (index . 2) $given -}}
 {{- $fields := dict "securityContext" (index . 0).Values.podSecurityContext -}}
 {{- range $name, $value := $given -}}
@@ -114,6 +121,9 @@ startupProbe: {{- merge (deepCopy (index (index . 0).Values (index . 1)).startup
 - port: {{ index . 1 }}
   path: /metrics
   interval: {{ $root.Values.monitoring.interval }}
+  {{- with $root.Values.monitoring.relabelings }}
+  relabelings: {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- if eq (include "crossdock.httpScheme" $root) "HTTPS" }}
 {{- $secret := printf "%s-client-tls" (include "crossdock.name" $root) }}
   scheme: https
@@ -290,6 +300,14 @@ http: {{ .Values.tls.http }}
 {{- end -}}
 {{- if or (hasPrefix "/" $worker.model.path) (regexMatch "(^|/)[.][.](/|$)" $worker.model.path) -}}
 {{- fail (printf "worker.model.path: expected a directory inside the volume, without / before it and without .., got %s" $worker.model.path) -}}
+{{- end -}}
+{{- if and $worker.hostNetwork .Values.networkPolicy.enabled (not .Values.networkPolicy.clients) -}}
+{{- fail "worker.hostNetwork: expected the nodes' addresses in networkPolicy.clients beside it, like [{ipBlock: {cidr: 10.0.0.0/16}}], or networkPolicy.enabled=false, got none" -}}
+{{- end -}}
+{{- range $label := keys .Values.commonLabels -}}
+{{- if has $label (include "crossdock.ownLabels" $ | fromYaml | keys) -}}
+{{- fail (printf "commonLabels: expected none of the labels that the chart sets, got %s" $label) -}}
+{{- end -}}
 {{- end -}}
 {{- range $part := list "control" "worker" -}}
 {{- $values := index $.Values $part -}}

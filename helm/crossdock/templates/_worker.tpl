@@ -10,7 +10,8 @@ spec:
   resourceClaims: {{- toYaml . | nindent 4 }}
   {{- end }}
   terminationGracePeriodSeconds: {{ add .Values.worker.stopTimeoutSeconds 10 }}
-  {{- include "crossdock.podFields" (list . "worker" (dict "affinity" (include "crossdock.workerAffinity" . | fromYaml))) | nindent 2 }}
+  {{- $own := dict "affinity" (include "crossdock.workerAffinity" . | fromYaml) "dnsPolicy" (ternary "ClusterFirstWithHostNet" "" .Values.worker.hostNetwork) }}
+  {{- include "crossdock.podFields" (list . "worker" $own) | nindent 2 }}
   containers:
     - name: worker
       {{- include "crossdock.image" (list . "worker") | nindent 6 }}

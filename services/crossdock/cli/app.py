@@ -12,7 +12,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,7 @@ import crossdock
 from crossdock.cli.console import (
     DEFAULT_TARGET,
     KNOWN,
+    Ask,
     ConfigFile,
     Json,
     Overrides,
@@ -40,6 +41,9 @@ from crossdock.cli.postmortem import postmortem
 from crossdock.cli.top import top
 from crossdock.cli.trace import trace
 from crossdock.cli.tune import tune
+
+if TYPE_CHECKING:
+    from crossdock.common.settings import SecurityConfig
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
 _USAGE_ERRORS = (
@@ -104,6 +108,7 @@ def up(
     security: SecurityFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
+    ask: Ask = "",
 ) -> None:
     """Run a control plane and its workers on this host. Ctrl-C drains them."""
     from crossdock.common.config import ConfigFileError, HostConfig, load
@@ -125,18 +130,20 @@ def up(
         raise ConfigFileError("--model: expected the directory of a Hugging Face MoE checkpoint, got none")
     flags = [f"{path}={value}" for path, value in chosen.items() if value not in ("", None)]
     flags += ["control=null"] if join else []
-    guarded = ("worker", *([] if join else ["control"])) if security else ()
-    flags += [f"{part}.security={security_override(security)}" for part in guarded if security]
-    loaded = load(HostConfig, config, [*flags, *(overrides or [])])
-    raise typer.Exit(run_host(on_runtime(loaded, runtime), console()))
+    if security:
+        flags += [f"{part}.security={security_override(security)}" for part in ("worker", "control")[: 2 - bool(join)]]
+    loaded = on_runtime(load(HostConfig, config, [*flags, *(overrides or [])]), runtime)
+    raise typer.Exit(_answer(ask, loaded.http_listen, loaded.worker.security) if ask else run_host(loaded, console()))
 
 
 @app.command()
-def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0) -> None:
+def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0, ask: Ask = "") -> None:
     """Run the control plane: membership and ranks of the group. Needs no torch."""
     from crossdock.common.config import ControlConfig, load
 
     loaded = load(ControlConfig, config, overrides or [])
+    if ask:
+        raise typer.Exit(_answer(ask, loaded.http_listen, loaded.security))
     _die_with(parent_pid)
     from crossdock.control.process import run_control
 
@@ -144,11 +151,13 @@ def control(config: ConfigFile = None, overrides: Overrides = None, parent_pid: 
 
 
 @app.command()
-def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0) -> None:
+def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: ParentPid = 0, ask: Ask = "") -> None:
     """Run one expert worker: one process, one device, one rank."""
     from crossdock.common.config import WorkerConfig, load
 
     loaded = load(WorkerConfig, config, overrides or [])
+    if ask:
+        raise typer.Exit(_answer(ask, loaded.http_listen, loaded.security))
     _die_with(parent_pid)
     with _gc_paused():
         from crossdock.worker.process import end_process, run_worker
@@ -158,6 +167,20 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
     except Exception as error:
         code = _failed(error)
     end_process(code)
+
+
+@app.command()
+def ready(
+    pid: Annotated[int, typer.Option("--pid", min=1, help="Its process id; in a container 1.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Ask the `crossdock up`, `control` or `worker` that runs here as a process whether it is ready. Exit status 1: no.
+
+    Where it listens, and whether with TLS, is read from its own command line and configuration.
+    """
+    from crossdock.cli.ready import words_of
+
+    app([*words_of(pid), "--ask", "json" if as_json else "text"], prog_name="crossdock")
 
 
 @app.command("deep-ep")
@@ -396,6 +419,15 @@ def _refuse_beside_join(join: str, options: dict[str, object]) -> None:
     for option, given in options.items():
         if join and given:
             raise ConfigFileError(f"--join: expected no {option} beside it (the control plane then runs elsewhere)")
+
+
+def _answer(ask: str, http_listen: str, security: SecurityConfig) -> int:
+    """Say whether the server of a configuration is ready; the exit status."""
+    from crossdock.cli.ready import readiness
+
+    is_ready, said = readiness(http_listen, security)
+    show_json({"ready": is_ready, "said": said}) if ask == "json" else print(said)
+    return 0 if is_ready else EXIT_FAILED
 
 
 def _die_with(parent_pid: int) -> None:

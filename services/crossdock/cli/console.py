@@ -25,6 +25,8 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Override one field: path.to.field=value. Repeatable.")
 ]
 ParentPid = Annotated[int, typer.Option("--parent-pid", hidden=True)]
+Ask = Annotated[str, typer.Option("--ask", hidden=True)]
+"""Of a server: do not start, but say as text or json whether the one of this configuration is ready."""
 Target = Annotated[str, typer.Option("--target", "-t", help="host:port of the control plane, or several: a:1,b:1.")]
 SecurityFile = Annotated[
     Path | None, typer.Option("--security", help="YAML file: certificates and token (docs/security.md).")

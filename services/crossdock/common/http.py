@@ -75,13 +75,13 @@ class HttpServer:
 
 
 def ask_http(
-    address: str, path: str, timeout_s: float, security: Security | None = None, name: str = "", accept: str = ""
+    address: str, path: str, timeout_s: float, tls: ssl.SSLContext | None = None, name: str = "", accept: str = ""
 ) -> tuple[int, str]:
     """Status and text of `path` at a server `address` (host:port). Proxies named in the environment are ignored.
 
     Args:
         timeout_s: of connecting, of each wait for bytes, and until the answer is whole.
-        security: to verify the server and to present a certificate; None: plain text.
+        tls: how the server is verified, and which certificate is shown; None: plain text.
         name: expected in the server's certificate; "": the host of `address`.
         accept: content type asked for; "": the server's choice.
 
@@ -92,10 +92,9 @@ def ask_http(
     until = time.monotonic() + timeout_s
     connection = HTTPConnection(host, port, timeout=timeout_s)
     try:
-        if security is not None:
-            context = security.http_caller()
+        if tls is not None:
             plain = socket.create_connection((host, port), timeout_s)
-            connection.sock = context.wrap_socket(plain, server_hostname=name or host)
+            connection.sock = tls.wrap_socket(plain, server_hostname=name or host)
         connection.request("GET", path, headers={"Accept": accept} if accept else {})
         response = connection.getresponse()
         return response.status, _body(response, until).decode(errors="replace")

@@ -1,6 +1,6 @@
 """The control plane as a process, alone or as one of several (leader.py).
 
-run_control(config)   blocking; prints one `crossdock-ready {...}` line, serves until SIGTERM or SIGINT
+run_control(config)   blocking; prints one `crossdock-ready {...}` line, serves until SIGTERM, SIGINT, hang-up
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from crossdock.common.call_limits import WAITING_PER_PEER, CallLimits
 from crossdock.common.config import ControlConfig, Identity
 from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.common.grpc_core_log import grpc_core_log
+from crossdock.common.hangup import at_hangup
 from crossdock.common.http import page_of, serve_http
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import ControlMetrics
@@ -133,10 +134,11 @@ class Leadership:
 
 
 async def _serve(config: ControlConfig, metrics: ControlMetrics) -> int:
-    stop = asyncio.Event()
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    metrics.count_tasks(asyncio.get_running_loop())
+        loop.add_signal_handler(number, stop.set)
+    at_hangup(lambda: loop.call_soon_threadsafe(stop.set))
+    metrics.count_tasks(loop)
     security = security_of(config.security)
     async with contextlib.AsyncExitStack() as closing:  # in reverse order, each even if another one fails
         alive = Liveness(lagged=metrics.event_loop_lag_seconds.observe)

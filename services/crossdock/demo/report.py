@@ -44,8 +44,8 @@ def phases(members: Sequence[Member], security: Security | None = None, within_s
 
 def _page(member: Member, security: Security | None) -> str:
     name = security.config.worker_name if security is not None else ""
-    guard = security if member.https else None
-    status, text = ask_http(member.http_address, "/metrics", _TIMEOUT_S, guard, name)
+    tls = security.http_caller() if security is not None and member.https else None
+    status, text = ask_http(member.http_address, "/metrics", _TIMEOUT_S, tls, name)
     if status != HTTPStatus.OK:
         raise OSError(
             f"rank {member.rank}: {member.http_address}/metrics: expected its page, got {status}: {text.strip()}"

@@ -137,4 +137,5 @@ def _ask(
     """Status and text of a process's page. Raises OSError, http.client.HTTPException: no answer."""
     guard = security if addresses.https else None
     named = "" if guard is None else guard.config.control_name if name == CONTROL else guard.config.worker_name
-    return ask_http(addresses.http_address, path, timeout_s, guard, named, accept)
+    tls = None if guard is None else guard.http_caller()
+    return ask_http(addresses.http_address, path, timeout_s, tls, named, accept)

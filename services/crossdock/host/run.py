@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 from rich.console import Console
@@ -18,6 +17,7 @@ from rich.text import Text
 from crossdock.common import log, transports
 from crossdock.common.addresses import is_loopback
 from crossdock.common.config import ConfigFileError, HostConfig, LogConfig
+from crossdock.common.hangup import at_hangup
 from crossdock.common.http import serve_http
 from crossdock.common.settings import DockerConfig
 from crossdock.host.group_table import as_address_table, format_bytes, plain_text_warning
@@ -52,7 +52,7 @@ def on_runtime(config: HostConfig, runtime: str) -> HostConfig:
 
 
 def run_host(config: HostConfig, console: Console) -> int:
-    """Run the host's processes or containers until SIGINT, SIGTERM or SIGHUP, then drain them; the exit status.
+    """Run the host's processes or containers until SIGINT, SIGTERM or hang-up, then drain them; the exit status.
 
     Raises:
         ConfigFileError: the model, the transport or a GPU is not there, or an image or the SDK for containers; or
@@ -90,16 +90,9 @@ def run_host(config: HostConfig, console: Console) -> int:
 
 
 def _interrupt_at_signals() -> None:
-    """SIGTERM, and SIGHUP unless it is ignored (nohup), act as Ctrl-C. A terminal that closes sends SIGHUP twice, and a
-    second Ctrl-C kills: only the first SIGHUP counts."""
+    """SIGTERM and the end of the terminal act as Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def hung_up(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, hung_up)
+    at_hangup(lambda: signal.raise_signal(signal.SIGTERM))
 
 
 def _print_if_open(words: str, console: Console) -> None:

@@ -29,6 +29,7 @@ from crossdock.common.announce import announce, seen_from_outside
 from crossdock.common.call_limits import CallLimits
 from crossdock.common.config import Identity, WorkerConfig
 from crossdock.common.grpc_core_log import grpc_core_log
+from crossdock.common.hangup import at_hangup
 from crossdock.common.http import HttpServer, page_of, serve_http
 from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import WorkerMetrics
@@ -351,12 +352,14 @@ def _broken(line: asyncio.Task[None]) -> int:
 
 
 def _handle_signals(stop: asyncio.Event) -> None:
-    """The first SIGTERM or SIGINT drains, the second ends the process at once."""
+    """The first SIGTERM or SIGINT, or the end of the terminal, drains; the second ends the process at once."""
 
     def on_signal(number: int) -> None:
         if stop.is_set():
             os._exit(128 + number)
         stop.set()
 
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+        loop.add_signal_handler(number, on_signal, number)
+    at_hangup(lambda: loop.call_soon_threadsafe(stop.set))

@@ -74,6 +74,13 @@ def container(images: Images, name: str, *words: str) -> Iterator[str]:
         images.podman("rm", "--force", "--ignore", name)
 
 
+def healthcheck(images: Images, name: str) -> str:
+    """What the image's HEALTHCHECK says in a container; raises RuntimeError where it fails."""
+    image = json.loads(images.podman("inspect", name))[0]["Image"]
+    _, *command = json.loads(images.podman("image", "inspect", image))[0]["Config"]["Healthcheck"]["Test"]
+    return images.podman("exec", name, *command).strip()
+
+
 def stop(images: Images, name: str) -> tuple[int, str]:
     """SIGTERM; exit status and log."""
     images.podman("stop", f"--time={STOP_S}", name)
@@ -89,6 +96,7 @@ def test_the_control_plane_starts_without_rights_and_stops_when_told(images: Ima
         assert images.podman("exec", name, "python", "-c", "import os; print(os.getuid())").strip() == "10001"
         assert 'crossdock_world_size{group="default"} 4.0' in get(http, "/metrics")
         assert images.podman("exec", name, "cat", "/proc/1/comm").strip() == "tini"
+        assert healthcheck(images, name).startswith("FORMING epoch 0")
         code, _ = stop(images, name)
     assert code == 0
 
@@ -136,6 +144,7 @@ def test_a_checkpoint_is_served_and_every_answer_is_right(images: Images, model:
         *settings,
     ) as name:
         wait_for(images, name, host)
+        assert healthcheck(images, name) == "ready"
         script = f"--volume={ASK}:/ask.py:ro"
         command = [
             "--entrypoint=python",
