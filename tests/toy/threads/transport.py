@@ -153,7 +153,8 @@ class Threads(Transport):
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
         self.collect(self._show((epoch, "set_active", 0), None), mask)
         with _changed:
-            self._region.posts = {key: brought for key, brought in self._region.posts.items() if key[0] == epoch}
+            posts = self._region.posts.items()  # those of the former epoch may still be read
+            self._region.posts = {key: brought for key, brought in posts if key[0] >= self.epoch}
             self.active, self.epoch, self._region.epoch = tuple(mask), epoch, epoch
             self._numbers.clear(), self._lost.clear()
 
