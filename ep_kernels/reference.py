@@ -25,11 +25,11 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Received:
+class Arrivals:
     """Where one rank puts the rows that it receives.
 
     Attributes:
-        rows: they, in canonical order.
+        rows: in canonical order.
         place: int64 [N], of each of them in the output (leading shape flattened); -1 = dropped.
         shape: leading shape of the output.
         offsets: int64 [L+1], start of each expert's group, cut at the capacity (GROUPED).
@@ -52,19 +52,19 @@ class ReferenceStep:
         config, active: as given.
         weights: float32 [T, K] of each source rank.
         routes: the `Route` of each source rank.
-        received: by destination rank.
+        arrivals: by destination rank.
     """
 
     config: MoEConfig
     active: tuple[bool, ...]
     weights: list[torch.Tensor]
     routes: list[Route]
-    received: list[Received]
+    arrivals: list[Arrivals]
 
     @property
     def places(self) -> list[list[torch.Tensor]]:
-        """places[destination][source]: see `Received`."""
-        return [each.places for each in self.received]
+        """places[destination][source]: see `Arrivals`."""
+        return [each.places for each in self.arrivals]
 
 
 def routed(
@@ -74,16 +74,16 @@ def routed(
     num_ranks, experts = config.group.size, config.resolved_expert_map
     alive = tuple(active) if active is not None else (True,) * num_ranks
     routes = [route(experts, ids[: None if alive[s] else 0], s, alive) for s, ids in enumerate(topk_ids)]
-    received = [_received(config, routes, rank) for rank in range(num_ranks)]
-    return ReferenceStep(config, alive, list(topk_weights), routes, received)
+    arrivals = [_arrivals(config, routes, rank) for rank in range(num_ranks)]
+    return ReferenceStep(config, alive, list(topk_weights), routes, arrivals)
 
 
-def _received(config: MoEConfig, routes: list[Route], rank: int) -> Received:
+def _arrivals(config: MoEConfig, routes: list[Route], rank: int) -> Arrivals:
     num_local = config.resolved_expert_map.num_local_experts(rank)
     per_expert = config.resolved_layout.per_expert
     rows = expert_rows(routes, rank, num_local) if per_expert else rank_rows(routes, rank)
     place, shape, offsets = _places(config, rows, num_local)
-    return Received(rows, place, shape, offsets, _place_tables(config, routes, rows, place, rank))
+    return Arrivals(rows, place, shape, offsets, _place_tables(config, routes, rows, place, rank))
 
 
 def dispatch(
@@ -106,8 +106,8 @@ def dispatch(
 
 def _receive(step: ReferenceStep, xs: Tensors, scales: Tensors | None, rank: int) -> DispatchOutput:
     config, layout, here = step.config, step.config.resolved_layout, step.routes[rank]
-    received = step.received[rank]
-    rows, place, shape, offsets = received.rows, received.place, received.shape, received.offsets
+    arrivals = step.arrivals[rank]
+    rows, place, shape, offsets = arrivals.rows, arrivals.place, arrivals.shape, arrivals.offsets
     counts = torch.bincount(rows.group[place >= 0], minlength=len(rows.counts))
     tokens = _deliver(xs, rows, place, shape)
     scale = None if scales is None else _deliver(scales, rows, place, shape)

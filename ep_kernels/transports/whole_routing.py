@@ -69,7 +69,7 @@ class WholeRouting:
     def row_weights(self, config: MoEConfig, active: Sequence[bool], rows_shape: tuple[int, ...]) -> torch.Tensor:
         """See `Transport.row_weights`."""
         made, step = torch.zeros(rows_shape, dtype=torch.float32, device="cpu"), self.step(config, active)
-        for places, weights in zip(step.received[config.group.rank].places, step.weights, strict=True):
+        for places, weights in zip(step.arrivals[config.group.rank].places, step.weights, strict=True):
             served = places >= 0
             made.view(-1)[places[served]] = weights[: len(places)][served]
         return made.to(self.ids.device)
@@ -81,7 +81,7 @@ class WholeRouting:
 
     def num_rows(self, config: MoEConfig, active: Sequence[bool]) -> int:
         """Rows of a compact layout that arrived here, padding included, less those that were dropped."""
-        received = self.step(config, active).received[config.group.rank]
+        arrivals = self.step(config, active).arrivals[config.group.rank]
         if config.resolved_layout.per_expert:
-            return int(received.offsets[-1])
-        return int((received.place >= 0).sum())
+            return int(arrivals.offsets[-1])
+        return int((arrivals.place >= 0).sum())
