@@ -45,6 +45,13 @@ def row_bytes(config: MoEConfig) -> int:
     return int(config.hidden_size * config.payload_dtype.itemsize + scales)
 
 
+def partial_bytes(config: MoEConfig) -> int:
+    """Bytes of one partial sum as combine moves it, scales included."""
+    dtype = config.resolved_combine_dtype
+    scales = 4 * scale_columns(config.hidden_size, ScaleFormat.FP32) if dtype.itemsize == 1 else 0
+    return int(config.hidden_size * dtype.itemsize + scales)
+
+
 def quantize(x: torch.Tensor, scale_format: ScaleFormat = ScaleFormat.FP32) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., H] floating -> (q [..., H] float8_e4m3fn, scales).
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +25,26 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Arrivals:
+    """Where one rank puts the rows that it receives.
+
+    Attributes:
+        rows: in canonical order.
+        place: int64 [N], of each of them in the output (leading shape flattened); -1 = dropped.
+        shape: leading shape of the output.
+        offsets: int64 [L+1], start of each expert's group, cut at the capacity (GROUPED).
+        places: places[source] is int64 [T, K]: the place that serves (token, k); -1 = not there, or dropped. In
+            rank-wise layouts it is the token's one row, at each k that it serves.
+    """
+
+    rows: Rows
+    place: torch.Tensor
+    shape: tuple[int, ...]
+    offsets: torch.Tensor
+    places: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
 class ReferenceStep:
     """What combine needs of a dispatch.
 
@@ -32,15 +52,38 @@ class ReferenceStep:
         config, active: as given.
         weights: float32 [T, K] of each source rank.
         routes: the `Route` of each source rank.
-        places: places[destination][source] is int64 [T, K]: the row (leading shape flattened) that serves (token, k);
-            -1 = not there, or dropped. In rank-wise layouts it is the token's one row, at each k that it serves.
+        arrivals: by destination rank.
     """
 
     config: MoEConfig
     active: tuple[bool, ...]
     weights: list[torch.Tensor]
     routes: list[Route]
-    places: list[list[torch.Tensor]] = field(default_factory=list)
+    arrivals: list[Arrivals]
+
+    @property
+    def places(self) -> list[list[torch.Tensor]]:
+        """places[destination][source]: see `Arrivals`."""
+        return [each.places for each in self.arrivals]
+
+
+def routed(
+    config: MoEConfig, topk_ids: Tensors, topk_weights: Tensors, active: Sequence[bool] | None = None
+) -> ReferenceStep:
+    """Where every row goes, without any. Inactive ranks send and receive nothing."""
+    num_ranks, experts = config.group.size, config.resolved_expert_map
+    alive = tuple(active) if active is not None else (True,) * num_ranks
+    routes = [route(experts, ids[: None if alive[s] else 0], s, alive) for s, ids in enumerate(topk_ids)]
+    arrivals = [_arrivals(config, routes, rank) for rank in range(num_ranks)]
+    return ReferenceStep(config, alive, list(topk_weights), routes, arrivals)
+
+
+def _arrivals(config: MoEConfig, routes: list[Route], rank: int) -> Arrivals:
+    num_local = config.resolved_expert_map.num_local_experts(rank)
+    per_expert = config.resolved_layout.per_expert
+    rows = expert_rows(routes, rank, num_local) if per_expert else rank_rows(routes, rank)
+    place, shape, offsets = _places(config, rows, num_local)
+    return Arrivals(rows, place, shape, offsets, _place_tables(config, routes, rows, place, rank))
 
 
 def dispatch(
@@ -53,23 +96,18 @@ def dispatch(
     active: Sequence[bool] | None = None,
 ) -> tuple[list[DispatchOutput], ReferenceStep]:
     """Deliver x [T, H] of every rank (with its own scales [T, S], if any). Inactive ranks send and receive nothing."""
-    num_ranks, experts = config.group.size, config.resolved_expert_map
-    alive = tuple(active) if active is not None else (True,) * num_ranks
-    routes = [route(experts, ids[: None if alive[s] else 0], s, alive) for s, ids in enumerate(topk_ids)]
-    step = ReferenceStep(config, alive, list(topk_weights), routes)
+    step = routed(config, topk_ids, topk_weights, active)
     if config.quantize:
         packed = config.scale_format is ScaleFormat.UE8M0_PACKED
         pairs = [quant.quantize(x, ScaleFormat.UE8M0 if packed else config.scale_format) for x in xs]
         xs, scales = [q for q, _ in pairs], [scale for _, scale in pairs]
-    return [_receive(step, xs, scales, rank) for rank in range(num_ranks)], step
+    return [_receive(step, xs, scales, rank) for rank in range(config.group.size)], step
 
 
 def _receive(step: ReferenceStep, xs: Tensors, scales: Tensors | None, rank: int) -> DispatchOutput:
     config, layout, here = step.config, step.config.resolved_layout, step.routes[rank]
-    num_local = config.resolved_expert_map.num_local_experts(rank)
-    rows = expert_rows(step.routes, rank, num_local) if layout.per_expert else rank_rows(step.routes, rank)
-    place, shape, offsets = _places(config, rows, num_local)
-    step.places.append(_place_tables(step, rows, place, rank))
+    arrivals = step.arrivals[rank]
+    rows, place, shape, offsets = arrivals.rows, arrivals.place, arrivals.shape, arrivals.offsets
     counts = torch.bincount(rows.group[place >= 0], minlength=len(rows.counts))
     tokens = _deliver(xs, rows, place, shape)
     scale = None if scales is None else _deliver(scales, rows, place, shape)
@@ -121,11 +159,13 @@ def _places(config: MoEConfig, rows: Rows, num_local: int) -> tuple[torch.Tensor
     return torch.where(place < capacity, place, -1), shape, offsets
 
 
-def _place_tables(step: ReferenceStep, rows: Rows, place: torch.Tensor, rank: int) -> list[torch.Tensor]:
+def _place_tables(
+    config: MoEConfig, routes: list[Route], rows: Rows, place: torch.Tensor, rank: int
+) -> list[torch.Tensor]:
     tables = []
-    for source, r in enumerate(step.routes):
+    for source, r in enumerate(routes):
         table, here = torch.full_like(r.rank, -1), rows.source == source
-        if step.config.resolved_layout.per_expert:
+        if config.resolved_layout.per_expert:
             table[rows.token[here], rows.k[here]] = place[here]
         else:
             table[rows.token[here]] = place[here][:, None]

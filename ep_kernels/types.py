@@ -234,6 +234,7 @@ class Capabilities:
         modes: algorithms.
         graphs: True if operations can be captured in a CUDA graph.
         abi: hash of the region's byte map; ranks with different hashes must not form a group.
+        samples: True if every operation leaves a LatencySample.
     """
 
     device_type: str
@@ -242,3 +243,4 @@ class Capabilities:
     modes: tuple[Mode, ...]
     graphs: bool
     abi: str
+    samples: bool = False

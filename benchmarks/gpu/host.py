@@ -121,7 +121,7 @@ class Alone(NvlinkTransport):
 
     def barrier(self) -> None:
         """See `base.MemberTransport`."""
-        if self._config.group.size > 1:
+        if self.config.group.size > 1:
             self.stop()
 
     def stop(self) -> None:

@@ -59,7 +59,7 @@ class Alone(NvlinkCollectives):
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `base.MemberTransport`; nobody else is asked."""
-        domain, size = self._domain, self._config.group.size
+        domain, size = self._domain, self.config.group.size
         domain.mappings = [domain.region.mapping] * size
         pages = [os.dup(domain.mailbox.fd) for _ in range(size)]
         domain.mailbox.attach(pages)

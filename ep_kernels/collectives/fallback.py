@@ -13,11 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_kernels import tuning
-from ep_kernels.collectives.collective_types import CollectiveCapabilities, CollectiveOp
+from ep_kernels.collectives.collective_types import CollectiveCapabilities
 from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, PeerTimeout, TransportError
-from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs, TermCopies
-from ep_kernels.types import LatencySample, PeerTraffic
+from ep_kernels.transports.collective_base import CollectiveTransport, GatherArgs, ReduceArgs
 
 _REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -86,7 +84,7 @@ class TorchPending:
         yield [self._own, *(rank for rank in range(self._ranks) if rank != self._own)]
 
 
-class TorchCollectives:
+class TorchCollectives(CollectiveTransport):
     """See `collective_base.CollectiveTransport`.
 
     Args:
@@ -96,9 +94,9 @@ class TorchCollectives:
     """
 
     def __init__(self, group: Any, device_type: str, reason: str) -> None:
+        super().__init__(group)
         self._group, self._size, self._rank = group.process_group, group.size, group.rank
         on_device = device_type or ("cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
-        self.terms: TermCopies | None = None
         self.capabilities = CollectiveCapabilities(
             device_type=on_device, cross_host=True, graphs=False, abi="torch", algorithms={}, reason=reason
         )
@@ -117,9 +115,6 @@ class TorchCollectives:
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `MemberTransport.import_regions`."""
 
-    def drain(self, timeout_s: float) -> None:
-        """See `MemberTransport.drain`: the process group brings to an end what it has begun."""
-
     def close(self) -> None:
         """See `MemberTransport.close`. The process group is the caller's."""
         self._closed = True
@@ -135,16 +130,6 @@ class TorchCollectives:
         self._lost.update(ranks)
 
     # The group.
-
-    def check(self, op: str = "check") -> None:
-        """See `MemberTransport.check`."""
-
-    def check_results(self) -> None:
-        """See `MemberTransport.check_results`."""
-
-    def failed(self) -> torch.Tensor:
-        """See `MemberTransport.failed`."""
-        return torch.zeros(1, dtype=torch.int64, device=self.capabilities.device_type)
 
     def barrier(self) -> None:
         """See `MemberTransport.barrier`."""
@@ -174,43 +159,11 @@ class TorchCollectives:
         """See `MemberTransport.look_for_peer`."""
         return self.wait_for_peer(0.0)
 
-    def call_exchange(self) -> None:
-        """See `MemberTransport.call_exchange`: does nothing, since peers cannot be signalled."""
-
     def wake(self) -> None:
         """See `MemberTransport.wake`."""
         self._woken.set()
 
-    def samples(self) -> list[LatencySample]:
-        """See `MemberTransport.samples`: none are taken."""
-        return []
-
-    def traffic(self) -> list[PeerTraffic]:
-        """See `MemberTransport.traffic`: unknown."""
-        return []
-
-    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
-        """See `MemberTransport.peek`."""
-        return words.cpu()
-
-    def device_name(self) -> str:
-        """See `MemberTransport.device_name`."""
-        on_cpu = self.capabilities.device_type == "cpu"
-        return tuning.cpu_name() if on_cpu else torch.cuda.get_device_name()
-
     # Operations.
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See `CollectiveTransport.empty`: ordinary memory."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self.capabilities.device_type)
-
-    def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """See `CollectiveTransport.offset_of`: nothing is registered."""
-        return None
-
-    def pool(self) -> range:
-        """See `CollectiveTransport.pool`: nothing is registered."""
-        return range(0)
 
     def all_gather(self, args: GatherArgs) -> TorchPending:
         """See `CollectiveTransport.all_gather`."""
@@ -252,9 +205,6 @@ class TorchCollectives:
             for work in works:
                 _mapped(work.wait)
         return TorchPending(works, self._size, self._rank)
-
-    def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> None:
-        """See `CollectiveTransport.plan_for`: there is none."""
 
     def _check_dtype(self, x: torch.Tensor, reduction: str) -> None:
         """Raise ArgumentError for what the backend would refuse once it has begun."""

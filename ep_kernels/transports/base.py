@@ -13,10 +13,11 @@ Order and places of rows are defined by `ep_kernels/routing.py`, bits by `ep_ker
 * Packed UE8M0 scales have the strides of `quant.pack` for the rows of the tensor that is handed out.
 
 A transport is one folder `ep_kernels/transports/<name>/` with a `transport.py` that defines `create(config)`, and a
-`transport.toml` with what others must know without loading it (services/crossdock/common/transports.py). It may assume
-that the communicator has checked every shape, dtype, stride and device, and that calls come from one thread, except
-`samples`, `traffic`, `peek`, `wake`, `abort`, `give_up` and `close`, which any thread may call at any time (but never
-two of these at once).
+`transport.toml` with what others must know without loading it (services/crossdock/common/transports.py). It derives
+from `Transport`: what is abstract here it must write, the rest has a default that is right and perhaps slow. It may
+assume that the communicator has checked every shape, dtype, stride and device, and that calls come from one thread,
+except `samples`, `traffic`, `peek`, `wake`, `abort`, `give_up` and `close`, which any thread may call at any time (but
+never two of these at once).
 
 Order of a life: (AUTO is settled: `device_name`, `ll_max_tokens`) -> `allocate` -> tickets travel by the group ->
 `import_regions` -> `barrier` -> operations -> `close`.
@@ -28,19 +29,26 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
+from ep_kernels import quant, tuning
 from ep_kernels.config import MoEConfig
-from ep_kernels.errors import ConfigError
+from ep_kernels.errors import ArgumentError, ConfigError
 from ep_kernels.network.network_config import NetworkConfig
+from ep_kernels.transports.whole_routing import WholeRouting
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, KeptStep, LatencySample, Mode, PeerTraffic
 
 EXCHANGE_WORDS = 8
 """int64 words per rank in one `exchange`."""
+LL_MAX_TOKENS = 128
+"""AUTO's crossover where a transport names none: the size of a decode step."""
+_NAP_S = 20e-6
+"""Instead of a look for a peer."""
 
 
 @dataclass(slots=True)
@@ -93,14 +101,14 @@ class CombineArgs:
 
 
 class PendingDispatch(Protocol):
-    """A dispatch whose send phase is done. `wait` runs the receive phase; a second call returns the same result."""
+    """A dispatch whose send phase is done."""
 
     def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
-        """Finish. Raises PeerTimeout, AbortedError, ClosedError, TransportError where peers have gone on without this
-        rank, HandleError where ranks bring the routings of different steps (which breaks nothing); what a call
-        that does not wait for its device cannot know yet, `check` and `check_results` raise later. Rows past the
-        capacity are dropped and counted in `num_dropped` whatever `config.overflow` says: it is the communicator that
-        raises CapacityError."""
+        """Run the receive phase; called at most once. Raises PeerTimeout, AbortedError, ClosedError, TransportError
+        where peers have gone on without this rank, HandleError where ranks bring the routings of different steps and
+        ArgumentError where AUTO's modes differ (both break nothing); what a call that does not wait for its device
+        cannot know yet, `check` and `check_results` raise later. Rows past the capacity are dropped and counted in
+        `num_dropped` whatever `config.overflow` says: it is the communicator that raises CapacityError."""
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """(tokens, scales, counts) of the output to come: the same memory, before `wait` has filled it. Asked only
@@ -111,7 +119,8 @@ class PendingCombine(Protocol):
     """A combine whose send phase is done."""
 
     def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Finish: (z [T, H] in the output dtype, float32 [T, K] with row_weights). Raises as `PendingDispatch.wait`."""
+        """Run the receive phase; called at most once. (z [T, H] in the output dtype, float32 [T, K] with row_weights);
+        out: room for z, or None. Raises as `PendingDispatch.wait`."""
 
 
 Delivered = tuple[DispatchOutput, DispatchHandle, int]
@@ -162,91 +171,147 @@ class HandleState(Protocol):
         """All that the handle itself has not, as tensors in a fixed order; on GPUs on the device, for CUDA graphs."""
 
 
-class MemberTransport(Protocol):
-    """What every transport of a group does, whatever it moves: life, membership, meeting, errors, measurements."""
+class MemberTransport(ABC):
+    """What every transport of a group does, whatever it moves: life, membership, meeting, errors, measurements.
 
-    domains: tuple[int, ...]
-    """[R], lowest rank of each rank's domain: the ranks of one are reached without a network. Final after
-    `import_regions`."""
+    Attributes:
+        capabilities: what it can do; its `device_type` is torch's, of tensors.
+        domains: [R], lowest rank of each rank's domain: the ranks of one are reached without a network. Final after
+            `import_regions`; by default, of one domain.
+        active: [R], ranks that take part.
+        epoch: membership counter.
 
+    Args:
+        group: the `config.Group`.
+    """
+
+    capabilities: Any
+
+    def __init__(self, group: Any) -> None:
+        self.domains: tuple[int, ...] = (0,) * group.size
+        self.active: tuple[bool, ...] = (True,) * group.size
+        self.epoch: int = group.epoch
+
+    # To be written.
+
+    @abstractmethod
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """Map every peer's region. Raises TransportError naming the rank and why (ABI, gone, no permission)."""
 
-    def check(self, op: str = "check") -> None:
-        """Raise what has failed on the device so far, if anything did; waits for nothing. The communicator asks before
-        each operation, whose name errors get. A transport whose calls raise their own errors does nothing here."""
-
-    def failed(self) -> torch.Tensor:
-        """int64 [1], 0 until an operation has ended in an error on the device, on which it lies. Always 0 where
-        a transport's calls raise their own errors."""
-
-    def check_results(self) -> None:
-        """Raise, once each, what operations found whose `wait` did not read the device: HandleError where ranks brought
-        the routings of different steps, CapacityError (without output and handle) where rows were dropped though none
-        should be. Waits for nothing and breaks nothing. A transport whose calls raise their own errors does nothing."""
-
-    def barrier(self) -> None:
-        """Meet all active ranks."""
-
-    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
-        """Collective of the survivors: from the next operation on, ranks with mask False take no part."""
-
+    @abstractmethod
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
         """Host-side all-gather of EXCHANGE_WORDS int64 among active ranks (None for the others). A rank in it is
-        visible to its peers' `wait_for_peer` at once."""
+        visible to its peers' `wait_for_peer` at once. No words: a `barrier`, by whose name errors call it, and which
+        no `wait_for_peer` sees."""
 
+    @abstractmethod
+    def set_active(self, mask: Sequence[bool], epoch: int) -> None:
+        """Collective of the survivors: from the next operation on, ranks with mask False take no part. What is under
+        way is void. A rank that was left out hears it at its next wait, in a TransportError."""
+
+    @abstractmethod
     def wait_for_peer(self, timeout_s: float) -> bool:
         """Sleep without spinning until a peer is in an `exchange` that this rank has not entered, or has called it
         (True), until `wake()` (True; a wake before the call counts) or until the timeout (False)."""
 
-    def look_for_peer(self, timeout_s: float, fd: int) -> bool:
-        """As `wait_for_peer`, but spins; in between, other threads of its processor run. False, too, once `fd` can be
-        read, and where a transport cannot look so fast: it sleeps for a moment instead."""
-
-    def call_exchange(self) -> None:
-        """End the peers' `wait_for_peer`, if that can be done at once: this rank is about to enter an exchange."""
-
+    @abstractmethod
     def wake(self) -> None:
         """End this rank's `wait_for_peer` from another thread."""
 
-    def samples(self) -> Sequence[LatencySample]:
-        """Latency records since the last call, oldest first; the ring keeps the newest 4096."""
-
-    def traffic(self) -> list[PeerTraffic]:
-        """Traffic by rank of other hosts, in ascending order; [] without a network. Any thread."""
-
-    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
-        """A host copy of int64 [R] on the device, beside whatever that does: no stream is waited for. None where it
-        could not be had at once."""
-
-    def device_name(self) -> str:
-        """What this rank computes on, as its maker names it: crossovers are remembered by it. Allocates nothing."""
-
+    @abstractmethod
     def abort(self, reason: str) -> None:
         """Sticky: every wait of this rank, present and future, ends in AbortedError(reason)."""
 
+    @abstractmethod
     def give_up(self, ranks: Sequence[int]) -> None:
         """Give up these ranks: while they are active, this rank's waits for their parts, present and future, end in
         PeerTimeout (`given_up`) at once; on the host those for others, too. What has arrived already counts."""
 
-    def drain(self, timeout_s: float) -> None:
-        """Wait until the operations that this rank has begun have done their part: peers may need rows of them. Bounded
-        by their deadlines, and for what the network has still to send by `timeout_s`; ended by `abort`, from any
-        thread. Does nothing where operations end before they return."""
-
-    def close_in_child(self) -> None:
-        """This process is a forked child, and nothing will be called here any more: close its copies of descriptors,
-        let go of mappings where that calls no driver, and touch nothing that is shared with the parent."""
-
+    @abstractmethod
     def close(self) -> None:
         """Free everything. Never waits for a peer; safe with dead ones; idempotent."""
 
+    # With a default. Errors: for calls that raise their own.
 
-class Transport(MemberTransport, Protocol):
-    """One backend between the ranks of one group, for dispatch and combine."""
+    def check(self, op: str = "check") -> None:
+        """Raise what has failed on the device so far, if anything did; waits for nothing. The communicator asks before
+        each operation, whose name errors get. By default nothing."""
 
+    def failed(self) -> torch.Tensor:
+        """int64 [1], 0 until an operation has ended in an error on the device, on which it lies. By default always."""
+        return torch.zeros(1, dtype=torch.int64, device=self.capabilities.device_type)
+
+    def check_results(self) -> None:
+        """Raise, once each, what operations found whose `wait` did not read the device: HandleError where ranks brought
+        the routings of different steps, CapacityError (without output and handle) where rows were dropped though none
+        should be. Waits for nothing and breaks nothing. By default nothing."""
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until the operations that this rank has begun have done their part: peers may need rows of them. Bounded
+        by their deadlines, and for what the network has still to send by `timeout_s`; ended by `abort`, from any
+        thread. By default they have when they return."""
+
+    # Meeting.
+
+    def barrier(self) -> None:
+        """Meet all active ranks."""
+        self.exchange(())
+
+    def look_for_peer(self, timeout_s: float, fd: int) -> bool:
+        """As `wait_for_peer`, but spins; in between, other threads of its processor run. False, too, once `fd` can be
+        read. By default one short sleep."""
+        return self.wait_for_peer(min(timeout_s, _NAP_S))
+
+    def call_exchange(self) -> None:
+        """End the peers' `wait_for_peer`, if that can be done at once: this rank is about to enter an exchange. By
+        default it cannot."""
+
+    # Measurements.
+
+    def samples(self) -> Sequence[LatencySample]:
+        """Latency records since the last call, oldest first; the ring keeps the newest 4096. By default none
+        (`Capabilities.samples`)."""
+        return ()
+
+    def traffic(self) -> list[PeerTraffic]:
+        """Traffic by rank of other hosts, in ascending order; [] without a network. Any thread."""
+        return []
+
+    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
+        """A host copy of int64 [R] on the device, beside whatever that does: no stream is waited for. None where it
+        could not be had at once."""
+        return words.clone() if words.is_cpu else None
+
+    def device_name(self) -> str:
+        """What this rank computes on, as its maker names it: crossovers are remembered by it. Allocates nothing."""
+        return tuning.cpu_name() if self.capabilities.device_type == "cpu" else torch.cuda.get_device_name()
+
+    # Life.
+
+    def close_in_child(self) -> None:
+        """This process is a forked child, and nothing will be called here any more: close its copies of descriptors,
+        let go of mappings where that calls no driver, and touch nothing that is shared with the parent. By default
+        they stay until the child ends."""
+
+
+class Transport(MemberTransport):
+    """One backend between the ranks of one group, for dispatch and combine.
+
+    Defaults that speak of a handle's routing want a `WholeRouting` as `DispatchHandle.state`; a transport with a state
+    of its own overrides them: `row_weights`, `source_rows`, `trimmed`, `blank_state`, `restore`.
+
+    Attributes:
+        config: as it was given.
+        num_dropped: rows past the receive capacity that dispatches have dropped here; they add to it.
+    """
+
+    config: MoEConfig
     capabilities: Capabilities
+    num_dropped = 0
 
+    # To be written.
+
+    @abstractmethod
     def allocate(self, ll_max_tokens: int | None) -> bytes:
         """Allocate this rank's region; return the ticket by which peers redeem it. Opaque, at most 64 KiB.
 
@@ -255,58 +320,84 @@ class Transport(MemberTransport, Protocol):
                 the config's, which nothing depends on.
         """
 
+    @abstractmethod
     def dispatch(self, args: DispatchArgs) -> PendingDispatch:
         """Run the send phase. Never waits for a peer's *payload*; may wait for buffer credit."""
 
+    @abstractmethod
     def combine(self, args: CombineArgs) -> PendingCombine:
         """Run the send phase: pre-reduce, then rows to their source ranks."""
 
+    # With a default.
+
     def is_captured(self) -> bool:
         """Whether a CUDA graph has captured operations."""
+        return False
 
     def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> QuickCalls | None:
         """The shortest way of plain operations, for handles of communicator `number` and, where nothing is said of the
         step, of this mode; until the next `set_active`. None: there is none. ll_max_tokens: AUTO's crossover."""
+        return None
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """A registered buffer [num_tokens, H] to write the next dispatch's x into, which then is not copied. From that
-        dispatch on it is lent to the peers: to write again, ask again."""
+        dispatch on it is lent to the peers: to write again, ask again. By default ordinary memory, which is copied."""
+        shape, device = (num_tokens, self.config.hidden_size), self.capabilities.device_type
+        return torch.empty(shape, dtype=self.config.dtype, device=device)
 
     def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
         """A registered buffer in the shape of the handle's tokens and the output dtype, to write expert rows into.
-        After `combine(y=that)` peers may read it until this rank asks for the same buffer again (which may wait)."""
+        After `combine(y=that)` peers may read it until this rank asks for the same buffer again (which may wait). By
+        default ordinary memory, as `dispatch_input`."""
+        shape, dtype = (*handle.rows_shape, self.config.hidden_size), self.config.resolved_output_dtype
+        return torch.empty(shape, dtype=dtype, device=self.capabilities.device_type)
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
         """Weight of every row of the handle's tokens, for backward passes: float32 [L, slots] | [N] (per-expert layouts
         only). A copy that does not expire; rows past the counts and padding hold 0."""
+        routing: WholeRouting = handle.state
+        return routing.row_weights(self.config, self.active, handle.rows_shape)
 
     def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
         """int32 [R], tokens that each rank sent here by the handle's dispatch, this rank's own among them; on the
         device, where a dispatch that was waited for has written it before anything that is launched afterwards."""
+        routing: WholeRouting = handle.state
+        return routing.source_rows(self.config, self.active)
 
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
         """The handle with `num_rows` rows, of a compact layout. ArgumentError: fewer than arrived, if that is known."""
+        routing: WholeRouting = handle.state
+        arrived = routing.num_rows(self.config, self.active)
+        if num_rows < arrived:
+            raise ArgumentError("num_rows", f"the {arrived} that arrived, or more", num_rows)
+        return replace(handle, rows_shape=(num_rows,))
 
     def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
         """Rows that this dispatch has dropped. Where only the device knows, it is read."""
+        return int(out.num_dropped)
 
     def dropped_rows(self) -> int:
         """Rows past the receive capacity that dispatches have dropped here so far, as far as the device has got. Waits
         for nothing. Any thread."""
+        return self.num_dropped
 
     def blank_state(self, num_tokens: int) -> HandleState:
         """The state of a fresh dispatch of that many tokens, its tensors uninitialised. For tracing, so made of
         `torch.empty`; touches nothing else."""
+        return WholeRouting.blank(self.config, self.capabilities.device_type)
 
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
         """The handle with its state as it was, where it is the tuple of what `HandleState.flatten` gave."""
+        return replace(handle, state=WholeRouting(*handle.state))
 
     def wire_bytes(self, mode: Mode) -> tuple[int, int]:
         """Bytes of one row between two ranks, in dispatch and in combine (of one partial): with scales, routing and
-        padding, as that algorithm sends it."""
+        padding, as that algorithm sends it. By default an id and a weight for each expert, and no padding."""
+        return quant.row_bytes(self.config) + 8 * self.config.topk, quant.partial_bytes(self.config)
 
     def ll_max_tokens(self) -> int:
         """Crossover for AUTO where this machine has not measured one: most tokens per rank at which LL wins."""
+        return LL_MAX_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -169,40 +170,57 @@ class CollectivePlan(Protocol):
         """
 
 
-class CollectiveTransport(base.MemberTransport, Protocol):
-    """One backend between the ranks of one group, for collectives."""
+class CollectiveTransport(base.MemberTransport):
+    """One backend between the ranks of one group, for collectives.
+
+    Attributes:
+        capabilities: what it can do.
+        terms: None until `import_regions`, and where `capabilities.term_min_bytes` is 0.
+    """
 
     capabilities: CollectiveCapabilities
-    terms: TermCopies | None
-    """None until `import_regions`, and where `capabilities.term_min_bytes` is 0."""
+    terms: TermCopies | None = None
 
+    # To be written.
+
+    @abstractmethod
     def allocate(self) -> bytes:
         """Allocate this rank's region (pool, staging, flags); return the ticket by which peers redeem it. Opaque, at
         most 64 KiB."""
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous, uninitialised tensor in the pool, at the same offset on all ranks. Collective (one `exchange`:
-        `pool.SymmetricPool` says why), and the same on all ranks. Its memory is used again once its last view has died
-        on all of them. Raises ArgumentError where the sizes differ or the pool is full, on all ranks alike."""
-
-    def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where the tensor's first byte lies in the pool; None where the tensor is not wholly in it, or is empty."""
-
-    def pool(self) -> range:
-        """Addresses of registered memory, as this process maps it; the same for a life."""
-
+    @abstractmethod
     def all_gather(self, args: GatherArgs) -> PendingGather:
         """Begin. The caller's stream orders it behind what made x."""
 
+    @abstractmethod
     def reduce_scatter(self, args: ReduceArgs) -> PendingCollective:
         """Begin, as `all_gather`."""
 
+    @abstractmethod
     def all_reduce(self, args: ReduceArgs) -> PendingCollective:
         """Begin, as `all_gather`."""
+
+    # With a default: nothing is registered, and nothing planned.
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous, uninitialised tensor in the pool, at the same offset on all ranks. Collective (one `exchange`:
+        `pool.SymmetricPool` says why), and the same on all ranks. Its memory is used again once its last view has died
+        on all of them. Raises ArgumentError where the sizes differ or the pool is full, on all ranks alike. By default
+        ordinary memory."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.capabilities.device_type)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where the tensor's first byte lies in the pool; None where the tensor is not wholly in it, or is empty."""
+        return None
+
+    def pool(self) -> range:
+        """Addresses of registered memory, as this process maps it; the same for a life."""
+        return range(0)
 
     def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> CollectivePlan | None:
         """For operations that repeat; None where planning costs nothing, or cannot be spared. Good until
         `set_active`."""
+        return None
 
 
 def bytes_before_pool(config: CollectiveConfig) -> int:

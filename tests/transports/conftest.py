@@ -27,9 +27,12 @@ def _params(over_hosts: str) -> list[Any]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`transport`: every one in this installation; with --over-hosts, groups over several hosts."""
+    """`transport`: every one in this installation; with --over-hosts, groups over several hosts. A module may name its
+    own in TRANSPORTS."""
     if "transport" in metafunc.fixturenames:
-        metafunc.parametrize("transport", _params(metafunc.config.getoption("--over-hosts")), scope="function")
+        own = getattr(metafunc.module, "TRANSPORTS", None)
+        params = own or _params(metafunc.config.getoption("--over-hosts"))
+        metafunc.parametrize("transport", params, scope="function")
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.pool import SymmetricPool
 from ep_kernels.errors import ArgumentError, ClosedError, ConfigError, HandleError, TransportError
-from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs, TermCopies
+from ep_kernels.transports.collective_base import CollectiveTransport, GatherArgs, ReduceArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
 from ep_kernels.transports.cpu.native_collectives import (
@@ -34,7 +34,6 @@ from ep_kernels.transports.cpu.native_collectives import (
     geometry_of,
 )
 from ep_kernels.transports.cpu.region import OwnRegion, open_peer, read_ticket
-from ep_kernels.types import PeerTraffic
 
 ZERO_COPY_BYTES = 64 << 10
 """A registered x of this size or larger is read where it lies. A smaller one is staged: copying it takes less time
@@ -92,21 +91,20 @@ class CpuCollective:
         self.wait()
 
 
-class CpuCollectives(CpuMember[NativeCollectives]):
+class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
     """See `transports.collective_base.CollectiveTransport`."""
 
     def __init__(self, config: CollectiveConfig) -> None:
         if config.group.size > native.MAX_RANKS:
             raise ConfigError("group", f"at most {native.MAX_RANKS} ranks with transport cpu", config.group.size)
         self._config, self._geometry = config, geometry_of(config)
-        super().__init__(NativeCollectives(self._geometry), config.group.size, config.group.epoch)
+        super().__init__(NativeCollectives(self._geometry), config.group)
         self._rank: int = config.group.rank
         self._pool = SymmetricPool(config.pool_bytes // _PAGE * _PAGE)
         self._pool_at = self._pool_address = 0
         self._pending: deque[CpuCollective] = deque()
         self._moving = threading.RLock()  # `close` may drain in another thread than that of the operations
         sums = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
-        self.terms: TermCopies | None = None
         self.capabilities = CollectiveCapabilities(
             device_type="cpu",
             cross_host=False,
@@ -170,10 +168,6 @@ class CpuCollectives(CpuMember[NativeCollectives]):
         """See `MemberTransport.set_active`."""
         self.clear()
         super().set_active(mask, epoch)
-
-    def traffic(self) -> list[PeerTraffic]:
-        """See `MemberTransport.traffic`."""
-        return []
 
     # Memory.
 
@@ -239,9 +233,6 @@ class CpuCollectives(CpuMember[NativeCollectives]):
     def all_reduce(self, args: ReduceArgs) -> CpuCollective:
         """See `CollectiveTransport.all_reduce`."""
         return self._reduce("all_reduce", args)
-
-    def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> None:
-        """See `CollectiveTransport.plan_for`: there is none."""
 
     def _reduce(self, op: str, args: ReduceArgs) -> CpuCollective:
         num_bytes, source = args.x.numel() * args.x.element_size(), self._source(args.x)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
-from ep_kernels import tuning
 from ep_kernels.errors import AbortedError, ClosedError, TransportError
 from ep_kernels.telemetry import RING_SIZE, Samples, record_bytes
-from ep_kernels.transports.base import EXCHANGE_WORDS
+from ep_kernels.transports.base import EXCHANGE_WORDS, MemberTransport
 from ep_kernels.transports.cpu import native
 from ep_kernels.types import LatencySample
 
@@ -39,26 +36,22 @@ class NativeOwner(Protocol):
 N = TypeVar("N", bound=NativeOwner)
 
 
-class CpuMember(Generic[N]):
+class CpuMember(MemberTransport, Generic[N]):
     """See `transports.base.MemberTransport`.
 
     Args:
         owner: of the native member.
-        size: rank slots R.
-        epoch: as the group has it.
+        group: the `config.Group`.
     """
 
-    def __init__(self, owner: N, size: int, epoch: int) -> None:
+    def __init__(self, owner: N, group: Any) -> None:
+        MemberTransport.__init__(self, group)
         self.comm: N | None = owner
-        self.lib = owner.lib
-        self.size = size
-        self.active = (True,) * size
-        self.epoch = epoch
+        self.lib, self.size = owner.lib, group.size
         self.reason: str | None = None
         self._interrupted = False
-        self.domains = (0,) * size
         self._own_words = ctypes.create_string_buffer(_WORDS.size)
-        self._all_words = ctypes.create_string_buffer(_WORDS.size * size)
+        self._all_words = ctypes.create_string_buffer(_WORDS.size * group.size)
 
     # Life.
 
@@ -101,13 +94,6 @@ class CpuMember(Generic[N]):
         exception, which ended one, is none that breaks a communicator."""
         if self._interrupted:
             raise TransportError(f"{op}: a signal handler's exception ended an operation that peers may still wait for")
-
-    def failed(self) -> torch.Tensor:
-        """See `MemberTransport.failed`."""
-        return torch.zeros(1, dtype=torch.int64, device="cpu")
-
-    def check_results(self) -> None:
-        """See `MemberTransport.check_results`. Nothing is left to tell after a call."""
 
     def barrier(self) -> None:
         """See `MemberTransport.barrier`."""
@@ -178,14 +164,6 @@ class CpuMember(Generic[N]):
             count = self.lib.cd_samples(comm.pointer, records, _DRAIN)
             found += memoryview(records)[: count * one]
         return Samples(found, self.size)
-
-    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
-        """See `MemberTransport.peek`."""
-        return words.clone()
-
-    def device_name(self) -> str:
-        """See `MemberTransport.device_name`."""
-        return tuning.cpu_name()
 
     # For the operations.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ep_kernels import quant
 from ep_kernels.config import FP8_BLOCK, MoEConfig, receive_rows
 from ep_kernels.errors import ConfigError
 from ep_kernels.transports.cpu import native
@@ -55,12 +56,8 @@ def geometry_of(config: MoEConfig) -> native.Geometry:
 
 def wire_bytes(config: MoEConfig, geometry: native.Geometry) -> tuple[int, int]:
     """See `base.Transport.wire_bytes`."""
-    combine = config.resolved_combine_dtype
-    scales = -(-config.hidden_size // FP8_BLOCK) * 4 if combine.itemsize == 1 else 0
-    return (
-        geometry.row_bytes + geometry.scale_bytes + _ROUTING_BYTES * geometry.topk,
-        config.hidden_size * combine.itemsize + scales,
-    )
+    row = geometry.row_bytes + geometry.scale_bytes + _ROUTING_BYTES * geometry.topk
+    return row, quant.partial_bytes(config)
 
 
 def check_rows(config: MoEConfig, geometry: native.Geometry) -> None:

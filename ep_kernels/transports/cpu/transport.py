@@ -21,7 +21,7 @@ from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.network.network import Channel, Network
 from ep_kernels.network.sending import settled
-from ep_kernels.transports.base import CombineArgs, DispatchArgs
+from ep_kernels.transports.base import CombineArgs, DispatchArgs, Transport
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
@@ -32,8 +32,6 @@ from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Mode, PeerTraffic
 
-LL_MAX_TOKENS = 128
-"""AUTO's crossover. Both modes take the same time here; this is the size of a decode step."""
 _PART_S = 0.1
 """Seconds to send what is left for a rank that is left out."""
 THREADS = 3
@@ -51,7 +49,7 @@ def create(config: MoEConfig) -> CpuTransport:
     return CpuTransport(config)
 
 
-class CpuTransport(CpuMember[NativeComm]):
+class CpuTransport(CpuMember[NativeComm], Transport):
     """See `transports.base.Transport`."""
 
     def __init__(self, config: MoEConfig) -> None:
@@ -59,8 +57,7 @@ class CpuTransport(CpuMember[NativeComm]):
         native.check_limits(config.group.size, config.max_in_flight)
         self.geometry = geometry_of(config)
         check_rows(config, self.geometry)
-        super().__init__(NativeComm(config, native.load(), self.geometry), config.group.size, config.group.epoch)
-        self.num_dropped = 0
+        super().__init__(NativeComm(config, native.load(), self.geometry), config.group)
         self._dispatches: dict[int, CpuDispatch] = {}
         self._combines: dict[int, CpuCombine] = {}
         self._remote: dict[int, NetworkTicket] = {}
@@ -71,6 +68,7 @@ class CpuTransport(CpuMember[NativeComm]):
             modes=(Mode.LL, Mode.HT),
             graphs=False,
             abi=f"cpu-{self.lib.cd_abi():016x}",
+            samples=True,
         )
 
     # Life.
@@ -198,10 +196,6 @@ class CpuTransport(CpuMember[NativeComm]):
     def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> CpuQuickCalls | None:
         """See `Transport.quick`."""
         return CpuQuickCalls(self, number, ll_max_tokens) if serves(self.config) else None
-
-    def is_captured(self) -> bool:
-        """See `Transport.is_captured`."""
-        return False
 
     def is_idle(self) -> bool:
         """See `QuickContext`."""
@@ -337,17 +331,9 @@ class CpuTransport(CpuMember[NativeComm]):
             if rank in self._remote
         ]
 
-    def dropped_rows(self) -> int:
-        """See `Transport.dropped_rows`."""
-        return self.num_dropped
-
     def wire_bytes(self, mode: Mode) -> tuple[int, int]:
         """See `Transport.wire_bytes`: one algorithm runs both modes, and the receiver reads places and weights."""
         return wire_bytes(self.config, self.geometry)
-
-    def ll_max_tokens(self) -> int:
-        """See `Transport.ll_max_tokens`."""
-        return LL_MAX_TOKENS
 
     # For the operations.
 

@@ -22,7 +22,7 @@ from ep_kernels.collectives.pool import SymmetricPool
 from ep_kernels.errors import ArgumentError, TransportError
 from ep_kernels.kernels import abi, collective_abi
 from ep_kernels.telemetry import merged
-from ep_kernels.transports.collective_base import GatherArgs, ReduceArgs
+from ep_kernels.transports.collective_base import CollectiveTransport, GatherArgs, ReduceArgs
 from ep_kernels.transports.nvlink.calls.engine import Call
 from ep_kernels.transports.nvlink.calls.left_out import Unsent, unsent_in
 from ep_kernels.transports.nvlink.calls.plan import Launch
@@ -84,7 +84,7 @@ class _Block:
     """What the views of a registered tensor keep alive."""
 
 
-class NvlinkCollectives(NvlinkMember):
+class NvlinkCollectives(NvlinkMember, CollectiveTransport):
     """Collectives among the GPUs of one NVLink domain, a process each. The device is torch's current one at `allocate`.
 
     Attributes:
@@ -104,9 +104,9 @@ class NvlinkCollectives(NvlinkMember):
 
     def allocate(self) -> bytes:
         """See `collective_base.CollectiveTransport`."""
-        num_sms = self._enter_device([self._config.num_sms], max(plan.GATHER_BLOCKS, plan.REDUCE_BLOCKS))
+        num_sms = self._enter_device([self.config.num_sms], max(plan.GATHER_BLOCKS, plan.REDUCE_BLOCKS))
         self._index: int = self._device.index
-        c = self._config
+        c = self.config
         self._engine = CollectiveEngine(c.group, c.timeout_s, c.pool_bytes, c.staging_bytes, self._device, num_sms)
         self._tables = self._engine.tables
         launches = {variant: plan.launch_of(variant, c.group.size) for variant in jit.collective_variants()}
@@ -128,11 +128,11 @@ class NvlinkCollectives(NvlinkMember):
 
         # Where peers' regions lie.
         self._engine.attach(self._domain.addresses)
-        size, base = self._config.group.size, self._domain.region.mapping.address
+        size, base = self.config.group.size, self._domain.region.mapping.address
         self._pool_first = base + int(self._engine.map.pool)
         ready = copies.flag_row(self._engine.map, "READY", size)
         places = CopyPlaces(
-            self._config.group.rank, (True,) * size, tuple(self._domain.addresses), ready,
+            self.config.group.rank, (True,) * size, tuple(self._domain.addresses), ready,
             copies.flag_row(self._engine.map, "SHARD", size), self._engine.copy_word, 0, 0, 0,
             copies.flag_row(self._engine.map, "HALF", size),
         )  # fmt: skip
@@ -140,7 +140,7 @@ class NvlinkCollectives(NvlinkMember):
         self._copy_stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         flags = copies.FlagMemory(size, base + ready, self._tables.aborted.data_ptr())
         self._copies = copies.CopyEngines(
-            places, self._tables.host, self._config.timeout_s, self._copy_stream.cuda_stream, launch.load(), flags,
+            places, self._tables.host, self.config.timeout_s, self._copy_stream.cuda_stream, launch.load(), flags,
             CopyTimes(size, driver.TimedEvents()),
         )  # fmt: skip
         # Operations by copy engines.
@@ -164,7 +164,7 @@ class NvlinkCollectives(NvlinkMember):
         return self._engine.barrier(left_out_epoch)
 
     def _unsent(self, mask: Sequence[bool]) -> list[Unsent]:
-        shape = len(abi.FLAGS), self._config.group.size
+        shape = len(abi.FLAGS), self.config.group.size
         flags = self._domain.region.mapping.view(0, shape, torch.int64).tolist()
         return unsent_in(flags, mask, self._tables.host.is_gone)
 
@@ -187,17 +187,12 @@ class NvlinkCollectives(NvlinkMember):
             )
 
     def _restart(self, dispatch: int, combine: int, mask: Sequence[bool]) -> None:
-        shape = len(abi.FLAGS), self._config.group.size
+        shape = len(abi.FLAGS), self.config.group.size
         self._domain.region.mapping.view(0, shape, torch.int64)[abi.FLAGS.index("LEFT_OUT")] = 0
         self._engine.set_active(mask)
         self._copies.restart(dispatch, mask)
 
     # Errors.
-
-    @property
-    def epoch(self) -> int:
-        """Membership counter."""
-        return self._epoch
 
     def raise_fault(self) -> None:
         """See `collective_work.WorkOwner`."""
@@ -248,14 +243,14 @@ class NvlinkCollectives(NvlinkMember):
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """See `collective_base.CollectiveTransport`."""
         offset = tensor.data_ptr() - self._pool_first
-        if not 0 <= offset < self._config.pool_bytes:
+        if not 0 <= offset < self.config.pool_bytes:
             return None
         num_bytes = tensor.numel() * tensor.itemsize
-        return offset if num_bytes and offset <= self._config.pool_bytes - num_bytes else None
+        return offset if num_bytes and offset <= self.config.pool_bytes - num_bytes else None
 
     def pool(self) -> range:
         """See `collective_base.CollectiveTransport`."""
-        return range(self._pool_first, self._pool_first + self._config.pool_bytes)
+        return range(self._pool_first, self._pool_first + self.config.pool_bytes)
 
     def _region_offset(self, tensor: torch.Tensor) -> int | None:
         offset = self.offset_of(tensor)
@@ -280,7 +275,7 @@ class NvlinkCollectives(NvlinkMember):
             if torch.cuda.is_current_stream_capturing():
                 self._gathers.capture(moved, self._launch_on)
                 self._keeps_peers = True
-                return KernelWork(self, self._copy_stream, self._ranks(), self._epoch)
+                return KernelWork(self, self._copy_stream, self._ranks(), self.epoch)
             if pushes:
                 return self._gathers.push(moved, args)
             return self._gathers.pull(moved)
@@ -333,10 +328,10 @@ class NvlinkCollectives(NvlinkMember):
             self._launch(call)
         if not calls:
             return DoneWork(self._ranks())
-        return KernelWork(self, torch.cuda.current_stream(), self._ranks(), self._epoch)
+        return KernelWork(self, torch.cuda.current_stream(), self._ranks(), self.epoch)
 
     def _ranks(self) -> list[int]:
-        mine, active = self._config.group.rank, self._engine.active
+        mine, active = self.config.group.rank, self._engine.active
         return [mine] + [rank for rank, alive in enumerate(active) if alive and rank != mine]
 
     # What works ask.

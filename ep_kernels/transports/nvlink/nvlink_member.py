@@ -17,7 +17,7 @@ from ep_kernels import jit, tuning
 from ep_kernels.errors import ArgumentError, TransportError
 from ep_kernels.network.sending import require
 from ep_kernels.telemetry import merged
-from ep_kernels.transports.base import EXCHANGE_WORDS
+from ep_kernels.transports.base import EXCHANGE_WORDS, MemberTransport
 from ep_kernels.transports.nvlink.calls import left_out
 from ep_kernels.transports.nvlink.calls.engine import BOTH, Call
 from ep_kernels.transports.nvlink.calls.left_out import Unsent
@@ -31,9 +31,6 @@ from ep_kernels.types import LatencySample, PeerTraffic
 _kept: list[Any] = []
 """What graphs of closed communicators still read. The end of a graph is not reported, so it is kept for good."""
 
-_NAP_S = 20e-6
-"""Instead of a look."""
-
 
 def require_cuda() -> None:
     """Raise TransportError where no CUDA device, or no way to its driver and compiler, is here."""
@@ -45,7 +42,7 @@ def require_cuda() -> None:
         raise TransportError("nvlink: needs cuda-bindings (it comes with torch for CUDA)")
 
 
-class NvlinkMember:
+class NvlinkMember(MemberTransport):
     """One rank of a group on the GPUs of one NVLink domain, a process each. The device is torch's current one at
     `_enter_device`.
 
@@ -59,9 +56,8 @@ class NvlinkMember:
     _remote: RemoteRanks | None = None
 
     def __init__(self, config: Any, abi: str) -> None:
-        self._config, self._abi = config, abi
-        self.domains = (0,) * config.group.size
-        self._epoch: int = config.group.epoch
+        MemberTransport.__init__(self, config.group)
+        self.config, self._abi = config, abi
         self._functions: dict[jit.Variant, Any] = {}
         self._closed = self._captured = False
 
@@ -111,14 +107,14 @@ class NvlinkMember:
     def _load(self, variants: Mapping[jit.Variant, Launch]) -> None:
         from ep_kernels.transports.nvlink.gpu import driver
 
-        compiler = jit.Compiler(tuning.cache_dir(self._config.kernel_cache_dir))
+        compiler = jit.Compiler(tuning.cache_dir(self.config.kernel_cache_dir))
         for variant, launch in variants.items():
             self._functions[variant] = driver.load(compiler, variant, self._device.index, launch.shared_bytes)
 
     def _allocate(self, num_bytes: int, blank: Sequence[tuple[int, int]], cure: str) -> bytes:
         """The region with bytes [begin, end) of each `blank` zero; the ticket."""
-        network = getattr(self._config, "network", None)  # collectives have none
-        self._domain = Domain(self._config.group, self._config.timeout_s, self._abi, self._tables.host, network)
+        network = getattr(self.config, "network", None)  # collectives have none
+        self._domain = Domain(self.config.group, self.config.timeout_s, self._abi, self._tables.host, network)
         boxes = None if self._remote is None else self._remote.ticket()
         ticket = self._domain.allocate(num_bytes, self._device, cure, boxes)
         for begin, end in blank:
@@ -131,7 +127,7 @@ class NvlinkMember:
         self._domain.import_regions(tickets)
         self.domains = self._domain.hosts
         if self._remote is not None:
-            self._remote.connect(self._domain.boxed, self._config.timeout_s)
+            self._remote.connect(self._domain.boxed, self.config.timeout_s)
             self._tables.set_network(self._remote.record())
         self._attach()
 
@@ -249,20 +245,20 @@ class NvlinkMember:
             torch.cuda.synchronize(self._device)
         self._settle_copies()
         if self._remote is not None:
-            require(self._remote.settle(self._config.timeout_s, mask), "set_active", self._config.timeout_s)
+            require(self._remote.settle(self.config.timeout_s, mask), "set_active", self.config.timeout_s)
         up = 0 if self._remote is None else self._remote.channel.up()
-        answers = mailbox.agree(mask, epoch, self._sequence(), up, self._config.timeout_s)
+        answers = mailbox.agree(mask, epoch, self._sequence(), up, self.config.timeout_s)
         dispatch, combine, barrier = (1 + max(words[i] for words, _ in answers if words) for i in range(3))
         tables.restart(dispatch, combine, barrier)
         if self._remote is not None:
-            self._remote.go_on(mask, epoch, [up for _, up in answers], self._config.timeout_s)
+            self._remote.go_on(mask, epoch, [up for _, up in answers], self.config.timeout_s)
             self._remote.restart(dispatch, combine, barrier)
         self._restart(dispatch, combine, mask)
-        self._epoch = epoch
+        self.active, self.epoch = tuple(mask), epoch
         self._leave_out(mask, epoch)
         mailbox.leave(mask, epoch)
         # No rank sends before all have restarted.
-        mailbox.exchange([0] * EXCHANGE_WORDS, self._config.timeout_s, sampled=False)
+        mailbox.exchange([0] * EXCHANGE_WORDS, self.config.timeout_s, sampled=False)
 
     def _leave_out(self, mask: Sequence[bool], epoch: int) -> None:
         def tell() -> None:
@@ -277,18 +273,11 @@ class NvlinkMember:
 
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
         """See `base.MemberTransport`."""
-        return self._domain.mailbox.exchange(words, self._config.timeout_s)
+        return self._domain.mailbox.exchange(words, self.config.timeout_s)
 
     def wait_for_peer(self, timeout_s: float) -> bool:
         """See `base.MemberTransport`."""
         return self._domain.mailbox.wait_for_peer(timeout_s)
-
-    def look_for_peer(self, timeout_s: float, fd: int) -> bool:
-        """See `base.MemberTransport`: one nap."""
-        return self._domain.mailbox.wait_for_peer(min(timeout_s, _NAP_S))
-
-    def call_exchange(self) -> None:
-        """See `base.MemberTransport`: peers look at intervals."""
 
     def wake(self) -> None:
         """See `base.MemberTransport`."""

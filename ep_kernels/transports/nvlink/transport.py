@@ -17,7 +17,7 @@ from ep_kernels import jit
 from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError
 from ep_kernels.kernels import abi
-from ep_kernels.transports.base import CombineArgs, DispatchArgs
+from ep_kernels.transports.base import CombineArgs, DispatchArgs, Transport
 from ep_kernels.transports.nvlink.calls import plan, tables
 from ep_kernels.transports.nvlink.calls.engine import BOTH, RECEIVE, SEND, Call, Dispatch, LaunchEngine
 from ep_kernels.transports.nvlink.calls.left_out import Unsent
@@ -39,7 +39,7 @@ _SMALLER = (
 )
 
 
-class NvlinkTransport(NvlinkMember):
+class NvlinkTransport(NvlinkMember, Transport):
     """Ranks on GPUs, one process each: those of one NVLink domain map each other's memory, the others are reached over
     a network. The device is torch's current one at `allocate`."""
 
@@ -47,7 +47,7 @@ class NvlinkTransport(NvlinkMember):
         # AUTO's crossover sizes its buffers
         super().__init__(config, abi.fingerprint(jit.all_sources() + str(plan.LL_MAX_TOKENS)))
         joined = config.network is not None
-        self.capabilities = Capabilities("cuda", joined, DTYPES, (Mode.LL, Mode.HT), True, self._abi)
+        self.capabilities = Capabilities("cuda", joined, DTYPES, (Mode.LL, Mode.HT), True, self._abi, True)
         local = config.resolved_expert_map.num_local_experts(config.group.rank)
         self._raises = config.overflow is Overflow.RAISE and may_overflow(config, local)
         compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
@@ -59,25 +59,25 @@ class NvlinkTransport(NvlinkMember):
     def allocate(self, ll_max_tokens: int | None) -> bytes:
         """See `base.Transport`."""
         require_cuda()
-        self._config = msgspec.structs.replace(self._config, ll_max_tokens=ll_max_tokens)
+        self.config = msgspec.structs.replace(self.config, ll_max_tokens=ll_max_tokens)
         from ep_kernels.transports.nvlink.gpu import driver
         from ep_kernels.transports.nvlink.network.gpu_boxes import CudaGpu
 
         # The device, and whether rows go to other hosts.
-        num_sms = self._enter_device([self._config.resolved_dispatch_sms, self._config.resolved_combine_sms])
+        num_sms = self._enter_device([self.config.resolved_dispatch_sms, self.config.resolved_combine_sms])
         block_bytes = driver.block_bytes(self._device.index) - plan.STATIC_BYTES
-        network, boxed = self._config.network, needs_boxes(self._config.network, self._device)
+        network, boxed = self.config.network, needs_boxes(self.config.network, self._device)
         if boxed:
-            remote.check(self._config)
+            remote.check(self.config)
         # Sizes, records and tables.
-        config = self._config if boxed else msgspec.structs.replace(self._config, network=None)
+        config = self.config if boxed else msgspec.structs.replace(self.config, network=None)
         self._engine = LaunchEngine(config, self._device, num_sms, block_bytes)
         self._tables = self._engine.tables
         # Boxes for ranks of other hosts.
         if boxed:
-            group, shape = self._config.group, self._engine.sizes.shape
+            group, shape = self.config.group, self._engine.sizes.shape
             boxes, _ = gpu_direct.choose(network, group.rank, CudaGpu(self._device.index))
-            timeout_s = self._config.timeout_s
+            timeout_s = self.config.timeout_s
             self._remote = RemoteRanks(network, group.rank, group.size, shape, self._tables.host, boxes, timeout_s)
         # Kernels, then the region.
         self._load(self._engine.variants())
@@ -86,7 +86,7 @@ class NvlinkTransport(NvlinkMember):
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         """See `base.Transport`."""
-        links.check(self._config, tickets)
+        links.check(self.config, tickets)
         super().import_regions(tickets)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class NvlinkTransport(NvlinkMember):
     def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> NvlinkQuickCalls | None:
         """See `base.Transport`."""
         library, mailbox, host = launch.load(), self._domain.mailbox, self._tables.host
-        if self._config.network is not None or not is_offered(library):
+        if self.config.network is not None or not is_offered(library):
             return None
         from ep_kernels.transports.nvlink.gpu import driver
 
@@ -130,7 +130,7 @@ class NvlinkTransport(NvlinkMember):
         context = int(driver.call("cuCtxGetCurrent"))
         around = Surroundings(self._device, self._streams.alone, watched, (host, mailbox), context, library)
         engine, functions = self._engine, self._functions
-        self._quick = NvlinkQuickCalls(engine, around, functions, self, number, self._epoch, mode, self._raises)
+        self._quick = NvlinkQuickCalls(engine, around, functions, self, number, self.epoch, mode, self._raises)
         return self._quick
 
     def is_captured(self) -> bool:
@@ -170,7 +170,7 @@ class NvlinkTransport(NvlinkMember):
             self.settle()
             self.check_results()
             rows = int(self._num_rows) if unknown else rows
-        return self._engine.finish(step, rows, self._epoch)
+        return self._engine.finish(step, rows, self.epoch)
 
     def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """See `base.PendingDispatch`."""
@@ -191,7 +191,7 @@ class NvlinkTransport(NvlinkMember):
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """See `base.Transport`. Kernels read x wherever it lies, so any memory will do."""
-        return torch.empty(num_tokens, self._config.hidden_size, dtype=self._config.dtype, device=self._device)
+        return torch.empty(num_tokens, self.config.hidden_size, dtype=self.config.dtype, device=self._device)
 
     def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
         """See `base.Transport`."""
@@ -209,10 +209,6 @@ class NvlinkTransport(NvlinkMember):
         """See `base.Transport`."""
         return trimmed(handle, num_rows)
 
-    def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
-        """See `base.Transport`."""
-        return int(out.num_dropped)
-
     def blank_state(self, num_tokens: int) -> DispatchState:
         """See `base.Transport`."""
         return self._engine.blank_state(num_tokens)
@@ -223,11 +219,11 @@ class NvlinkTransport(NvlinkMember):
 
     def wire_bytes(self, mode: Mode) -> tuple[int, int]:
         """See `base.Transport`."""
-        return tables.wire_bytes(self._config, mode)
+        return tables.wire_bytes(self.config, mode)
 
     def ll_max_tokens(self) -> int:
         """See `base.Transport`."""
-        return plan.LL_MAX_TOKENS[self._config.resolved_layout]
+        return plan.LL_MAX_TOKENS[self.config.resolved_layout]
 
 
 class NvlinkDispatch:

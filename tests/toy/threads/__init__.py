@@ -1,0 +1,1 @@
+"""The toy of docs/adding-a-transport.md."""
