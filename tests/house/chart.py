@@ -242,9 +242,8 @@ _STANDARD = {
     "startupProbe": "Times of the container's startup probe of /livez, which answers before a model is loaded",
     "commonLabels": "Of every object and pod",
     "extraObjects": "Objects of your own; their texts are templates",
-    "hostNetwork": "Pods in the network of their node, as for NICs that no device plugin gives to pods. Their ports "
-    "must be free there, and policies see them as the node: name its addresses in networkPolicy.clients. Pod Security "
-    "admits it at level privileged",
+    "hostNetwork": "Pods in the network of their node. Their ports must be free there; policies see them as the node: "
+    "name its addresses in networkPolicy.clients. Pod Security: privileged",
     "relabelings": "Rules for targets' labels, of both ports of the PodMonitor",
     "containerSecurityContext": "Of every container",
     "fullnameOverride": "In the place of the whole name",

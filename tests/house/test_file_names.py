@@ -23,6 +23,8 @@ CODE = {".cuh", ".h", ".hpp", ".cpp"}
 ELSEWHERE = {
     "NAME.yaml": "of any name",
     "NAME.crd.yaml": "of any name",
+    "test_MODULE.py": "of any name",
+    "test_ROOM_MODULE.py": "of any name",
     "my.yaml": "a reader's own",
     "typer.py": "what a stranger may leave in a working directory",
     "test_deepep_moe.py": "vLLM's",

@@ -21,12 +21,14 @@ NATIVE = {".cpp", ".hpp", ".h", ".c", ".cu", ".cuh"}
 
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|NotImplemented" + r"Error)\b")
 
-SYSTEM_ROOTS = {"proc", "sys", "dev", "tmp", "etc", "usr", "var", "bin", "run", "metrics", "livez", "readyz"}
+SYSTEM_ROOTS = {"proc", "sys", "dev", "tmp", "etc", "usr", "sbin", "var", "bin", "run", "metrics", "livez", "readyz"}
 OWN_ROOTS = {"app", "models", "wheels", "src", "config", "definitions", "inventory", "own"}
 """Folders inside our container images, and where a JSON schema keeps its definitions."""
 SERVER_ROOTS = {"api", "apis"}
 """Where a Kubernetes API server has its resources."""
-KNOWN_ROOTS = SYSTEM_ROOTS | OWN_ROOTS | SERVER_ROOTS
+SHOWN_ROOTS = {"opt", "srv"}
+"""Where the pages for plain hosts install the product and its models."""
+KNOWN_ROOTS = SHOWN_ROOTS | SYSTEM_ROOTS | OWN_ROOTS | SERVER_ROOTS
 ABSOLUTE_PATH = re.compile(r"(?<![\w)\]}>/.:*$~%<\\-])/([a-z][\w-]*)/[\w.-]+")
 HOSTS = {
     "www.apache.org", "keepachangelog.com", "semver.org", "json-schema.org", "arxiv.org", "github.com",
@@ -115,7 +117,7 @@ def test_no_file_names_a_place_of_one_machine() -> None:
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("text", ["see {}home/me/x.py", "'{}opt/tool/bin'", "https:{0}{0}mirror.invalid/simple"])
+@pytest.mark.parametrize("text", ["see {}home/me/x.py", "'{}mnt/tool/bin'", "https:{0}{0}mirror.invalid/simple"])
 def test_the_rule_sees_a_foreign_place(text: str) -> None:
     assert foreign_places(text.format("/"))
 

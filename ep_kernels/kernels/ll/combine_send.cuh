@@ -215,7 +215,8 @@ __device__ __forceinline__ bool next_task(const CombineArgs& args, const RecvCou
         task.weight = k < topk && args.apply_weights ? args.weights[at * topk + k] : 1.0f;
         if (KIND == EXACT) {
           const i32 row = args.tokens[at];
-          task.recv_row = is_remote(world, task.source) ? line_position(world, world.rank, row) : row * topk + task.exact_k;
+          task.recv_row = row * topk + task.exact_k;
+          if (is_remote(world, task.source)) task.recv_row = line_position(world, world.rank, row);
         }
       }
     }
