@@ -71,7 +71,8 @@ def test_a_process_is_asked_as_it_was_configured(http: str, tmp_path: Path) -> N
         f"ca_file: {guard.ca_file}, http: {http}}}\n"
     )
     with running("control", "--config", str(config), "--set", f"listen=127.0.0.1:{grpc}") as process:
-        assert checked(process.pid, tmp_path) == (0, "FORMING epoch 0, 0/4 members", "")
+        code, said, words = checked(process.pid, tmp_path)
+        assert (code, said.split()[0], words) == (0, "FORMING", "")
         config.write_text(f"http_listen: 127.0.0.1:{free_ports(1)[0]}\n")
         code, _, words = checked(process.pid, tmp_path)
         assert code == 3
