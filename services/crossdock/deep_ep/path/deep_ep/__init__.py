@@ -3,9 +3,10 @@
 from typing import NoReturn
 
 from crossdock import deep_ep
-from crossdock.deep_ep import Buffer, Config, EventHandle, EventOverlap, __version__, topk_idx_t
+from crossdock.deep_ep import *  # noqa: F403
+from crossdock.deep_ep import __all__, __version__
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "__version__", "topk_idx_t"]
+__all__ = [*__all__]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> NoReturn:
