@@ -211,14 +211,13 @@ class ElasticBuffer(UnsupportedElastic, Calls):
                 sent = torch.zeros(ids.shape, device=ids.device) if weights is None else weights
                 got = self._high.dispatch(payload, ids, sent, kind, keep=not do_expand)
                 handle = _handle_of(got, ids, do_handle_copy, do_expand, expert_alignment or 1, num_sms)
-                rows, local, came = (got.x, got.scales), got.topk_idx, got.topk_weights
+                rows, local, came = [got.x, got.scales], got.topk_idx, got.topk_weights
                 if stats is not None:
                     stats += handle.num_unaligned_recv_tokens_per_expert
             else:
                 *rows, came = self._high.dispatch_again(payload, handle._inner, weights)
-                came = torch.where(handle._ids < 0, 0.0, came)
-                local = handle._ids
-            taken, scales, came = _arranged(handle, tuple(rows), came, do_zero_padding)
+                local, came = handle._ids, torch.where(handle._ids < 0, 0.0, came)
+            taken, scales, came = _arranged(handle, rows, came, do_zero_padding)
             if scales is not None and use_tma_aligned_col_major_sf:
                 scales = expansion.column_major(scales)
             event = turn.done([*payload, topk_idx, weights], [taken, scales, came, *_kept(handle)])
@@ -325,7 +324,7 @@ def _handle_of(
 
 
 def _arranged(
-    handle: EPHandle, payload: tuple[Any, ...], weights: torch.Tensor, zero_padding: bool
+    handle: EPHandle, payload: list[Any], weights: torch.Tensor, zero_padding: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """What came [N, ...], as the caller gets it."""
     found = handle._expansion

@@ -157,9 +157,9 @@ class HighThroughput:
     def dispatch_again(
         self, payload: Payload, handle: Handle, topk_weights: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Other rows by the same routing, and the weights [N, K], of a view: these ones, or those of the first dispatch.
-        Rows that differ in dtype, size or scales from the first ones travel as the bytes of such rows, in as many
-        dispatches as it takes."""
+        """Other rows by the same routing, and weights [N, K], a view: these, or those of the first dispatch. Rows that
+        differ in dtype, size or scales from the first ones travel as the bytes of such rows, in as many dispatches as
+        it takes."""
         kind, packed = handle.kind, _packed(payload)
         if _format(payload) == (kind.hidden, kind.dtype, kind.scale_columns, kind.scale_dtype):
             out, _ = handle.comm.dispatch(packed, None, topk_weights, previous_handle=handle.inner)

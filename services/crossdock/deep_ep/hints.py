@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 NUM_SMS = 20
 """Multiprocessors that callers are told an operation fills; as DeepEP's default."""
 

@@ -4,9 +4,8 @@ from typing import NoReturn
 
 from crossdock import deep_ep
 from crossdock.deep_ep import *  # noqa: F403
-from crossdock.deep_ep import __all__, __version__
 
-__all__ = [*__all__]  # noqa: PLE0604
+__all__ = list(deep_ep.__all__)
 
 
 def __getattr__(name: str) -> NoReturn:
