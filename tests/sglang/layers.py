@@ -67,7 +67,7 @@ def run(rank: int, size: int, store: Any, case: Case) -> tuple[str, float, dict[
         enter(mock.patch.object(wheel.CHOSEN, "deepep_dispatcher_output_dtype", output))
         given = "SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND"
         enter(mock.patch.object(wheel.ENVS, given, SimpleNamespace(get=lambda: case.expand)))
-        enter(mock.patch.object(wheel.EXTEND, "return_value", case.prefill or case.backend == NORMAL))
+        enter(mock.patch.object(wheel.BATCH, "is_prefill", case.prefill or case.backend == NORMAL))
         calls = enter(counted())
         made = dispatcher_of(case, v1, v2)
         worst = max(step(case, made, rank, number) for number in range(3))
@@ -129,10 +129,11 @@ def step(case: Case, made: Any, rank: int, number: int) -> float:
             overlap=True, stream=mock.MagicMock(), wait_event=None, num_sms=3, signal=torch.zeros(64), threshold=None
         )
         made.set_overlap_args(overlap, {"block_m": 64, "threshold": 129})
-        with mock.patch.object(torch.cuda, "stream"):
+        with mock.patch.object(torch.cuda, "stream"), mock.patch.object(torch.cuda, "current_stream"):
             made.combine_a(combined)
-        write()
-        z = made.combine_b()
+            write()
+            z = made.combine_b()
+        made.clear_overlap_args()
     else:
         write()
         z = made.combine(combined)

@@ -50,8 +50,7 @@ ENVIRONMENT = {
 }
 """Of SGLang; numbers of tokens as small as the tests' steps."""
 ENVS = SimpleNamespace(**{name: SimpleNamespace(get=lambda v=value: v) for name, value in ENVIRONMENT.items()})
-EXTEND = mock.Mock(return_value=False)
-"""Whether the batch is a prefill."""
+BATCH = SimpleNamespace(is_prefill=False)
 DEEP_GEMM = SimpleNamespace(
     ENABLE_JIT_DEEPGEMM=True, DEEPGEMM_BLACKWELL=False, DEEPGEMM_SCALE_UE8M0=False,
     DEEPGEMM_NEED_TMA_ALIGNED_SCALES=True,
@@ -69,7 +68,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "is_flashinfer_available": lambda: False, "is_hip": lambda: False, "is_npu": lambda: False,
     },
     "sglang.srt.layers": {"deep_gemm_wrapper": DEEP_GEMM},
-    "sglang.srt.layers.dp_attention": {"get_is_extend_in_batch": EXTEND},
+    "sglang.srt.layers.dp_attention": {"get_is_extend_in_batch": lambda: BATCH.is_prefill},
     "sglang.srt.runtime_context": {
         "get_exec": lambda: SimpleNamespace(moe=CHOSEN), "get_flags": lambda: FLAGS,
         "get_parallel": lambda: PARALLEL, "get_resources": lambda: RESOURCES, "get_server_args": lambda: True,
