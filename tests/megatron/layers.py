@@ -1,4 +1,4 @@
-"""One MoE layer as Megatron trains it: its flex dispatcher over Crossdock's `deep_ep`, and plain all-to-all beside it."""
+"""One MoE layer as Megatron trains it: its flex dispatcher over our `deep_ep`, and plain all-to-all beside it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 
 import crossdock
+from tests.engines import Calls, counted
 from tests.vllm.layers import NUM_EXPERTS, TOKENS, TOPK, joined
 
 HIDDEN = 64
@@ -31,17 +32,18 @@ class Case(NamedTuple):
     tokens: tuple[int, ...] = TOKENS
 
 
-def run(rank: int, size: int, store: Any, case: Case) -> list[float]:
-    """Two steps of the layer, forward and backward; the largest difference of the output and of each gradient."""
+def run(rank: int, size: int, store: Any, case: Case) -> tuple[list[float], Calls]:
+    """Two steps of the layer, forward and backward; the largest difference of the output and of each gradient, and what
+    was called of `deep_ep`."""
     if (path := str(Path(crossdock.__file__).parent / "deep_ep" / "path")) not in sys.path:
         sys.path.insert(0, path)
     from megatron.core.transformer.moe import fused_a2a  # type: ignore[import-not-found]
 
     assert fused_a2a.HAVE_DEEP_EP
     assert not fused_a2a.HAVE_HYBRIDEP
-    with joined(rank, size, store), torch.compiler.set_stance("force_eager"):
+    with joined(rank, size, store), torch.compiler.set_stance("force_eager"), counted() as calls:
         try:
-            return [max(pair) for pair in zip(*(step(rank, case, number) for number in range(2)), strict=True)]
+            return [max(pair) for pair in zip(*(step(rank, case, number) for number in range(2)), strict=True)], calls
         finally:
             fused_a2a._buffer.destroy()
             fused_a2a._buffer = None
@@ -58,8 +60,7 @@ def dispatcher(rank: int, case: Case) -> Any:
         expert_model_parallel_size=len(TOKENS), moe_expert_capacity_factor=case.capacity,
         moe_pad_expert_input_to_capacity=False, moe_router_load_balancing_type="none",
     )  # fmt: skip
-    alone = [dist.new_group([other]) for other in range(len(TOKENS))][rank]
-    groups = SimpleNamespace(ep=dist.group.WORLD, expt_tp=alone, tp_ep=dist.group.WORLD)
+    groups = SimpleNamespace(ep=dist.group.WORLD, expt_tp=None, tp_ep=dist.group.WORLD)
     own = list(range(rank * NUM_LOCAL, (rank + 1) * NUM_LOCAL))
     return MoEFlexTokenDispatcher(NUM_LOCAL, own, config, groups)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import tools
+from tests.engines import record
 from tests.megatron.layers import Case, run
 from tests.worlds import World
 
@@ -16,6 +17,9 @@ tools.require("megatron")
     [Case(), Case(asynchronous=True), Case(capacity=2.0), Case(tokens=(0, 0, 0, 3))],
     ids=str,
 )
-def test_gradients_are_those_of_plain_all_to_all(four: World, case: Case) -> None:
-    differences = four.run(run, case, timeout_s=300)
-    assert max(max(each) for each in differences) > 0, "sums of other orders"
+def test_gradients_are_those_of_plain_all_to_all(four: World, case: Case, pytestconfig: pytest.Config) -> None:
+    from megatron.core import __version__  # type: ignore[import-not-found]
+
+    results = four.run(run, case, timeout_s=300)
+    assert max(max(differences) for differences, _ in results) > 0, "sums of other orders"
+    record(pytestconfig, "Megatron-Core", __version__, results[0][1])

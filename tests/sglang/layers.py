@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ep_kernels import quant
+from tests.engines import Calls, counted
 from tests.sglang import wheel
 from tests.vllm.layers import NUM_EXPERTS, TOKENS, TOPK, Inputs, joined
 
@@ -53,7 +54,7 @@ class Case:
     round_robin: bool = False
 
 
-def run(rank: int, size: int, store: Any, case: Case) -> tuple[str, float, dict[str, list[str]]]:
+def run(rank: int, size: int, store: Any, case: Case) -> tuple[str, float, Calls]:
     """Three steps of the layer; (name of the dispatcher's class, largest error, what was called of `deep_ep`)."""
     with joined(rank, size, store), ExitStack() as stack:
         v1, v2 = wheel.load()
@@ -73,33 +74,7 @@ def run(rank: int, size: int, store: Any, case: Case) -> tuple[str, float, dict[
         worst = max(step(case, made, rank, number) for number in range(3))
         for state in wheel.RESOURCES.buffers.values():
             state.buffer.destroy()
-        return type(made).__name__, worst, {name: sorted(found) for name, found in calls.items()}
-
-
-class counted:
-    """Which calls of `deep_ep` are made meanwhile."""
-
-    def __enter__(self) -> dict[str, set[str]]:
-        import deep_ep
-
-        self._stack, found = ExitStack(), dict[str, set[str]]()
-        for kind in (deep_ep.Buffer, deep_ep.ElasticBuffer):
-            for name in (n for base in kind.__mro__ for n in vars(base) if n[0] != "_" and callable(getattr(kind, n))):
-                self._stack.enter_context(mock.patch.object(kind, name, self._told(kind, name, found)))
-        return found
-
-    def _told(self, kind: type, name: str, found: dict[str, set[str]]) -> Any:
-        plain = getattr(kind, name)
-        static = any(isinstance(vars(base).get(name), staticmethod) for base in kind.__mro__)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found.setdefault(kind.__name__, set()).add(name)
-            return plain(*args, **kwargs)
-
-        return staticmethod(call) if static else call
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        return type(made).__name__, worst, calls
 
 
 def dispatcher_of(case: Case, v1: Any, v2: Any) -> Any:
@@ -159,13 +134,13 @@ def normal(case: Case, inputs: Inputs, out: Any, first: int) -> Made:
 
     counts = [-(-int((out.topk_ids == local).sum()) // 128) * 128 for local in range(NUM_LOCAL)]
     assert out.num_recv_tokens_per_expert == counts
-    y = weighed(inputs, rows_of(case, out.hidden_states, out.hidden_states_scale), out.topk_ids, out.topk_weights, first)
+    y = weighed(
+        inputs, rows_of(case, out.hidden_states, out.hidden_states_scale), out.topk_ids, out.topk_weights, first
+    )
     return DeepEPNormalCombineInput(y, out.topk_ids, out.topk_weights), lambda: None
 
 
-def weighed(
-    inputs: Inputs, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: int
-) -> torch.Tensor:
+def weighed(inputs: Inputs, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: int) -> torch.Tensor:
     """What this rank's experts make of rows that came once, [N, H]."""
     total = torch.zeros(rows.shape)
     for n, k in (ids >= 0).nonzero().tolist():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 
 from tests import tools
+from tests.engines import record
 from tests.sglang.layers import BACKENDS, LL, NORMAL, V2, Case, run
 from tests.worlds import World
 
@@ -19,8 +22,9 @@ CASES += [Case(backend, tokens=(0, 0, 0, 0)) for backend in BACKENDS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_layer(four: World, case: Case) -> None:
+def test_layer(four: World, case: Case, pytestconfig: pytest.Config) -> None:
     results = four.run(run, case, timeout_s=300)
     assert {name for name, _, _ in results} == {"DeepEPv2Dispatcher" if case.backend == V2 else "DeepEPDispatcher"}
     if any(case.tokens):
         assert max(error for _, error, _ in results) > 0, "rows have travelled in bf16"
+    record(pytestconfig, "SGLang", importlib.metadata.version("sglang"), results[0][2])

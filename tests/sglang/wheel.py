@@ -1,7 +1,7 @@
 """SGLang's token dispatchers, as its wheel has them, without the rest of it: no GPU, none of its dependencies.
 
-`load()` runs the modules in RUN from the unpacked wheel, which is on the path. Of all others a dispatcher imports names, which are in
-VALUES where it depends on them and mean nothing elsewhere.
+`load()` runs the modules in RUN from the unpacked wheel, which is on the path. Of all others a dispatcher imports
+names, which are in VALUES where it depends on them and mean nothing elsewhere.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ group does not accept it now, 4 its GPU was lost, 5 the group can never accept i
 from __future__ import annotations
 
 import errno
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -145,10 +146,20 @@ def worker(config: ConfigFile = None, overrides: Overrides = None, parent_pid: P
 
 
 @app.command("deep-ep")
-def deep_ep(as_json: Json = False) -> None:
+def deep_ep(
+    engines: Annotated[bool, typer.Option("--engines", help="Print which engines were tried, and with what.")] = False,
+    as_json: Json = False,
+) -> None:
     """Print the folder of our `deep_ep` module: PYTHONPATH="$(crossdock deep-ep)" PROGRAM imports it as DeepEP."""
-    path = str(Path(crossdock.__file__).parent / "deep_ep" / "path")
-    show_json({"path": path}) if as_json else print(path)
+    path = Path(crossdock.__file__).parent / "deep_ep"
+    recorded = json.loads((path / "tried.json").read_bytes())
+    if as_json:
+        show_json({"path": str(path / "path"), "engines": recorded})
+    elif engines:
+        for each in recorded:
+            print(f"{each['engine']} {each['version']}: {', '.join(each['calls'])}")
+    else:
+        print(path / "path")
 
 
 @app.command()
