@@ -30,6 +30,9 @@ VLLM_VERSION := 0.26.0
 VLLM_NEWEST := 0.33.0
 VLLM := $(VLLM_VENV)/installed-$(VLLM_VERSION)-$(shell cat $(BUILT_FROM) tests/vllm/requirements.txt 2>/dev/null | cksum | cut -d ' ' -f 1)
 NEWEST := $(VLLM_VENV)/newest-$(VLLM_NEWEST)
+# Engines of which the tests run a few modules of the wheel, without its dependencies and compiled libraries.
+SGLANG := $(VENV)-engines/sglang-0.5.23
+MEGATRON := $(VENV)-engines/megatron-core-0.16.1
 
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/__init__.py)
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
@@ -68,6 +71,12 @@ test-rxe: $(DEV) ## RDMA in a QEMU guest with Soft-RoCE: bytes, faults, yardstic
 test-vllm: $(VLLM) $(NEWEST)/vllm ## Real vLLM on the CPU: the plugin, and MoE layers over our transport (downloads 3 GB)
 	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm $(ARGS)
 	PYTHONPATH=$(abspath $(NEWEST)) $(VLLM_VENV)/bin/python -m pytest -q tests/vllm $(ARGS)
+
+test-sglang: $(DEV) $(SGLANG) ## SGLang's own dispatchers on the CPU over our deep_ep (downloads 39 MB)
+	PYTHONPATH=$(abspath $(SGLANG)) $(PY) -m pytest -q tests/sglang $(ARGS)
+
+test-megatron: $(DEV) $(MEGATRON) ## Megatron's flex dispatcher on the CPU over our deep_ep, forward and backward (downloads 3 MB)
+	PYTHONPATH=$(abspath $(MEGATRON)) $(PY) -m pytest -q tests/megatron $(ARGS)
 
 sanitize: $(DEV) ## On a machine with a GPU: compute-sanitizer's four tools over every kernel (ARGS="racecheck" for one)
 	$(PY) -m tests.gpu.sanitize $(ARGS)
@@ -179,7 +188,7 @@ image: ## Build the container images crossdock-control and crossdock-worker
 	docker build --target worker $(IMAGE_FLAGS) --tag crossdock-worker --tag crossdock-worker:$(VERSION) .
 
 clean: ## Remove the virtual environments, caches and built files
-	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) $(VLLM_VENV) $(UV_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) $(VLLM_VENV) $(UV_VENV) $(VENV)-engines build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf crossdock.egg-info services/crossdock.egg-info
 	rm -rf ep_kernels/cubins
 	find ep_kernels -name '*.so' -delete
@@ -230,3 +239,9 @@ $(NEWEST)/vllm: | $(VLLM)
 	@echo "unpacking vLLM $(VLLM_NEWEST) into $(NEWEST), without its libraries"
 	$(VLLM_VENV)/bin/python $(PIP) download --no-deps --dest $(NEWEST) 'vllm==$(VLLM_NEWEST)'
 	$(VLLM_VENV)/bin/python tests/vllm/unpack.py $(NEWEST)
+
+$(SGLANG) $(MEGATRON): | $(DEV)
+	@rm -rf $@ $@-part
+	$(PY) $(PIP) download --no-deps --dest $@-part $$(echo $(notdir $@) | sed 's/-\([0-9]\)/==\1/')
+	$(PY) tests/vllm/unpack.py $@-part
+	@mv $@-part $@

@@ -44,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="transports' tests: on one host alone (none), one group over two hosts as well (short), or over hosts in "
         "every split by every provider, and nothing else (full); of GPUs, over two hosts (gpus)",
     )
+    parser.addoption("--record-calls", action="store_true", help="engines: keep what they call of deep_ep (tried.json)")
     parser.addoption("--whole-layer", action="store_true", help="tests/services/test_fp8_layer.py: 11.3 GB of experts")
     parser.addoption("--rxe", action="store_true", help="tests/rxe: start the guest")
     parser.addoption("--rxe-out", help="tests/rxe: folder for the results of the yardsticks")

@@ -91,6 +91,8 @@ TOOLS: Mapping[str, Tool] = {
     "nvdisasm": Tool("it comes with triton", _no_nvdisasm),
     "triton": _package("triton", "it comes with torch for CUDA"),
     "vllm": _package("vllm", "make test-vllm"),
+    "sglang": _package("sglang", "make test-sglang"),
+    "megatron": _package("megatron", "make test-megatron"),
     "libfabric": _library("fabric", "apt install libfabric1"),
     "RDMA headers": Tool("apt install libibverbs-dev libfabric-dev"),
     "a guest": Tool("make test-rxe"),

@@ -82,6 +82,13 @@ def test_deep_ep_names_the_folder_that_holds_it() -> None:
     assert (Path(done.stdout.strip()) / "deep_ep" / "__init__.py").is_file()
 
 
+def test_deep_ep_says_which_engines_were_tried() -> None:
+    recorded = json.loads(crossdock_command("deep-ep", "--json").stdout)["engines"]
+    said = crossdock_command("deep-ep", "--engines").stdout.splitlines()
+    assert said == [f"{each['engine']} {each['version']}: {', '.join(each['calls'])}" for each in recorded]
+    assert {line.split()[0] for line in said} >= {"SGLang", "Megatron-Core"}
+
+
 def test_version_names_what_it_stands_on() -> None:
     done = crossdock_command("version")
     assert done.returncode == 0

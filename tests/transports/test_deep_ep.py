@@ -152,8 +152,8 @@ def test_what_is_not_offered_says_what_to_do_instead() -> None:
         buffer.dispatch(ids.float(), topk_idx=ids, expert_alignment=0)
     with pytest.raises(ArgumentError, match="comm: expected None"):
         deep_ep.Buffer(None, comm=object())
-    with pytest.raises(AttributeError, match="has no attribute 'ElasticBuffer': it is DeepEP V2's"):
-        deep_ep.ElasticBuffer  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'HybridEPBuffer': it is another interface"):
+        deep_ep.HybridEPBuffer  # noqa: B018
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(4, dtype=torch.int32), torch.zeros(2)], ids=["all experts", "floats"])
@@ -190,16 +190,18 @@ print(importlib.util.find_spec("deep_ep"))
 sys.path.insert(0, {str(FOLDER)!r})
 import deep_ep as d, deep_ep.utils, deep_ep.buffer
 print(d.__spec__.name, d.Buffer is d.buffer.Buffer, "crossdock" in d.__version__, hasattr(d, "nothing"))
+print(set(d.__all__) - set(vars(d)))
 try:
-    d.ElasticBuffer
+    d.HybridEPBuffer
 except AttributeError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    without, under_its_name, refused = done.stdout.splitlines()
+    without, under_its_name, missing, refused = done.stdout.splitlines()
     assert (without, under_its_name) == ("None", "deep_ep True True False")
-    assert "has no attribute 'ElasticBuffer': it is DeepEP V2's" in refused
+    assert missing == "set()"
+    assert "has no attribute 'HybridEPBuffer': it is another interface" in refused
 
 
 LOST = PeerTimeout(peer=2, op="combine", phase="payload", expected=2, seen=1, waited_s=1.0, gone=True)

@@ -64,7 +64,7 @@ def test_a_step_reads_the_device_once(calls: HighThroughput) -> None:
 
     with mock.patch.object(MoECommunicator, "dispatch", dispatch), reads:
         got: Delivered = calls.dispatch((x, None), ids, torch.ones(5, 3), kind, keep=False)
-        again, _ = calls.dispatch_again((x, None), got.handle)
+        again, *_ = calls.dispatch_again((x, None), got.handle)
         calls.combine(got.x.contiguous(), got.handle, None)
     assert (reads.dispatches, reads.number) == (2, 1)
     assert not got.handle.comm.config.exact_shapes, "else the communicator reads, too"

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ep_kernels import quant
+from tests.engines import Calls, counted
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TOKENS = (16, 5, 0, 9)
@@ -314,10 +315,10 @@ def joined(rank: int, size: int, store: Any) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def run(rank: int, size: int, store: Any, case: Case) -> tuple[str, float]:
-    """Three steps of the layer; (name of the prepare/finalize class, largest error)."""
-    with joined(rank, size, store), engine(case, rank):
-        return _steps(case, rank)
+def run(rank: int, size: int, store: Any, case: Case) -> tuple[str, float, Calls]:
+    """Three steps of the layer; (name of the prepare/finalize class, largest error, what was called of `deep_ep`)."""
+    with joined(rank, size, store), engine(case, rank), counted() as calls:
+        return *_steps(case, rank), calls
 
 
 def apply(case: Case, finalizer: Any, inputs: Inputs, rank: int, ids: torch.Tensor | None = None) -> torch.Tensor:

@@ -34,7 +34,7 @@ def rank_of_host(rank: int, address: str, cases: list[str], pipe: Any) -> None:
         answer["one_host"] = all(in_the_same_node_as(dist.group.WORLD, source_rank=0))
         answer["without"] = _refusal(rank)
     for case in cases:
-        name, error = run(rank, len(TOKENS), dist.PrefixStore(case, store), Case(*case.split()))  # type: ignore[attr-defined]
+        name, error, _ = run(rank, len(TOKENS), dist.PrefixStore(case, store), Case(*case.split()))  # type: ignore[attr-defined]
         answer["cases"][case] = [name, error]
     store.set(f"done/{rank}", b"1")
     store.wait([f"done/{other}" for other in range(len(TOKENS))], WAIT)  # the store ends with rank 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import tools
+from tests.engines import record
 from tests.vllm.layers import CLASSES, GRAPH, HT, LL, Case, run
 from tests.worlds import World
 
@@ -33,8 +34,12 @@ CASES += [Case("native", backend, hidden=272) for _, backend in CLASSES if backe
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_layer(four: World, case: Case) -> None:
+def test_layer(four: World, case: Case, pytestconfig: pytest.Config) -> None:
+    from vllm import __version__
+
     results = four.run(run, case, timeout_s=600)
-    assert {name for name, _ in results} == {case.finalizer}
+    assert {name for name, _, _ in results} == {case.finalizer}
     if any(case.tokens):
-        assert max(error for _, error in results) > 0, "rows have travelled in bf16"
+        assert max(error for _, error, _ in results) > 0, "rows have travelled in bf16"
+    if case.plugin == "deep_ep":
+        record(pytestconfig, "vLLM", __version__, results[0][2])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,10 +185,20 @@ def ready(
 
 
 @app.command("deep-ep")
-def deep_ep(as_json: Json = False) -> None:
+def deep_ep(
+    engines: Annotated[bool, typer.Option("--engines", help="Print which engines were tried, and with what.")] = False,
+    as_json: Json = False,
+) -> None:
     """Print the folder of our `deep_ep` module: PYTHONPATH="$(crossdock deep-ep)" PROGRAM imports it as DeepEP."""
-    path = str(Path(crossdock.__file__).parent / "deep_ep" / "path")
-    show_json({"path": path}) if as_json else print(path)
+    path = Path(crossdock.__file__).parent / "deep_ep"
+    recorded = json.loads((path / "tried.json").read_bytes())
+    if as_json:
+        show_json({"path": str(path / "path"), "engines": recorded})
+    elif engines:
+        for each in recorded:
+            print(f"{each['engine']} {each['version']}: {', '.join(each['calls'])}")
+    else:
+        print(path / "path")
 
 
 @app.command()

@@ -11,22 +11,21 @@ from typing import Any, ClassVar
 
 import torch
 
-from crossdock.common.config import FrameworkConfig
+from crossdock.common.log import get
 from crossdock.deep_ep import hints
-from crossdock.deep_ep.events import CommStream, EventHandle, EventOverlap
-from crossdock.deep_ep.exporter import CountingTimeouts
-from crossdock.deep_ep.high_throughput import Handle, HighThroughput, Payload, layout
+from crossdock.deep_ep.calls import Calls, Rows, biases, checked_ids, checked_weights, payload_of, with_bias
+from crossdock.deep_ep.events import EventHandle, EventOverlap
+from crossdock.deep_ep.high_throughput import Handle, layout
 from crossdock.deep_ep.low_latency import Hook, LowLatency, LowLatencyHandle, Received, StepSignature, nothing
-from crossdock.deep_ep.pool import Pool
-from crossdock.deep_ep.refused import WAITS, Unsupported, without
+from crossdock.deep_ep.refused import WAITS, Unsupported, unknown, without
 from ep_kernels import ArgumentError, PeerTimeout
 
-Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""x [T, H], or (x, scales [T, S] or [T])."""
+log = get(__name__)
+
 Dispatched = tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]
 
 
-class Buffer(Unsupported):
+class Buffer(Unsupported, Calls):
     """Communication of one group of ranks.
 
     Args:
@@ -42,7 +41,7 @@ class Buffer(Unsupported):
     Raises: ArgumentError.
     """
 
-    num_sms: ClassVar[int] = 20
+    num_sms: ClassVar[int] = hints.NUM_SMS
     """Read by callers. Only a number given to `set_num_sms` or `set_operation_sms` is a limit."""
     _chosen_sms: ClassVar[tuple[int | None, int | None]] = None, None
 
@@ -50,26 +49,18 @@ class Buffer(Unsupported):
         self, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
         num_qps_per_rank: int = 24, allow_nvlink_for_low_latency_mode: bool = True, allow_mnnvl: bool = False,
         use_fabric: bool = False, explicitly_destroy: bool = False, enable_shrink: bool = False, comm: Any = None,
+        **newer: object,
     ) -> None:  # fmt: skip
+        if newer:
+            unknown("Buffer", newer)
         without(comm=(comm, "ranks meet by `group`"))
         if enable_shrink:
             raise ArgumentError("enable_shrink", "False: a lost rank ends in PeerTimeout, it is not masked", True)
-        self._settings = FrameworkConfig.from_env()
-        self._pool = Pool(group, self._settings)
-        self._low, self._high, self._streams = LowLatency(self._pool), HighThroughput(self._pool), CommStream()
-        self.group, self.rank, self.group_size = group, self._pool.rank, self._pool.size
+        super().__init__(group, explicitly_destroy)
+        self._low, self._said = LowLatency(self._pool), False
+        self.rank, self.group_size = self._pool.rank, self._pool.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self._watched = CountingTimeouts(self.rank, self._settings)
-        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-
-    def destroy(self) -> None:
-        """Free every communicator, after the launched operations have finished (see `MoECommunicator.close`).
-        Idempotent. No call works afterwards (ClosedError)."""
-        self._pool.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_pool"):
-            self._pool.close()
+        self.low_latency_mode = low_latency_mode
 
     # What callers ask before they call.
 
@@ -117,10 +108,6 @@ class Buffer(Unsupported):
         """A Config, which nothing depends on."""
         return hints.Config(Buffer.num_sms)
 
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream on which calls with `async_finish` run."""
-        return self._streams.stream()
-
     # High throughput.
 
     def get_dispatch_layout(
@@ -129,9 +116,9 @@ class Buffer(Unsupported):
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:  # fmt: skip
         """Number of tokens of this rank by destination: (int32 [R], None, int32 [E], bool [T, R], event). `dispatch`
         computes these itself; of these arguments it reads only the length E."""
-        _ids(topk_idx)
+        checked_ids(topk_idx)
         self._pool.experts_per_rank(num_experts)
-        with self._streams.enter(topk_idx, previous_event, async_finish) as turn:
+        with self._streams.enter(topk_idx, async_finish, previous_event) as turn:
             per_rank, per_expert, to_rank = layout(topk_idx, num_experts, self.group_size)
             event = turn.done([topk_idx], [per_rank, per_expert, to_rank])
         return per_rank, None, per_expert, to_rank, event
@@ -142,7 +129,7 @@ class Buffer(Unsupported):
         num_tokens_per_expert: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None, expert_alignment: int = 1, num_worst_tokens: int = 0,
         config: hints.Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
+        allocate_on_comm_stream: bool = False, **newer: object,
     ) -> Dispatched:  # fmt: skip
         """Each token to the ranks of its experts. Collective.
 
@@ -159,15 +146,17 @@ class Buffer(Unsupported):
         Returns (rows, or (rows, scales), [N, ...], by source rank and token; local expert ids int64 [N, K], -1 = not
         here; weights [N, K], 0 there; rows per local expert; handle; event). With `handle`: rows, four None, event.
         """
-        payload = _payload(x, expert_alignment)
-        with self._watched, self._streams.enter(payload[0], previous_event, async_finish) as turn:
+        if newer:
+            unknown("dispatch", newer)
+        payload = payload_of(x, expert_alignment)
+        with self._watched, self._streams.enter(payload[0], async_finish, previous_event) as turn:
             if handle is not None:
                 if topk_idx is not None or topk_weights is not None:
                     raise ArgumentError("topk_idx, topk_weights", "None beside a handle", "a tensor")
-                x, scales = self._high.dispatch_again(payload, _handle(handle))
+                x, scales, _ = self._high.dispatch_again(payload, _handle(handle))
                 event = turn.done([*payload], [x, scales])
                 return x if scales is None else (x, scales), None, None, None, None, event
-            ids, weights = _ids(topk_idx), _weights(topk_weights)
+            ids, weights = checked_ids(topk_idx), checked_weights(topk_weights)
             if num_tokens_per_expert is None:
                 raise ArgumentError("num_tokens_per_expert", "what get_dispatch_layout gave", None)
             sizes = num_tokens_per_expert.numel(), ids.shape[1], num_worst_tokens, *Buffer._chosen_sms
@@ -181,21 +170,23 @@ class Buffer(Unsupported):
         self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None, config: hints.Config | None = None,
         previous_event: EventOverlap | None = None, async_finish: bool = False, allocate_on_comm_stream: bool = False,
+        **newer: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:  # fmt: skip
         """Sum rows [N, H], which the caller has weighted and reduced per token, over the ranks at the source.
         Collective.
 
         Args:
             topk_weights: float32 [N, K] to return, each to its (token, k), or None.
-            bias: [T, H], or up to two of them, added at the source.
+            bias: [T, H], or up to two of them, added at the source in fp32.
 
         Returns ([T, H], weights [T, K] or None, event).
         """
-        extra = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
-        with self._watched, self._streams.enter(x, previous_event, async_finish) as turn:
-            z, home = self._high.combine(x.contiguous(), _handle(handle), topk_weights)
-            for each in extra:
-                z = z + each
+        if newer:
+            unknown("combine", newer)
+        extra = biases(bias, _handle(handle).inner.num_tokens, x.shape[1])
+        with self._watched, self._streams.enter(x, async_finish, previous_event) as turn:
+            z, home = self._high.combine(x.contiguous(), handle, topk_weights)
+            z = with_bias(z, extra)
             event = turn.done([x, topk_weights, *extra], [z, home])
         return z, home, event
 
@@ -212,7 +203,7 @@ class Buffer(Unsupported):
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
         dispatch_wait_recv_cost_stats: torch.Tensor | None = None, use_fp8: bool = True,
         round_scale: bool = False, use_ue8m0: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
-        use_nvfp4: bool = False, x_global_scale: torch.Tensor | None = None,
+        use_nvfp4: bool = False, x_global_scale: torch.Tensor | None = None, **newer: object,
     ) -> tuple[Received, torch.Tensor, LowLatencyHandle, EventOverlap, Hook]:  # fmt: skip
         """Each token to its experts. Collective; never reads the device.
 
@@ -227,12 +218,14 @@ class Buffer(Unsupported):
         Returns (rows [L, R*M, H], or (rows, scales); counts int32 [L]; handle; event; hook). Scales are float32
         [L, R*M, ceil(H/128)] or packed int32, the row index fast. Rows stay until the second dispatch after this.
         """
+        if newer:
+            unknown("low_latency_dispatch", newer)
         if use_nvfp4 or x_global_scale is not None or dispatch_wait_recv_cost_stats is not None:
             fp4 = "rows travel as they come or as fp8; quantise to fp4 after receiving"
             without(use_nvfp4=(use_nvfp4, fp4), x_global_scale=(x_global_scale, fp4))
             without(dispatch_wait_recv_cost_stats=(dispatch_wait_recv_cost_stats, WAITS))
         if topk_idx is None:
-            _ids(topk_idx)
+            checked_ids(topk_idx)
         signature = (
             num_max_dispatch_tokens_per_rank, num_experts, x.shape, x.dtype, topk_idx.shape, topk_idx.dtype,
             use_fp8, round_scale, use_ue8m0,
@@ -250,6 +243,9 @@ class Buffer(Unsupported):
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: LowLatencyHandle,
         use_logfmt: bool = False, zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
         out: torch.Tensor | None = None, combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        overlap: bool = False, packed_recv_count: torch.Tensor | None = None, comp_signal: torch.Tensor | None = None,
+        block_m: int | None = None, threshold: int | None = None, num_sms: int | None = None,
+        src_signals: torch.Tensor | None = None, src_signal_expect_value: int | None = None, **newer: object,
     ) -> tuple[torch.Tensor, EventOverlap, Hook]:  # fmt: skip
         """Return expert rows [L, R*M, H], weighted with topk_weights [T, K] and summed over k in fp32. Collective.
 
@@ -258,23 +254,33 @@ class Buffer(Unsupported):
             zero_copy: the rows are in what `get_next_low_latency_combine_buffer(handle)` gave; x is not read.
             out: [T, H] to write into, or None.
             combine_wait_recv_cost_stats: must be None.
+            overlap: SGLang's single-batch overlap: a GEMM that was launched before still writes the rows. They are sent
+                when the hook is called, or the event waited for, on the stream that is current then: the GEMM's.
+            packed_recv_count, comp_signal, block_m, threshold, num_sms, src_signals, src_signal_expect_value: of the
+                same: hints, not followed, which the log says once.
 
         Returns ([T, H], event, hook); with `return_recv_hook` valid once the hook has been called.
         """
+        if newer:
+            unknown("low_latency_combine", newer)
         if combine_wait_recv_cost_stats is not None:
             without(combine_wait_recv_cost_stats=(combine_wait_recv_cost_stats, WAITS))
         if not isinstance(handle, LowLatencyHandle):
             raise ArgumentError("handle", "what low_latency_dispatch gave", type(handle).__name__)
-        weights = _weights(topk_weights)
+        weights = checked_weights(topk_weights)
         if zero_copy and handle.combine_buffer is None:
             raise ArgumentError("zero_copy", "get_next_low_latency_combine_buffer(handle) called before", True)
-        rows = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x.contiguous()
+        rows = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
+        if overlap or num_sms is not None or src_signals is not None:
+            self._say_once()
+        if overlap:
+            return self._combine_later(rows, weights, handle, out, async_finish, return_recv_hook)
         try:
             if not return_recv_hook:
-                z, hook = self._low.combine_now(rows, weights, handle, out), nothing
+                z, hook = self._low.combine_now(rows.contiguous(), weights, handle, out), nothing
             else:
                 z = x.new_empty(handle.num_tokens, handle.shape.hidden) if out is None else out
-                hook = self._low.combine(rows, weights, handle, z)
+                hook = self._low.combine(rows.contiguous(), weights, handle, z)
         except PeerTimeout as error:
             self._watched.count(error)
             raise
@@ -283,6 +289,34 @@ class Buffer(Unsupported):
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """[L, R*M, H] to write expert rows into, for a combine with `zero_copy`."""
         return self._low.combine_buffer(handle)
+
+    def _say_once(self) -> None:
+        if not self._said:
+            self._said = True
+            log.warning("crossdock: low_latency_combine: single-batch overlap is a hint, combine runs after the GEMM")
+
+    def _combine_later(
+        self, rows: torch.Tensor, weights: torch.Tensor, handle: LowLatencyHandle, out: torch.Tensor | None,
+        async_finish: bool, hooked: bool,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook]:  # fmt: skip
+        """A combine that begins when the caller waits for it: until then a product may write its rows."""
+        if not (async_finish or hooked):
+            raise ArgumentError("overlap", "False without return_recv_hook or async_finish", True)
+        z = rows.new_empty(handle.num_tokens, handle.shape.hidden) if out is None else out
+        handle.received()
+        before, done = EventHandle(), list[bool]()
+
+        def run() -> None:
+            if not done:
+                done.append(True)
+                before.current_stream_wait()  # z's memory may be that of another stream
+                with self._watched:
+                    self._low.combine_now(rows.contiguous(), weights, handle, z)
+
+        event = EventOverlap(before if async_finish else None)
+        if async_finish:
+            event.register_hook_after_wait(run)
+        return z, event, run if hooked else nothing
 
     def _counted(self, hook: Hook) -> Hook:
         if hook is nothing:
@@ -293,27 +327,6 @@ class Buffer(Unsupported):
                 hook()
 
         return run
-
-
-def _payload(x: Rows, alignment: int) -> Payload:
-    """(x, its scales or None); the alignment, too, is checked before anything is sent."""
-    if type(alignment) is not int or alignment < 1:
-        raise ArgumentError("expert_alignment", "an int >= 1", repr(alignment))
-    return x if isinstance(x, tuple) else (x, None)
-
-
-def _ids(value: torch.Tensor | None) -> torch.Tensor:
-    if value is None or value.ndim != 2 or value.dtype != torch.int64:
-        got = None if value is None else (list(value.shape), value.dtype)
-        raise ArgumentError("topk_idx", "int64 [T, K]", got)
-    return value.contiguous()
-
-
-def _weights(value: torch.Tensor | None) -> torch.Tensor:
-    if value is None or value.ndim != 2 or value.dtype != torch.float32:
-        got = None if value is None else (list(value.shape), value.dtype)
-        raise ArgumentError("topk_weights", "float32 [T, K]", got)
-    return value.contiguous()
 
 
 def _handle(value: object) -> Handle:

@@ -87,28 +87,31 @@ class CommStream:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._stream
 
-    def enter(self, like: torch.Tensor, previous: EventOverlap | None, async_finish: bool) -> _Turn:
-        """A context for one operation on tensors like this one; its `done(inputs, outputs)` gives the event."""
-        after = None if previous is None else previous.event
+    def enter(self, like: torch.Tensor, async_finish: bool, *before: EventHandle | EventOverlap | None) -> _Turn:
+        """A context for one operation on tensors like this one, after these events; its `done(inputs, outputs)` gives
+        the event."""
+        events = [each.event if isinstance(each, EventOverlap) else each for each in before]
+        after = [each for each in events if each is not None]
         return _Turn(self.stream() if async_finish and like.is_cuda else None, after, async_finish)
 
 
 class _Turn:
     """One operation: on the caller's stream, or on the separate one."""
 
-    def __init__(self, aside: torch.cuda.Stream | None, after: EventHandle | None, wants_event: bool) -> None:
+    def __init__(self, aside: torch.cuda.Stream | None, after: list[EventHandle], wants_event: bool) -> None:
         self._aside, self._after, self._wants_event = aside, after, wants_event
         self._caller: torch.cuda.Stream | None = None
 
     def __enter__(self) -> _Turn:
         if self._aside is None:
-            if self._after is not None:
-                self._after.current_stream_wait()
+            for event in self._after:
+                event.current_stream_wait()
             return self
         self._caller = torch.cuda.current_stream()
-        if self._after is not None and self._after.point is not None:
-            self._aside.wait_event(self._after.point)
-        else:
+        points = [event.point for event in self._after if event.point is not None]
+        for point in points:
+            self._aside.wait_event(point)
+        if not points:
             self._aside.wait_stream(self._caller)
         torch.cuda.set_stream(self._aside)
         return self

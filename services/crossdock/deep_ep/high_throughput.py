@@ -39,6 +39,7 @@ class PoolKey(NamedTuple):
         num_worst_tokens: rows that a rank gets, where shapes are fixed; 0 where they are exact, and in keys.
         dispatch_sms, combine_sms: multiprocessors of one operation, or None.
         output_dtype: of expert outputs, or None: that of x, bfloat16 where x is quantised.
+        num_max_tokens_per_rank: M where all ranks name it; 0 where they ask each other, and in keys.
     """
 
     hidden: int
@@ -51,6 +52,12 @@ class PoolKey(NamedTuple):
     dispatch_sms: int | None
     combine_sms: int | None
     output_dtype: torch.dtype | None = None
+    num_max_tokens_per_rank: int = 0
+
+    @property
+    def key(self) -> PoolKey:
+        """The parameters of the communicator."""
+        return self._replace(num_worst_tokens=0, num_max_tokens_per_rank=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +89,8 @@ class Handle:
 @dataclass(frozen=True, slots=True)
 class Delivered:
     """What arrived: rows and scales [N, ...], local ids int64 and weights [N, K], handle; rows per local expert, on the
-    device int32 [L] and as a list (None and empty where shapes are fixed)."""
+    device int32 [L] and as a list (None and empty where shapes are fixed; with M named the first is there); rows per
+    source rank, int32 [R], a view."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -91,6 +99,7 @@ class Delivered:
     handle: Handle
     counts: torch.Tensor | None
     counted: list[int]
+    source_rows: torch.Tensor
 
 
 class HighThroughput:
@@ -101,16 +110,16 @@ class HighThroughput:
 
     def kind(
         self, payload: Payload, num_experts: int, topk: int, worst: int, dispatch_sms: int | None = None,
-        combine_sms: int | None = None, output_dtype: torch.dtype | None = None,
+        combine_sms: int | None = None, output_dtype: torch.dtype | None = None, most: int = 0,
     ) -> PoolKey:  # fmt: skip
-        """The parameters for this payload."""
+        """The parameters for this payload; `most`: M, or 0."""
         self._pool.experts_per_rank(num_experts)
         if type(worst) is not int or worst < 0 or worst % self._pool.size:
             wanted = f"a multiple of the group's {self._pool.size} ranks"
             raise ArgumentError("num_worst_tokens", wanted, repr(worst))
         if worst and worst < self._pool.size * len(payload[0]):
             raise ArgumentError("num_worst_tokens", f"R * T = {self._pool.size * len(payload[0])} or more", worst)
-        return PoolKey(*_format(payload), num_experts, topk, worst, dispatch_sms, combine_sms, output_dtype)
+        return PoolKey(*_format(payload), num_experts, topk, worst, dispatch_sms, combine_sms, output_dtype, most)
 
     def dispatch(
         self,
@@ -131,37 +140,47 @@ class HighThroughput:
         arrived = place.numbers[:num_rows] < out.num_rows
         ids, weights = torch.where(arrived, out.topk_ids[:num_rows], -1).long(), out.topk_weights
         counts, counted = None, list[int]()
+        if not kind.num_worst_tokens or kind.num_max_tokens_per_rank:
+            size = comm.num_local_experts
+            counts = _histogram(torch.where(ids < 0, size + place.numbers[:num_rows] % SPARE, ids), size)
         if kind.num_worst_tokens:
             weights = torch.where(arrived, weights[:num_rows], 0.0)
         else:
-            size = comm.num_local_experts
-            counts = _histogram(torch.where(ids < 0, size + place.numbers % SPARE, ids), size)
+            assert counts is not None
             *counted, num_rows = torch.cat([counts, out.num_rows]).tolist()
         x, scales = _first(out, payload, num_rows)
         if keep:
             x, scales = x.clone(), None if scales is None else scales.clone()
         handle = Handle(comm, inner, num_rows, kind)
-        return Delivered(x, scales, ids[:num_rows], weights[:num_rows], handle, counts, counted)
+        return Delivered(x, scales, ids[:num_rows], weights[:num_rows], handle, counts, counted, out.counts)
 
-    def dispatch_again(self, payload: Payload, handle: Handle) -> Payload:
-        """Other rows by the same routing. Rows that differ in dtype, size or scales from the first ones travel as the
-        bytes of such rows, in as many dispatches as it takes."""
+    def dispatch_again(
+        self, payload: Payload, handle: Handle, topk_weights: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Other rows by the same routing, and weights [N, K], a view: these, or those of the first dispatch. Rows that
+        differ in dtype, size or scales from the first ones travel as the bytes of such rows, in as many dispatches as
+        it takes."""
         kind, packed = handle.kind, _packed(payload)
         if _format(payload) == (kind.hidden, kind.dtype, kind.scale_columns, kind.scale_dtype):
-            out, _ = handle.comm.dispatch(packed, None, None, previous_handle=handle.inner)
+            out, _ = handle.comm.dispatch(packed, None, topk_weights, previous_handle=handle.inner)
             x, scales = _first(out, payload, handle.num_rows)
-            return x.clone(), None if scales is None else scales.clone()
+            assert out.topk_weights is not None
+            return x.clone(), None if scales is None else scales.clone(), out.topk_weights[: handle.num_rows]
         parts = packed if isinstance(packed, tuple) else (packed,)
         if len(parts[-1]) != len(parts[0]):
             raise ArgumentError("scales", f"[{len(parts[0])}, S]", list(parts[-1].shape))
         widths = [part.shape[1] * part.itemsize for part in parts]
         sent = torch.cat([_bytes(part) for part in parts], 1)
-        moved = torch.split(self._bytes_again(sent, handle)[:, : sum(widths)], widths, 1)
+        got_bytes, weights = self._bytes_again(sent, handle, topk_weights)
+        moved = torch.split(got_bytes[:, : sum(widths)], widths, 1)
         got = [each.contiguous().view(part.dtype) for each, part in zip(moved, parts, strict=True)]
-        return got[0], None if payload[1] is None else got[1].view(-1) if payload[1].ndim == 1 else got[1]
+        return got[0], None if payload[1] is None else got[1].view(-1) if payload[1].ndim == 1 else got[1], weights
 
-    def _bytes_again(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
-        """uint8 [T, B] by the routing of a handle: [N, B] and what fills up the last of its communicator's rows."""
+    def _bytes_again(
+        self, rows: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """uint8 [T, B] by the routing of a handle: [N, B] and what fills up the last of its communicator's rows; the
+        weights [N, K] that came with the last ones."""
         kind, (num_tokens, num_bytes) = handle.kind, rows.shape
         width = kind.hidden * kind.dtype.itemsize
         number = -(-num_bytes // width)
@@ -172,9 +191,10 @@ class HighThroughput:
             scales = torch.zeros(num_tokens, kind.scale_columns, dtype=kind.scale_dtype, device=rows.device)
         got = []
         for piece in pieces.view(num_tokens, number, width).transpose(0, 1).contiguous().view(kind.dtype):
-            out, _ = handle.comm.dispatch(_packed((piece, scales)), None, None, previous_handle=handle.inner)
+            out, _ = handle.comm.dispatch(_packed((piece, scales)), None, topk_weights, previous_handle=handle.inner)
             got.append(out.tokens[: handle.num_rows].view(torch.uint8).clone())
-        return torch.cat(got, 1)
+        assert out.topk_weights is not None
+        return torch.cat(got, 1), out.topk_weights[: handle.num_rows]
 
     def combine(
         self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None
@@ -189,9 +209,9 @@ class HighThroughput:
 
     def _place(self, kind: PoolKey, x: torch.Tensor) -> PooledCommunicator:
         """A communicator large enough for this step's tokens of every rank. Collective."""
-        place, most = self._pool.get(kind._replace(num_worst_tokens=0)), x.shape[0]
-        if kind.num_worst_tokens:
-            most = kind.num_worst_tokens // self._pool.size
+        place, most = self._pool.get(kind.key), x.shape[0]
+        if kind.num_worst_tokens or kind.num_max_tokens_per_rank:
+            most = kind.num_max_tokens_per_rank or kind.num_worst_tokens // self._pool.size
         elif place is not None:
             most = self._most(place, kind, most)
         if place is not None and most <= place.comm.config.max_tokens_per_rank:
@@ -210,7 +230,7 @@ class HighThroughput:
         if kind.scale_columns:
             scaled = {"scale_columns": kind.scale_columns, "scale_dtype": kind.scale_dtype}
         place = self._pool.make(
-            kind._replace(num_worst_tokens=0), kind, x, _room, num_tokens, mode=Mode.HT, layout=Layout.FLAT,
+            kind.key, kind, x, _room, num_tokens, mode=Mode.HT, layout=Layout.FLAT,
             exact_shapes=False, dtype=kind.dtype, num_experts=kind.num_experts, hidden_size=kind.hidden, topk=kind.topk,
             dispatch_sms=kind.dispatch_sms, combine_sms=kind.combine_sms, output_dtype=kind.output_dtype, **scaled,
         )  # fmt: skip

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NUM_SMS = 20
+"""Multiprocessors that callers are told an operation fills; as DeepEP's default."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -15,7 +18,7 @@ class Config:
         num_max_rdma_chunked_recv_tokens: chunk sizes of DeepEP's queues, of which Crossdock has none.
     """
 
-    num_sms: int = 20
+    num_sms: int = NUM_SMS
     num_max_nvl_chunked_send_tokens: int = 6
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6
@@ -36,3 +39,10 @@ def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int, num_experts:
     received = -(-num_experts // num_ranks) * num_ranks * max_tokens * row
     travelling = 2 * num_ranks * max_tokens * row
     return 2 * (received + travelling)
+
+
+def elastic_bytes(max_tokens: int, hidden: int, num_ranks: int, use_fp8_dispatch: bool) -> int:
+    """Approximate bytes per rank of steps of DeepEP V2 of these sizes, two in flight, in units of 2 MiB."""
+    dispatched = hidden + hidden // 32 if use_fp8_dispatch else 2 * hidden
+    size = 2 * num_ranks * max_tokens * (dispatched + 2 * hidden + 256)
+    return -(-size >> 21) << 21

@@ -206,7 +206,7 @@ class LowLatency:
         handle = LowLatencyHandle(prepared)
         comm, shape, pool = handle.comm, handle.shape, self._pool
         if stats is not None:
-            _check_stats(stats, shape.num_experts // pool.size)
+            check_stats(stats, shape.num_experts // pool.size)
         pool.begin(prepared.place, prepared.call)
         try:
             if hooked:
@@ -263,7 +263,7 @@ def nothing() -> None:
     """The hook of a complete operation."""
 
 
-def _check_stats(stats: torch.Tensor, num_local: int) -> None:
+def check_stats(stats: torch.Tensor, num_local: int) -> None:
     """Before anything is sent: added to afterwards, others would be one step ahead."""
     if stats.dtype != torch.int32 or stats.shape != (num_local,):
         wanted, got = f"int32 [{num_local}]", (list(stats.shape), stats.dtype)

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from ep_kernels import ArgumentError
+from ep_kernels import ArgumentError, ConfigError
 
-CLASSES = {
-    "ElasticBuffer": "it is DeepEP V2's; in vLLM CROSSDOCK_VLLM=native serves the backend deepep_v2",
-    "HybridEPBuffer": "it is another interface; use Buffer",
-}
+CLASSES = {"HybridEPBuffer": "it is another interface; use Buffer or ElasticBuffer"}
 """Classes of other DeepEP interfaces, and the alternatives."""
 MASKS = "a lost rank ends in PeerTimeout, it is not masked; in vLLM CROSSDOCK_VLLM=native answers fault queries"
+ENGRAM = "rows of a store are not moved; keep the store in the engine"
+PIPELINE = "it moves no activations between pipeline stages; use torch.distributed.send and recv"
+SESSIONS = "use ep_kernels.Collectives.all_gather and reduce_scatter, which need no sessions"
+BUFFERS = "regions are made for the shapes that come; nothing in them is the caller's"
 WAITS = "crossdock_ep_peer_wait_seconds_total shows the awaited ranks, without it"
 
 
 def refuse(name: str, why: str) -> NoReturn:
     """Raise ArgumentError: this call is not offered, with the reason."""
     raise ArgumentError(name, f"no call of it ({why})", "one")
+
+
+def unknown(call: str, keywords: Iterable[str]) -> NoReturn:
+    """Raise ConfigError: the caller, an engine newer than this module, passes keywords that this call has not."""
+    caller = sys._getframe(2).f_globals.get("__name__", "?")
+    names = ", ".join(sorted(keywords))
+    cure = f"switch off what passes it in {caller}, or take a release of the engine or of Crossdock that fit together"
+    raise ConfigError(f"{call}({names})", f"no such keyword: {cure} (docs/engines.md)", f"one from {caller}")
 
 
 def without(**arguments: tuple[Any, str]) -> None:
@@ -31,23 +42,47 @@ def without(**arguments: tuple[Any, str]) -> None:
             raise ArgumentError(name, f"{False if value is True else None} ({why})", type(value).__name__)
 
 
+class Refused:
+    """A method that only says why it is not offered: ArgumentError at each call, whatever its arguments."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        def call(*_: Any, **__: Any) -> NoReturn:
+            refuse(self._name, self._why)
+
+        call.__doc__ = f"ArgumentError: {self._why}."
+        return call
+
+
 class Unsupported:
-    """The methods; `Buffer` inherits them."""
+    """Methods of DeepEP's `Buffer`; ours inherits them."""
 
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """ArgumentError."""
-        refuse("low_latency_update_mask_buffer", MASKS)
+    low_latency_update_mask_buffer = Refused(MASKS)
+    low_latency_query_mask_buffer = Refused(MASKS)
+    low_latency_clean_mask_buffer = Refused(MASKS)
+    get_local_buffer_tensor = Refused(BUFFERS)
 
-    def low_latency_query_mask_buffer(self, mask_status: Any) -> None:
-        """ArgumentError."""
-        refuse("low_latency_query_mask_buffer", MASKS)
 
-    def low_latency_clean_mask_buffer(self) -> None:
-        """ArgumentError."""
-        refuse("low_latency_clean_mask_buffer", MASKS)
+class UnsupportedElastic:
+    """Methods of DeepEP's `ElasticBuffer`; ours inherits them."""
 
-    def get_local_buffer_tensor(
-        self, dtype: Any, size: Any = None, offset: int = 0, use_rdma_buffer: bool = False
-    ) -> NoReturn:
-        """ArgumentError."""
-        refuse("get_local_buffer_tensor", "regions are made for the shapes that come; nothing in them is the caller's")
+    engram_write = Refused(ENGRAM)
+    engram_fetch = Refused(ENGRAM)
+    get_engram_storage_size_hint = Refused(ENGRAM)
+    pp_set_config = Refused(PIPELINE)
+    pp_send = Refused(PIPELINE)
+    pp_recv = Refused(PIPELINE)
+    get_pp_buffer_size_hint = Refused(PIPELINE)
+    create_agrs_session = Refused(SESSIONS)
+    destroy_agrs_session = Refused(SESSIONS)
+    agrs_new_session = Refused(SESSIONS)
+    agrs_set_config = Refused(SESSIONS)
+    agrs_get_inplace_tensor = Refused(SESSIONS)
+    all_gather = Refused(SESSIONS)
+    get_agrs_num_max_session_bytes = Refused(SESSIONS)
+    get_agrs_buffer_size_hint = Refused(SESSIONS)

@@ -3,9 +3,9 @@
 from typing import NoReturn
 
 from crossdock import deep_ep
-from crossdock.deep_ep import Buffer, Config, EventHandle, EventOverlap, __version__, topk_idx_t
+from crossdock.deep_ep import *  # noqa: F403
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "__version__", "topk_idx_t"]
+__all__ = list(deep_ep.__all__)
 
 
 def __getattr__(name: str) -> NoReturn:
