@@ -197,8 +197,8 @@ class ElasticBuffer(UnsupportedElastic, Calls):
         if do_zero_padding and not do_expand:
             raise ArgumentError("do_zero_padding", "False unless do_expand", True)
         if handle is not None:
-            given = num_experts, num_max_tokens_per_rank, expert_alignment
-            _same_routing(handle, topk_idx, do_cpu_sync, do_expand, given)
+            sizes = num_experts, num_max_tokens_per_rank, expert_alignment
+            _same_routing(handle, topk_idx, do_cpu_sync, do_expand, sizes)
         payload = payload_of(x, 1 if expert_alignment is None else expert_alignment)
         weights = None if topk_weights is None else checked_weights(topk_weights)
         before = previous_event, previous_event_before_epilogue
@@ -220,7 +220,8 @@ class ElasticBuffer(UnsupportedElastic, Calls):
             taken, scales, came = _arranged(handle, rows, came, do_zero_padding)
             if scales is not None and use_tma_aligned_col_major_sf:
                 scales = expansion.column_major(scales)
-            event = turn.done([*payload, topk_idx, weights], [taken, scales, came, *_kept(handle)])
+            given = [*payload, topk_idx, weights, cumulative_local_expert_recv_stats]
+            event = turn.done(given, [taken, scales, came, handle.topk_idx, *_kept(handle)])
         received = taken if scales is None else (taken, scales)
         return received, None if do_expand else local, None if weights is None else came, handle, event
 
