@@ -16,7 +16,7 @@ import torch
 
 import crossdock
 from crossdock.deep_ep.buffer import Buffer
-from crossdock.deep_ep.elastic import ElasticBuffer, EPHandle, get_logical_domain_size, get_physical_domain_size
+from crossdock.deep_ep.elastic_buffer import ElasticBuffer, EPHandle, get_logical_domain_size, get_physical_domain_size
 from crossdock.deep_ep.events import EventHandle, EventOverlap
 from crossdock.deep_ep.hints import Config
 from crossdock.deep_ep.refused import CLASSES

@@ -308,10 +308,10 @@ class Buffer(Unsupported, Calls):
 
         def run() -> None:
             if not done:
-                done.append(True)
                 before.current_stream_wait()  # z's memory may be that of another stream
                 with self._watched:
                     self._low.combine_now(rows.contiguous(), weights, handle, z)
+                done.append(True)
 
         event = EventOverlap(before if async_finish else None)
         if async_finish:

@@ -87,33 +87,39 @@ class CommStream:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._stream
 
-    def enter(self, like: torch.Tensor, async_finish: bool, *before: EventHandle | EventOverlap | None) -> _Turn:
-        """A context for one operation on tensors like this one, after these events; its `done(inputs, outputs)` gives
-        the event."""
-        events = [each.event if isinstance(each, EventOverlap) else each for each in before]
-        after = [each for each in events if each is not None]
-        return _Turn(self.stream() if async_finish and like.is_cuda else None, after, async_finish)
+    def enter(
+        self, like: torch.Tensor, async_finish: bool, previous: EventHandle | EventOverlap | None,
+        also: EventHandle | EventOverlap | None = None,
+    ) -> _Turn:  # fmt: skip
+        """A context for one operation on tensors like this one, after `previous` (None: what was launched before) and
+        `also`; its `done(inputs, outputs)` gives the event."""
+        first, second = (each.event if isinstance(each, EventOverlap) else each for each in (previous, also))
+        return _Turn(self.stream() if async_finish and like.is_cuda else None, first, second, async_finish)
 
 
 class _Turn:
     """One operation: on the caller's stream, or on the separate one."""
 
-    def __init__(self, aside: torch.cuda.Stream | None, after: list[EventHandle], wants_event: bool) -> None:
-        self._aside, self._after, self._wants_event = aside, after, wants_event
+    def __init__(
+        self, aside: torch.cuda.Stream | None, after: EventHandle | None, also: EventHandle | None, wants_event: bool
+    ) -> None:
+        self._aside, self._after, self._also, self._wants_event = aside, after, also, wants_event
         self._caller: torch.cuda.Stream | None = None
 
     def __enter__(self) -> _Turn:
         if self._aside is None:
-            for event in self._after:
-                event.current_stream_wait()
+            for event in (self._after, self._also):
+                if event is not None:
+                    event.current_stream_wait()
             return self
         self._caller = torch.cuda.current_stream()
-        points = [event.point for event in self._after if event.point is not None]
-        for point in points:
-            self._aside.wait_event(point)
-        if not points:
+        if self._after is not None and self._after.point is not None:
+            self._aside.wait_event(self._after.point)
+        else:
             self._aside.wait_stream(self._caller)
         torch.cuda.set_stream(self._aside)
+        if self._also is not None:
+            self._also.current_stream_wait()
         return self
 
     def done(self, inputs: list[torch.Tensor | None], outputs: list[torch.Tensor | None]) -> EventOverlap:

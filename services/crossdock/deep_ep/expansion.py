@@ -62,7 +62,7 @@ class Expansion:
 
     def summed(self, y: torch.Tensor) -> torch.Tensor:
         """[P, H] to [N, H]: the rows of a token, summed in fp32 in ascending k, rounded once."""
-        total = torch.zeros(len(self.slots), y.shape[1], device=y.device)
+        total = torch.zeros(len(self.slots), y.shape[1], dtype=torch.float32, device=y.device)
         for slots in self.slots.unbind(1):
             total += torch.where((slots < len(y))[:, None], _taken(y, slots).float(), 0.0)
         return total.to(y.dtype)

@@ -42,7 +42,7 @@ def without(**arguments: tuple[Any, str]) -> None:
             raise ArgumentError(name, f"{False if value is True else None} ({why})", type(value).__name__)
 
 
-class Refused:
+class RefusedCall:
     """A method that only says why it is not offered: ArgumentError at each call, whatever its arguments."""
 
     def __init__(self, why: str) -> None:
@@ -62,27 +62,27 @@ class Refused:
 class Unsupported:
     """Methods of DeepEP's `Buffer`; ours inherits them."""
 
-    low_latency_update_mask_buffer = Refused(MASKS)
-    low_latency_query_mask_buffer = Refused(MASKS)
-    low_latency_clean_mask_buffer = Refused(MASKS)
-    get_local_buffer_tensor = Refused(BUFFERS)
+    low_latency_update_mask_buffer = RefusedCall(MASKS)
+    low_latency_query_mask_buffer = RefusedCall(MASKS)
+    low_latency_clean_mask_buffer = RefusedCall(MASKS)
+    get_local_buffer_tensor = RefusedCall(BUFFERS)
 
 
 class UnsupportedElastic:
     """Methods of DeepEP's `ElasticBuffer`; ours inherits them."""
 
-    engram_write = Refused(ENGRAM)
-    engram_fetch = Refused(ENGRAM)
-    get_engram_storage_size_hint = Refused(ENGRAM)
-    pp_set_config = Refused(PIPELINE)
-    pp_send = Refused(PIPELINE)
-    pp_recv = Refused(PIPELINE)
-    get_pp_buffer_size_hint = Refused(PIPELINE)
-    create_agrs_session = Refused(SESSIONS)
-    destroy_agrs_session = Refused(SESSIONS)
-    agrs_new_session = Refused(SESSIONS)
-    agrs_set_config = Refused(SESSIONS)
-    agrs_get_inplace_tensor = Refused(SESSIONS)
-    all_gather = Refused(SESSIONS)
-    get_agrs_num_max_session_bytes = Refused(SESSIONS)
-    get_agrs_buffer_size_hint = Refused(SESSIONS)
+    engram_write = RefusedCall(ENGRAM)
+    engram_fetch = RefusedCall(ENGRAM)
+    get_engram_storage_size_hint = RefusedCall(ENGRAM)
+    pp_set_config = RefusedCall(PIPELINE)
+    pp_send = RefusedCall(PIPELINE)
+    pp_recv = RefusedCall(PIPELINE)
+    get_pp_buffer_size_hint = RefusedCall(PIPELINE)
+    create_agrs_session = RefusedCall(SESSIONS)
+    destroy_agrs_session = RefusedCall(SESSIONS)
+    agrs_new_session = RefusedCall(SESSIONS)
+    agrs_set_config = RefusedCall(SESSIONS)
+    agrs_get_inplace_tensor = RefusedCall(SESSIONS)
+    all_gather = RefusedCall(SESSIONS)
+    get_agrs_num_max_session_bytes = RefusedCall(SESSIONS)
+    get_agrs_buffer_size_hint = RefusedCall(SESSIONS)

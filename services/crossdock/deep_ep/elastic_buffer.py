@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +23,6 @@ from crossdock.deep_ep.high_throughput import Delivered, Handle, Payload
 from crossdock.deep_ep.low_latency import check_stats
 from crossdock.deep_ep.refused import BUFFERS, ENGRAM, UnsupportedElastic, unknown
 from ep_kernels import ArgumentError, TorchGroup
-from ep_kernels.transports.cpu.region import own_domain
 
 Event = EventHandle | EventOverlap
 LAYOUTS = ("recv_src_metadata", "dst_buffer_slot_idx", "token_metadata_at_forward", "channel_linked_list")
@@ -197,18 +197,17 @@ class ElasticBuffer(UnsupportedElastic, Calls):
         if do_zero_padding and not do_expand:
             raise ArgumentError("do_zero_padding", "False unless do_expand", True)
         if handle is not None:
-            given = num_experts, num_max_tokens_per_rank, expert_alignment
-            _same_routing(handle, topk_idx, do_cpu_sync, do_expand, given)
+            sizes = num_experts, num_max_tokens_per_rank, expert_alignment
+            _same_routing(handle, topk_idx, do_cpu_sync, do_expand, sizes)
         payload = payload_of(x, 1 if expert_alignment is None else expert_alignment)
         weights = None if topk_weights is None else checked_weights(topk_weights)
-        before = previous_event, previous_event_before_epilogue
+        before, stats = (previous_event, previous_event_before_epilogue), cumulative_local_expert_recv_stats
         with self._watched, self._streams.enter(payload[0], async_with_compute_stream, *before) as turn:
             if handle is None:
                 kind, ids = self._kind(payload, topk_idx, num_experts, num_max_tokens_per_rank, num_sms, do_cpu_sync)
-                stats = cumulative_local_expert_recv_stats
                 if stats is not None:
                     check_stats(stats, self._pool.experts_per_rank(kind.num_experts))
-                sent = torch.zeros(ids.shape, device=ids.device) if weights is None else weights
+                sent = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device) if weights is None else weights
                 got = self._high.dispatch(payload, ids, sent, kind, keep=not do_expand)
                 handle = _handle_of(got, ids, do_handle_copy, do_expand, expert_alignment or 1, num_sms)
                 rows, local, came = [got.x, got.scales], got.topk_idx, got.topk_weights
@@ -217,10 +216,9 @@ class ElasticBuffer(UnsupportedElastic, Calls):
             else:
                 *rows, came = self._high.dispatch_again(payload, handle._inner, weights)
                 local, came = handle._ids, torch.where(handle._ids < 0, 0.0, came)
-            taken, scales, came = _arranged(handle, rows, came, do_zero_padding)
-            if scales is not None and use_tma_aligned_col_major_sf:
-                scales = expansion.column_major(scales)
-            event = turn.done([*payload, topk_idx, weights], [taken, scales, came, *_kept(handle)])
+            taken, scales, came = _arranged(handle, rows, came, do_zero_padding, use_tma_aligned_col_major_sf)
+            made = [taken, scales, came, handle.topk_idx, *_kept(handle)]
+            event = turn.done([*payload, topk_idx, weights, stats], made)
         received = taken if scales is None else (taken, scales)
         return received, None if do_expand else local, None if weights is None else came, handle, event
 
@@ -277,7 +275,8 @@ class ElasticBuffer(UnsupportedElastic, Calls):
 
 def get_physical_domain_size(group: Any) -> tuple[int, int]:
     """(hosts, ranks of each) of a torch.distributed.ProcessGroup. Collective. ArgumentError where hosts differ."""
-    hosts = Counter(TorchGroup(group).all_gather(own_domain().encode(), FrameworkConfig.from_env().timeout_s))
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    hosts = Counter(TorchGroup(group).all_gather(boot, FrameworkConfig.from_env().timeout_s))
     if len(set(hosts.values())) > 1:
         raise ArgumentError("group", "as many ranks on every host", sorted(hosts.values()))
     return len(hosts), min(hosts.values())
@@ -324,13 +323,14 @@ def _handle_of(
 
 
 def _arranged(
-    handle: EPHandle, payload: list[Any], weights: torch.Tensor, zero_padding: bool
+    handle: EPHandle, payload: list[Any], weights: torch.Tensor, zero_padding: bool, column_major: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """What came [N, ...], as the caller gets it."""
-    found = handle._expansion
-    if found is None:
-        return payload[0], payload[1], weights
-    return *found.payload(payload[0], payload[1], zero_padding), found.weights(weights)
+    """What came [N, ...], as the caller gets it; column_major: of scales."""
+    rows, scales = payload
+    if handle._expansion is not None:
+        rows, scales = handle._expansion.payload(rows, scales, zero_padding)
+        weights = handle._expansion.weights(weights)
+    return rows, expansion.column_major(scales) if scales is not None and column_major else scales, weights
 
 
 def _kept(handle: EPHandle) -> list[torch.Tensor]:
