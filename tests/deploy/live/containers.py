@@ -77,7 +77,7 @@ def container(images: Images, name: str, *words: str) -> Iterator[str]:
 def healthcheck(images: Images, name: str) -> str:
     """What the image's HEALTHCHECK says in a container; raises RuntimeError where it fails."""
     image = json.loads(images.podman("inspect", name))[0]["Image"]
-    _, *command = json.loads(images.podman("image", "inspect", image))[0]["Config"]["Healthcheck"]["Test"]
+    _, *command = json.loads(images.podman("image", "inspect", image))[0]["Healthcheck"]["Test"]
     return images.podman("exec", name, *command).strip()
 
 
@@ -96,7 +96,7 @@ def test_the_control_plane_starts_without_rights_and_stops_when_told(images: Ima
         assert images.podman("exec", name, "python", "-c", "import os; print(os.getuid())").strip() == "10001"
         assert 'crossdock_world_size{group="default"} 4.0' in get(http, "/metrics")
         assert images.podman("exec", name, "cat", "/proc/1/comm").strip() == "tini"
-        assert healthcheck(images, name).startswith("FORMING epoch 0")
+        assert healthcheck(images, name).startswith("FORMING")
         code, _ = stop(images, name)
     assert code == 0
 
