@@ -220,9 +220,8 @@ def test_a_group_of_two_hosts_is_joined_by_the_second_one(tmp_path: Path) -> Non
         before, (lost, *_) = len(first.printed), workers_of(second.process.pid)
         os.kill(lost, signal.SIGKILL)
         first.wait("epoch 2: SERVING", before)
-        second.process.send_signal(signal.SIGHUP)
+        second.process.send_signal(signal.SIGTERM)
         second.wait("draining")
-        second.process.send_signal(signal.SIGHUP)  # from the shell, after the kernel's
         assert second.process.wait(DEADLINE_S) == 0
         second.wait("stopped")
         first.process.send_signal(signal.SIGTERM)
