@@ -68,8 +68,9 @@ def _step(comm: MoECommunicator | None = None) -> Names:
 
 
 def test_every_python_block_is_run_here() -> None:
+    """But the transport of a day, which test_toy.py runs."""
     assert [(page, number) for page, number, _ in blocks("python")] == [
-        ("README.md", 0), ("docs/collectives.md", 0), ("docs/deploy.md", 0),
+        ("README.md", 0), ("docs/adding-a-transport.md", 0), ("docs/collectives.md", 0), ("docs/deploy.md", 0),
         ("docs/network.md", 0), ("docs/security.md", 0), ("docs/torch.md", 0), ("docs/torch.md", 1),
         ("docs/tracing.md", 0),
     ]  # fmt: skip
@@ -136,10 +137,11 @@ def test_tracing() -> None:
 
 
 CONFIGS = {
+    "docs/engines.md": FrameworkConfig,
     "docs/high-availability.md": ControlConfig,
     "docs/placement.md": ControlConfig,
+    "docs/systemd.md": HostConfig,
     "docs/tracing.md": HostConfig,
-    "docs/vllm.md": FrameworkConfig,
 }
 """Of which program a page's YAML is; docs/security.md has volumes of a pod."""
 
