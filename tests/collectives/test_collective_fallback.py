@@ -74,7 +74,7 @@ def test_nccl_keeps_the_order_of_the_stream(monkeypatch: pytest.MonkeyPatch, rea
 
     class Nccl:
         process_group = property(lambda self: self)
-        rank, size = 0, 2
+        rank, size, epoch = 0, 2, 0
 
         def _get_backend(self, device: torch.device) -> Any:
             return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import multiprocessing as mp
 import os
 import random
 import resource
@@ -24,7 +25,6 @@ import pytest
 from ep_kernels.errors import ArgumentError
 from ep_kernels.network import greeting
 from ep_kernels.network.greeting import NetworkTicket
-from tests import worlds
 from tests.tools import needs
 from tests.unit.network_ends import ARRIVED, DOWN, IN_GUEST, JOINED, LEFT_OUT, UP, WAIT_S, End, Event, as_member, join
 
@@ -366,9 +366,9 @@ class Other:
     """Rank 1 as a process of its own."""
 
     def __init__(self, *ends: End, how: str = "", provider: str = "tcp") -> None:
-        processes = worlds.context()
-        self.pipe, there = processes.Pipe()
-        self.process = processes.Process(target=live, args=(there, how, provider), daemon=True)
+        context = mp.get_context("spawn")  # without torch, which the network must not need
+        self.pipe, there = context.Pipe()
+        self.process = context.Process(target=live, args=(there, how, provider), daemon=True)
         self.process.start()
         there.close()
         assert self.pipe.poll(60)
@@ -476,9 +476,9 @@ def rest(pipe: Connection, provider: str) -> None:
 
 
 def test_an_idle_network_needs_no_processor(one_provider: str) -> None:
-    processes = worlds.context()
-    here, there = processes.Pipe()
-    process = processes.Process(target=rest, args=(there, one_provider), daemon=True)
+    context = mp.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=rest, args=(there, one_provider), daemon=True)
     process.start()
     assert here.poll(60)
     host, gpu = here.recv()
