@@ -31,7 +31,7 @@ from ep_kernels.topology.facts import (
     distance,
 )
 from ep_kernels.topology.peers import PeerTrial, try_peers
-from ep_kernels.topology.sysfs import kilobytes, nics, numa_nodes, parse_cpu_list, text_of
+from ep_kernels.topology.sysfs import boot_id, kilobytes, nics, numa_nodes, parse_cpu_list, text_of
 
 __all__ = [
     "Clocks",
@@ -63,7 +63,7 @@ def probe(proc: Path = Path("/proc"), sys: Path = Path("/sys"), nvml: Any = None
     found = nvml_facts.read(sys, nvml)
     return HostFacts(
         hostname=text_of(proc / "sys/kernel/hostname") or platform.node(),
-        boot_id=text_of(proc / "sys/kernel/random/boot_id"),
+        boot_id=boot_id(proc),
         machine=platform.machine(),
         num_cpus=len(os.sched_getaffinity(0)),
         memory_bytes=kilobytes(text_of(proc / "meminfo"), "MemTotal"),

@@ -22,6 +22,11 @@ def text_of(path: Path) -> str:
         return ""
 
 
+def boot_id(proc: Path = Path("/proc")) -> str:
+    """Identity of this boot of this host; "" where it cannot be read."""
+    return text_of(proc / "sys/kernel/random/boot_id")
+
+
 def kilobytes(text: str, key: str) -> int:
     """Bytes of a line "key: n kB"; 0 where there is none."""
     match = re.search(rf"{key}:\s*(\d+) kB", text)

@@ -191,7 +191,7 @@ def deep_ep(
 ) -> None:
     """Print the folder of our `deep_ep` module: PYTHONPATH="$(crossdock deep-ep)" PROGRAM imports it as DeepEP."""
     path = Path(crossdock.__file__).parent / "deep_ep"
-    recorded = json.loads((path / "tried.json").read_bytes())
+    recorded = json.loads((path / "tried.json").read_bytes()) if as_json or engines else []
     if as_json:
         show_json({"path": str(path / "path"), "engines": recorded})
     elif engines:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +22,7 @@ from crossdock.deep_ep.high_throughput import Delivered, Handle, Payload
 from crossdock.deep_ep.low_latency import check_stats
 from crossdock.deep_ep.refused import BUFFERS, ENGRAM, UnsupportedElastic, unknown
 from ep_kernels import ArgumentError, TorchGroup
+from ep_kernels.topology.sysfs import boot_id
 
 Event = EventHandle | EventOverlap
 LAYOUTS = ("recv_src_metadata", "dst_buffer_slot_idx", "token_metadata_at_forward", "channel_linked_list")
@@ -275,8 +275,7 @@ class ElasticBuffer(UnsupportedElastic, Calls):
 
 def get_physical_domain_size(group: Any) -> tuple[int, int]:
     """(hosts, ranks of each) of a torch.distributed.ProcessGroup. Collective. ArgumentError where hosts differ."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    hosts = Counter(TorchGroup(group).all_gather(boot, FrameworkConfig.from_env().timeout_s))
+    hosts = Counter(TorchGroup(group).all_gather(boot_id().encode(), FrameworkConfig.from_env().timeout_s))
     if len(set(hosts.values())) > 1:
         raise ArgumentError("group", "as many ranks on every host", sorted(hosts.values()))
     return len(hosts), min(hosts.values())

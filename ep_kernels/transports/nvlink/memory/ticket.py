@@ -64,5 +64,4 @@ def read(rank: int, raw: bytes) -> RegionTicket:
 
 def own_host() -> str:
     """With whom this process can exchange descriptors: one kernel, one network namespace, one user."""
-    boot = sysfs.text_of(Path("/proc/sys/kernel/random/boot_id"))
-    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{os.geteuid()}"
+    return f"{sysfs.boot_id()}/{Path('/proc/self/ns/net').stat().st_ino}/{os.geteuid()}"
