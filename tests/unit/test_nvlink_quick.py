@@ -119,13 +119,13 @@ class Way:
             record.z = 0
         return bytes(record)
 
-    def run(self, tokens: int, inputs: Any, home: bool, out: bool, apart: bool) -> list[Any]:
+    def run(self, tokens: int, inputs: Any, home: bool, out: bool, apart: bool, step: int | None) -> list[Any]:
         comm = self.comm
         together: tuple[Any, ...] = (self.call, comm.dispatch, comm.combine)
         call, dispatch, combine = (self.call_async, comm.dispatch_async, comm.combine_async) if apart else together
         self.transport._engine.restart_slots()
         x, ids, weights, others = inputs
-        first = call(abi.DispatchArgs, dispatch, x, ids, weights)
+        first = call(abi.DispatchArgs, dispatch, x, ids, weights, **({"step_tokens": step} if step else {}))
         again = call(abi.DispatchArgs, dispatch, x, None, None, previous_handle=first[1])
         third = call(abi.DispatchArgs, dispatch, x, None, others, previous_handle=again[1])
         results = [first, again, third]
@@ -167,11 +167,12 @@ def test_both_ways_are_the_same(
         comm._reads_dropped = False
         same_memory(monkeypatch)
         cases = ((5, False, False), (0, form == "home", True), (MOST, False, True))
-        for apart, (tokens, home, out) in itertools.product((False, True), cases):
+        asked = [(apart, *case, None) for apart, case in itertools.product((False, True), cases)]
+        for apart, tokens, home, out, step in [*asked, (False, 3, False, False, 4), (False, 4, False, True, MOST)]:
             ways = [Way(driver, comm, transport, is_quick) for is_quick in (True, False)]
             seen, inputs = [], (*given(comm.config, tokens), torch.zeros(tokens, TOPK))
             for way in ways:
-                results = way.run(tokens, inputs, home, out, apart)
+                results = way.run(tokens, inputs, home, out, apart, step)
                 assert isinstance(results[0][1].state, QuickState) == way.is_quick
                 seen.append(told(results))
             assert seen[0] == seen[1]
@@ -258,6 +259,19 @@ def test_bad_arguments_of_dispatch_are_refused_before_anything_is_launched(
                 begin(*change(*given(comm.config)))
             assert (driver.launches.value, transport._engine.num_dispatches) == (before, slot)
         assert not long_way(driver, comm, *given(comm.config))
+
+
+def test_a_step_runs_the_algorithm_of_its_largest_t(driver: SilentDriver) -> None:
+    with silent_rank(driver, CASE, mode=Mode.AUTO, layout=Layout.FLAT, exact_shapes=False, ll_max_tokens=5) as (
+        comm,
+        _,
+    ):
+        x, ids, weights = given(comm.config, 2)
+        for step, mode in ((2, Mode.LL), (5, Mode.LL), (6, Mode.HT), (None, Mode.HT)):
+            out, handle = comm.dispatch(x, ids, weights, step_tokens=step)
+            assert isinstance(handle.state, QuickState)
+            assert handle.mode is mode
+            assert comm.combine(torch.zeros_like(out.tokens), handle).shape == x.shape
 
 
 def test_steps_that_ranks_cannot_agree_on_are_refused(driver: SilentDriver) -> None:
@@ -490,7 +504,7 @@ def test_what_is_legal_but_not_plain_takes_the_long_way(driver: SilentDriver) ->
         assert not long_way(driver, comm, x, ids.long(), weights)
         assert long_way(driver, comm, shifted, ids, weights)
         assert long_way(driver, comm, x.as_subclass(Rows), ids, weights)
-        assert long_way(driver, comm, x, ids, weights, step_tokens=5)
+        assert not long_way(driver, comm, x, ids, weights, step_tokens=5)
         driver.context.value = 0x1000  # another thread, or another device
         assert long_way(driver, comm, x, ids, weights)
         driver.context.value = None

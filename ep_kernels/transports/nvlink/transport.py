@@ -129,8 +129,9 @@ class NvlinkTransport(NvlinkMember, Transport):
         watched = [(address, 0) for address in host.fault_addresses] + mailbox.watched()
         context = int(driver.call("cuCtxGetCurrent"))
         around = Surroundings(self._device, self._streams.alone, watched, (host, mailbox), context, library)
-        engine, functions = self._engine, self._functions
-        self._quick = NvlinkQuickCalls(engine, around, functions, self, number, self.epoch, mode, self._raises)
+        self._quick = NvlinkQuickCalls(
+            self._engine, around, self._functions, self, number, self.epoch, mode, ll_max_tokens, self._raises
+        )
         return self._quick
 
     def is_captured(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ep_kernels import jit
-from ep_kernels.checks import share_memory
+from ep_kernels.checks import resolve_mode, share_memory
 from ep_kernels.kernels import abi
 from ep_kernels.lazy_output import lazy_output, recycle
 from ep_kernels.transports.base import Delivered
@@ -71,18 +71,19 @@ class NvlinkQuickCalls:
         reader: the transport.
         number, epoch: of handles.
         mode: that of a dispatch which says nothing of its step.
+        ll_max_tokens: AUTO's crossover.
         reads: whether the host reads the numbers of every dispatch; else only where shapes follow from them.
     """
 
     def __init__(
         self, engine: LaunchEngine, around: Surroundings, functions: Mapping[jit.Variant, Any], reader: NumberReader,
-        number: int, epoch: int, mode: Mode, reads: bool,
+        number: int, epoch: int, mode: Mode, ll_max_tokens: int, reads: bool,
     ) -> None:  # fmt: skip
         config = engine.config
         self._engine, self._around, self._functions = engine, around, functions
         self._reader = weakref.proxy(reader)  # it holds this object
         self._origin = Origin(number, epoch, engine.addresses, config.topk, config.exact_combine, engine.outputs)
-        self._mode, self._reads = mode, reads
+        self._mode, self._ll_max_tokens, self._reads = mode, ll_max_tokens, reads
         self._outputs = engine.outputs
         self._fixed = self._outputs.rows
         self._exact = config.exact_shapes and self._outputs.compact
@@ -206,13 +207,24 @@ class NvlinkQuickCalls:
         self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any, step_tokens: int | None = None
     ) -> Delivered | None:
         """See `base.QuickCalls`."""
-        begun = None if step_tokens is not None else self._begin(False, x, topk_ids, topk_weights, previous)
+        mode = self._mode if step_tokens is None else self._mode_of(x, step_tokens)
+        begun = None if mode is None else self._begin(False, mode, x, topk_ids, topk_weights, previous)
         return None if begun is None else self._delivered(*begun)
 
     def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> QuickDispatch | None:
         """See `base.QuickCalls`."""
-        begun = self._begin(True, x, topk_ids, topk_weights, previous)
+        begun = self._begin(True, self._mode, x, topk_ids, topk_weights, previous)
         return None if begun is None else QuickDispatch(self, *begun)
+
+    def _mode_of(self, x: Any, step_tokens: int) -> Mode | None:
+        """The algorithm of that step; None where its largest T cannot be so, or x is not plain."""
+        rows = x[0] if type(x) is tuple and x else x
+        if type(step_tokens) is not int or type(rows) is not torch.Tensor or not rows.ndim:
+            return None
+        config = self._engine.config
+        if not rows.shape[0] <= step_tokens <= config.max_tokens_per_rank:
+            return None
+        return resolve_mode(config, step_tokens, self._ll_max_tokens)
 
     def _of(self, split: bool, mode: Mode) -> _PlansOfMode:
         if mode is self._mode:  # an enum takes its time to be found in a dictionary
@@ -220,12 +232,12 @@ class NvlinkQuickCalls:
         return (self._split if split else self._plans)[mode]
 
     def _begin(
-        self, split: bool, x: Any, ids: Any, weights: Any, previous: Any
+        self, split: bool, mode: Mode, x: Any, ids: Any, weights: Any, previous: Any
     ) -> tuple[OperationPlan, QuickState] | None:
-        engine, mode, former, again, x_scales, scales = self._engine, self._mode, None, None, None, None
+        engine, former, again, x_scales, scales = self._engine, None, None, None, None
         # The plan and the call's memory: fresh, or with an earlier routing.
         if previous is None:
-            by = (self._usual_split if split else self._usual).fresh
+            by = self._of(split, mode).fresh
             block = torch.empty_like(self._blank)
         else:
             former = quick_state(previous, self._origin)
