@@ -158,6 +158,7 @@ def experts_of(case: Case, inputs: Inputs, first: int, num_local: int) -> Any:
 
         def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, **kw: Any) -> None:
             ids, weights, expert_map = kw["topk_ids"], kw["topk_weights"], kw["expert_map"]
+            assert case.plugin != "native" or len(hidden_states) <= sum(case.tokens), "rows that no rank has sent"
             rows, total = rows_of(hidden_states, kw["a1q_scale"]), torch.zeros(hidden_states.shape)
             for m in range(len(rows)):
                 for k in range(ids.shape[1]):

@@ -125,16 +125,15 @@ class StandardFinalizer(Finalizer):
     def _fixed_rows(
         self, payload: Any, ids: torch.Tensor, weights: torch.Tensor, num_experts: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, None]:
-        """R * (the step's most tokens) rows, of which those that did not come name experts of other ranks. Neither the
-        host waits nor is anything launched but the dispatch."""
+        """As many rows as the step has tokens on all ranks, of which those that did not come name experts of other
+        ranks. Neither the host waits nor is anything launched but the dispatch."""
         x, scales = payload
         packed = x.contiguous() if scales is None else (x.contiguous(), scales.contiguous())
         shape = self._shape(payload, num_experts, ids.shape[1], dtype)
         place = self._link.pool.get(shape) or self._make(shape, x)
-        step = _step_tokens(len(ids), shape.max_tokens)
+        step, rows = _step_tokens(ids, shape.max_tokens, self._link.pool.size)
         with self._link.pool.step(place, shape) as comm:
             out, handle = comm.dispatch(packed, ids, weights, step_tokens=step)
-        rows = self._link.pool.size * step
         self._keep(_Fixed(comm, comm.trimmed(handle, rows)))
         assert out.topk_ids is not None
         assert out.topk_weights is not None
@@ -309,14 +308,19 @@ def share_of_tokens(ranks: int, topk: int) -> float:
     return 1 - (1 - 1 / ranks) ** topk
 
 
-def _step_tokens(mine: int, most: int) -> int:
-    """Most tokens of any rank in this step, as vLLM has agreed them: `local_sizes` where ranks of one DP group share
-    their tokens."""
+def _step_tokens(ids: torch.Tensor, most: int, ranks: int) -> tuple[int, int]:
+    """Most tokens of any rank in this step, as vLLM has agreed them, and tokens of all: `local_sizes` where ranks of
+    one DP group share their tokens, else each of a DP group's ranks has all of its. Steps that are captured are of
+    ranks that are padded alike: room for as many rows, whatever is said."""
     metadata = _forward_context().dp_metadata
     if metadata is None:
-        return min(most, mine)
-    tokens: list[int] = metadata.local_sizes or metadata.num_tokens_across_dp_cpu.tolist()
-    return min(most, max(tokens))
+        mine = min(most, len(ids))
+        return mine, ranks * mine
+    sizes = metadata.local_sizes or metadata.num_tokens_across_dp_cpu.tolist()
+    tokens = [min(most, size) for size in sizes]
+    largest = max(tokens)
+    alike = (ids.is_cuda and torch.cuda.is_current_stream_capturing()) or ranks % len(tokens)
+    return largest, ranks * largest if alike else ranks // len(tokens) * sum(tokens)
 
 
 def _quantized(x: torch.Tensor, scale: torch.Tensor | None, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
