@@ -2,12 +2,14 @@
 
     python -m benchmarks.vllm --out DIR [--backends ag,deepep_v2,ll] [--ranks N]     (make bench-vllm; two or more GPUs)
     python -m benchmarks.vllm --tokens qwen3_moe,deepseek_v2,mixtral --out DIR       (the same)
+    python -m benchmarks.vllm --serve --out DIR                                      (the same)
     python -m benchmarks.vllm --experts --out DIR                                    (one GPU)
 
 The layers that are timed have the shapes of Qwen3-30B-A3B, and weights that nobody trained. Needs vLLM >= 0.26 beside
 Crossdock. `plan.py` says what is run, `launch.py` starts an engine's ranks, `engine.py` is one of them; `tokens.py`
-compares what they say, of the checkpoints of `models.py`; `cases.py` and `kernels.py` are the experts. Only `engine.py`
-and `kernels.py` import vllm.
+compares what they say, of the checkpoints of `models.py`; `serving.py` says what servers are asked, `serve.py` starts
+them and the load generator, `child.py` is either; `cases.py` and `kernels.py` are the experts. Only `engine.py`,
+`child.py` and `kernels.py` import vllm.
 """
 
 from __future__ import annotations
@@ -18,13 +20,23 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Layers, H, columns between an expert's two products, E, K; as Qwen3-30B-A3B has them, but for the layers."""
+    """As Qwen3-30B-A3B, but for layers and vocabulary.
+
+    Attributes:
+        hidden, experts, topk: H, E, K.
+        inner: columns between an expert's two products.
+        weights: "bf16", or "fp8" in blocks of 128 x 128, rows quantised by 128.
+        positions: longest sequence.
+    """
 
     layers: int = 16
     hidden: int = 2048
     inner: int = 768
     experts: int = 128
     topk: int = 8
+    weights: str = "bf16"
+    vocabulary: int = 4096
+    positions: int = 4096
 
 
 QWEN3 = Model()

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 import benchmarks.vllm as package
 from benchmarks import facts
-from benchmarks.vllm import QWEN3, Refused, cases, launch, models, plan, tokens
+from benchmarks.vllm import QWEN3, Model, Refused, cases, launch, models, plan, serve, serving, tokens
 
 OLDEST = (0, 26)
 
@@ -27,23 +27,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 where nothing can be measured here."""
     options = parsed(arguments)
     try:
-        runs = plan.runs_of(options.backends or (tokens if options.tokens else plan).USUAL, eager=options.eager)
+        usual = (tokens if options.tokens else serving if options.serve else plan).USUAL
+        runs = plan.runs_of(options.backends or usual, eager=options.eager)
         if options.tokens and len(runs) < 2:
             raise Refused(f"--backends: expected two or more beside --tokens, got {options.backends!r}")
         folders = models.folders_of(options.tokens)
+        loads = serving.loads_of(options.loads)
         check(1 if options.experts else options.ranks)
         if options.experts:
             return experts(options)
         if options.tokens:
             return agreement(options, runs, folders)
+        if options.serve:
+            return served(options, runs, loads)
         return steps(options, runs)
     except Refused as refused:
         print(f"benchmarks.vllm: {refused}", file=sys.stderr)
         return 2
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+def _parser() -> argparse.ArgumentParser:
+    """Of the options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm", description=package.__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the csv and run.json")
     parser.add_argument("--commit", help="name of the measured state, where the tree has no history")
@@ -62,14 +66,27 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     whole.add_argument("--deadline", type=float, default=600.0, help="seconds of an engine's start, and of its work")
     named = ", ".join(models.SMALL)
     whole.add_argument("--tokens", default="", metavar="MODELS", help=f"compare greedy tokens: {named}, or your folder")
+    whole.add_argument("--layers", type=int, default=QWEN3.layers, help="of Qwen3-30B-A3B's 48, in timed steps")
+    whole.add_argument("--weights", choices=("bf16", "fp8"), default=QWEN3.weights, help="fp8: in blocks of 128 x 128")
+    under_load = parser.add_argument_group("under load")
+    under_load.add_argument("--serve", action="store_true", help="`vllm serve` with all 48 layers, `vllm bench serve`")
+    under_load.add_argument("--loads", default="", help="some of closed-32,open-8,prefill-8,... (default: all)")
     alone = parser.add_argument_group("expert kernels")
     alone.add_argument("--experts", action="store_true", help="the expert kernels alone, on one GPU")
     alone.add_argument("--replays", type=int, default=20, help="timed graphs per run")
+    return parser
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options, where they go together."""
+    parser = _parser()
     options = parser.parse_args(arguments)
     if QWEN3.experts % options.ranks or options.ranks < 2:
         parser.error(f"--ranks: expected a divisor of {QWEN3.experts} experts above 1, got {options.ranks}")
-    if options.experts and options.tokens:
-        parser.error("--tokens, --experts: expected one of them, got both")
+    if sum(map(bool, (options.experts, options.tokens, options.serve))) > 1:
+        parser.error("--tokens, --experts, --serve: expected one of them, got more")
+    if not 0 < options.layers <= serving.WHOLE.layers:
+        parser.error(f"--layers: expected 1 to {serving.WHOLE.layers}, got {options.layers}")
     if options.experts:
         return options
     if options.at_once < 1:
@@ -101,12 +118,13 @@ def versions() -> tuple[str, str, str]:
 def steps(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
     """Times of one engine after the other; 1 where one gave none."""
     gpu, (vllm, torch_version, _) = torch.cuda.get_device_name(0), versions()
+    model = model_of(options)
     sizes = launch.Sizes(options.ranks, options.decode, options.prefill // plan.PROMPT, options.runs, options.deadline)
     earlier = facts.without(facts.standing(options.out), ["vllm-steps", "vllm-kernels"])
     rows: list[plan.Row] = []
     kernels: list[plan.KernelRow] = []
     with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(json.dumps(plan.config_json(QWEN3)), encoding="utf-8")
+        (Path(name) / "config.json").write_text(json.dumps(plan.config_json(model)), encoding="utf-8")
         jobs = (job(options, "", run, name, "dummy") for run in runs)
         with closing(launch.outcomes(jobs, sizes, options.at_once)) as outcomes:
             for done, outcome in outcomes:
@@ -117,6 +135,13 @@ def steps(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
                 columns = [field.name for field in fields(plan.KernelRow)]
                 facts.write_table(options.out, "vllm-kernels", columns, map(asdict, kernels))
     return 1 if any(row.fault for row in rows) else 0
+
+
+def model_of(options: argparse.Namespace) -> Model:
+    """That is timed."""
+    if options.serve:
+        return replace(serving.WHOLE, weights=options.weights)
+    return replace(QWEN3, layers=options.layers, weights=options.weights)
 
 
 def job(options: argparse.Namespace, model: str, run: plan.Run, folder: str, weights: str) -> launch.Job:
@@ -154,6 +179,34 @@ def agreement(options: argparse.Namespace, runs: Sequence[plan.Run], folders: Ma
     return 1 if any(row.fault for row in rows) else 0
 
 
+def served(options: argparse.Namespace, runs: Sequence[plan.Run], loads: Sequence[serving.Load]) -> int:
+    """Each load on each server, in turns; 1 where a server or a load gave no figures."""
+    vllm, torch_version, _ = versions()
+    model = model_of(options)
+    setting = serving.Setting(options.ranks, model, (vllm, torch_version, torch.cuda.get_device_name(0)))
+    earlier = facts.without(facts.standing(options.out), ["vllm-serve"])
+    logs, rows = options.out / "logs", list[serving.Row]()
+    with tempfile.TemporaryDirectory() as name:
+        for file, text in serving.files(model).items():
+            (Path(name) / file).write_text(text, encoding="utf-8")
+        print(f"starting {', '.join(run.name for run in runs)}: {options.ranks} ranks each", flush=True)
+        with serve.servers(runs, name, options.ranks, logs, options.deadline) as started:
+            failed = [each for each in started if each.fault]
+            rows += [serving.row_of(each.run, None, None, {"fault": each.fault}, setting) for each in failed]
+            ready = [each for each in started if not each.fault]
+            jobs = serving.jobs(loads, len(ready), options.runs)
+            asked = [(job.load.name, job.load.arguments(ready[job.server].url, name, job.turn)) for job in jobs]
+            with closing(serve.results(asked, logs / "load.log", Path(name) / "results", options.deadline)) as taken:
+                for job, found in zip(jobs, taken, strict=True):
+                    row = serving.row_of(ready[job.server].run, job.load, job.turn, found, setting)
+                    if row.fault or job.turn >= 0:
+                        rows.append(row)
+                        write(options, "vllm-serve", serving.Row, rows, earlier, options.ranks)
+                    print(serving.table([row]).splitlines()[1], flush=True)
+    print(serving.table(rows), flush=True)
+    return 1 if any(row.fault for row in rows) else 0
+
+
 def experts(options: argparse.Namespace) -> int:
     """Measure every case, write after each, so that a late failure costs no earlier figure."""
     from benchmarks.vllm import kernels
@@ -179,9 +232,11 @@ def write(
     options: argparse.Namespace, name: str, kind: type, rows: Sequence[Any], earlier: Sequence[Any], num_gpus: int
 ) -> None:
     """The table, and run.json, which goes on telling of the folder's other tables."""
-    unused = ("runs", "decode", "prefill") if options.tokens else ()
-    config = {key: value for key, value in vars(options).items() if key not in ("out", "commit", *unused)}
-    config |= {} if options.tokens else {"model": asdict(QWEN3)}
+    unused = ["out", "commit", "layers", "weights"]  # the model has the last two
+    unused += ["runs"] if options.tokens else []
+    unused += ["decode", "prefill"] if options.tokens or options.serve else []
+    config = {key: value for key, value in vars(options).items() if key not in unused}
+    config |= {} if options.tokens else {"model": asdict(QWEN3 if options.experts else model_of(options))}
     found = facts.of_this_run(config, options.commit, "benchmarks.vllm")
     facts.keep(
         options.out, name, kind, rows, found | facts.of_gpus(num_gpus) | ({"earlier": earlier} if earlier else {})

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +30,8 @@ GRACE_S = 20.0
 POLL_S = 0.2
 PORTS, PORTS_EACH = range(20000, 32000), 16
 """Below those that the kernel gives to sockets that name none: an engine's ranks open hundreds of them."""
-ENGINE = (sys.executable, "-m", "benchmarks.vllm.engine")
+PROGRAM = (sys.executable, "-m")
+ENGINE = (*PROGRAM, "benchmarks.vllm.engine")
 
 
 @dataclass
@@ -162,7 +163,7 @@ def outcomes(
 ) -> Generator[tuple[Job, Outcome], None, None]:
     """Each job's, in their order. `at_once` engines load side by side, and work when all of them have: all together if
     it is tokens that they give, one after the other if it is times. The next jobs are asked for after that."""
-    jobs, ports = iter(jobs), _free_ports()
+    jobs, ports = iter(jobs), free_ports()
     while batch := list(islice(jobs, at_once)):
         engines: list[Engine] = []
         try:
@@ -186,12 +187,16 @@ def outcomes(
 def _started(order: Order, told: dict[str, str], folder: Path, command: Sequence[str]) -> Rank:
     log, result = folder / f"rank-{order.rank}.log", Path(order.result)
     result.unlink(missing_ok=True)
-    words = ["env", *(f"{name}={value}" for name, value in told.items()), *command, order.text()]
+    return Rank(started([*command, order.text()], told, log), log, result)
+
+
+def started(words: Sequence[str], told: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """A process of its own session, in the repository's root; `told`: its environment, beside what it inherits."""
+    words = ["env", *(f"{name}={value}" for name, value in told.items()), *words]
     with log.open("wb") as file:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
         )
-    return Rank(process, log, result)
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]], *, patient: bool) -> None:
@@ -215,7 +220,7 @@ def _signalled(processes: Sequence[subprocess.Popen[bytes]], number: int) -> boo
     return left
 
 
-def _free_ports() -> Iterator[int]:
+def free_ports() -> Iterator[int]:
     """The first of PORTS_EACH free ports, other ones each time: an engine binds its port much later."""
     firsts = list(range(PORTS.start, PORTS.stop, PORTS_EACH))
     random.shuffle(firsts)

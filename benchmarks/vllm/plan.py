@@ -17,16 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.vllm import Model, Refused, aligned
+from benchmarks.vllm import QWEN3, Model, Refused, aligned
 
 SHORT, LONG = 16, 272
 """New tokens of a decode batch that warms up or is profiled, and of one that is timed."""
 START = 32
 """Tokens of its prompts."""
 PROMPT = 512
-MOST_SEQUENCES, MOST_LENGTH, VOCABULARY = 32, 1024, 4096
-CACHE_BYTES = 2 << 30
-"""Of a rank's keys and values: all sequences of the timed layers at their longest take half. vLLM would take what is
+MOST_SEQUENCES, MOST_LENGTH, VOCABULARY = 32, 1024, QWEN3.vocabulary
+CACHE_BYTES = 6 << 30
+"""Of a rank's keys and values: all sequences of 48 layers at their longest take half. vLLM would take what is
 free otherwise, and find it out wrong while other engines load."""
 FREE_AT_START = 0.1
 """Of each GPU's memory; vLLM looks, and with a given cache takes what it needs."""
@@ -116,15 +116,17 @@ def runs_of(names: str, *, eager: bool) -> list[Run]:
 
 
 def config_json(model: Model) -> dict[str, Any]:
-    """A checkpoint's config.json: attention as in Qwen3-30B-A3B, a small vocabulary."""
+    """A checkpoint's config.json: attention as in Qwen3-30B-A3B."""
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     return {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "bfloat16",
         "num_hidden_layers": model.layers, "hidden_size": model.hidden, "moe_intermediate_size": model.inner,
         "num_experts": model.experts, "num_experts_per_tok": model.topk, "norm_topk_prob": True,
         "decoder_sparse_step": 1, "mlp_only_layers": [], "intermediate_size": 3 * model.hidden,
         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "attention_bias": False,
-        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 4096,
-        "vocab_size": VOCABULARY, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": model.positions,
+        "vocab_size": model.vocabulary, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
+        **({"quantization_config": blocks} if model.weights == "fp8" else {}),
     }  # fmt: skip
 
 

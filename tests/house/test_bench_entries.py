@@ -33,6 +33,7 @@ TESTS = {
     "benchmarks.service.turns": (PROCESSORS, "test_two_trees_in_turns"),
     "benchmarks.table": (RESULTS, "test_the_table_shows_every_case_once"),
     "benchmarks.vllm": (VLLM, "test_engines_are_measured_and_one_that_fails_is_a_row"),
+    "benchmarks.vllm.child": ("tests/unit/test_bench_vllm_serve.py", "test_each_load_runs_on_each_server_in_turns"),
     "benchmarks.vllm.engine": (VLLM, "test_engines_load_side_by_side_and_are_timed_one_after_the_other"),
     "tests.observability.overhead": (ONE_GPU, "test_latency_records_of_kernels"),
 }
