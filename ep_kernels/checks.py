@@ -14,6 +14,7 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ArgumentError, HandleError
 from ep_kernels.types import DispatchHandle, Layout, Mode
 
+_IDS = torch.int32, torch.int64
 _INT32 = torch.iinfo(torch.int32)
 _FLOATS = torch.bfloat16, torch.float16, torch.float32
 _COMPACT = Layout.GROUPED, Layout.FLAT
@@ -72,38 +73,34 @@ def _unlike(
     return ArgumentError(name, "a contiguous tensor", f"strides {strides}")
 
 
-def num_tokens(x: object, config: MoEConfig) -> int:
-    """T of x [T, H], at most M."""
-    if not isinstance(x, torch.Tensor):
-        raise ArgumentError("x", "a torch.Tensor", type(x).__name__)
-    if x.ndim != 2:
-        raise ArgumentError("x", f"shape [T, {config.hidden_size}]", list(x.shape))
-    if x.shape[0] > config.max_tokens_per_rank:
-        raise ArgumentError("x", f"at most max_tokens_per_rank = {config.max_tokens_per_rank} rows", x.shape[0])
-    return x.shape[0]
-
-
 def payload(x: object, config: MoEConfig, device_type: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x, or (x, scales) where `scale_columns` > 0."""
+    """x [T, H], or (x, scales) where `scale_columns` > 0; T at most M."""
     scales: object = None
     if config.scale_columns:
         if not isinstance(x, tuple) or len(x) != 2:
             raise ArgumentError("x", "a pair (x, scales), since scale_columns > 0", type(x).__name__)
         x, scales = x
-    rows = num_tokens(x, config)
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError("x", "a torch.Tensor", type(x).__name__)
+    if x.ndim != 2:
+        raise ArgumentError("x", f"shape [T, {config.hidden_size}]", list(x.shape))
+    rows = x.shape[0]
+    if rows > config.max_tokens_per_rank:
+        raise ArgumentError("x", f"at most max_tokens_per_rank = {config.max_tokens_per_rank} rows", rows)
     body = tensor("x", x, (rows, config.hidden_size), (config.dtype,), device_type)
     if not config.scale_columns:
         return body, None
     return body, tensor("scales", scales, (rows, config.scale_columns), (config.scale_dtype,), device_type)
 
 
-def topk_ids(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor:
-    """int32 or int64 [T, K] -> int32. Ids out of range stay so (an int64 is clamped, not wrapped into the range)."""
-    ids = tensor("topk_ids", value, (rows, config.topk), (torch.int32, torch.int64), device_type)
+def topk_ids(value: object, rows: int, config: MoEConfig, device_type: str, wide: bool) -> torch.Tensor:
+    """int32 or, unless `wide`, int64 [T, K] -> int32. Ids out of range stay so (an int64 is clamped, not wrapped into
+    the range)."""
+    ids = tensor("topk_ids", value, (rows, config.topk), _IDS, device_type)
     if config.validate and ((ids < -1) | (ids >= config.num_experts)).any():
         bad = ids[(ids < -1) | (ids >= config.num_experts)][0].item()
         raise ArgumentError("topk_ids", f"-1 or 0..{config.num_experts - 1}", bad)
-    return ids if ids.dtype == torch.int32 else ids.clamp(_INT32.min, _INT32.max).int()
+    return ids if wide or ids.dtype is torch.int32 else ids.clamp(_INT32.min, _INT32.max).int()
 
 
 def topk_weights(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor:
@@ -118,15 +115,21 @@ def combine_arguments(
     y: object, out: object, row_weights: object, handle: DispatchHandle, config: MoEConfig, device_type: str
 ) -> None:
     """Expert rows in the shape of the handle's tokens, z [T, H] or None, and a weight for each row (and k) or None."""
-    width, dtype = config.hidden_size, config.resolved_output_dtype
-    tensor("y", y, (*handle.rows_shape, width), (dtype,), device_type)
+    tensor("y", y, (*handle.rows_shape, config.hidden_size), (config.resolved_output_dtype,), device_type)
     if out is not None:
-        other = (config.dtype,) if config.dtype is not dtype and rounds_sums(config, device_type) else ()
-        if share_memory(y, tensor("out", out, (handle.num_tokens, width), (dtype, *other), device_type)):
+        shape = handle.num_tokens, config.hidden_size
+        if share_memory(y, tensor("out", out, shape, z_dtypes(config, device_type), device_type)):
             raise ArgumentError("out", "memory apart from y", "bytes in common")
     if row_weights is not None:
         each = () if config.resolved_layout.per_expert else (config.topk,)
         tensor("row_weights", row_weights, (*handle.rows_shape, *each), (torch.float32,), device_type)
+
+
+def z_dtypes(config: MoEConfig, device_type: str) -> tuple[torch.dtype, ...]:
+    """dtypes that z [T, H] may have to be written into."""
+    dtype = config.resolved_output_dtype
+    other = (config.dtype,) if config.dtype is not dtype and rounds_sums(config, device_type) else ()
+    return dtype, *other
 
 
 def traced_out(out: object, shape: tuple[int, ...], dtype: torch.dtype, device_type: str) -> None:
@@ -141,8 +144,8 @@ def share_memory(one: object, other: object) -> bool:
     """Whether two contiguous tensors have a byte in common."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
-    begins = one.data_ptr(), other.data_ptr()
-    return max(begins) < min(begins[0] + one.nbytes, begins[1] + other.nbytes)
+    begin, there = one.data_ptr(), other.data_ptr()  # 0 where there is no byte
+    return begin < there + other.nbytes and there < begin + one.nbytes
 
 
 def rounds_sums(config: MoEConfig, device_type: str) -> bool:
@@ -151,11 +154,11 @@ def rounds_sums(config: MoEConfig, device_type: str) -> bool:
     return device_type == "cpu" and config.dtype in _FLOATS
 
 
-def source_weights(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor | None:
-    """float32 [T, K] that an exact combine applies at the source rank, or None."""
-    if value is not None and not config.exact_combine:
+def source_weights(value: object, rows: int, config: MoEConfig, device_type: str) -> torch.Tensor:
+    """float32 [T, K] that an exact combine applies at the source rank."""
+    if not config.exact_combine:
         raise ArgumentError("topk_weights", "None unless exact_combine is on", type(value).__name__)
-    return None if value is None else topk_weights(value, rows, config, device_type)
+    return topk_weights(value, rows, config, device_type)
 
 
 def uncompiled(topk_weights: object) -> None:
@@ -213,10 +216,8 @@ def int64_words(values: Sequence[int], count: int) -> None:
         raise ArgumentError("words", f"{count} int64", values)
 
 
-def step_tokens(value: int | None, rows: int, config: MoEConfig) -> int:
-    """The step's agreed largest T, equal on all ranks; None means M."""
-    if value is None:
-        return config.max_tokens_per_rank
+def step_tokens(value: object, rows: int, config: MoEConfig) -> int:
+    """The step's agreed largest T, equal on all ranks."""
     if type(value) is not int or not rows <= value <= config.max_tokens_per_rank:
         raise ArgumentError("step_tokens", f"an int in {rows}..{config.max_tokens_per_rank}", repr(value))
     return value

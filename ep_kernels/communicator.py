@@ -21,15 +21,13 @@ from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import CapacityError, HandleError
 from ep_kernels.in_flight import InFlight
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest
-from ep_kernels.stepping import SteppingMember
+from ep_kernels.stepping import Payload, SteppingMember
 from ep_kernels.traced import TraceSite
 from ep_kernels.transports import base, create
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Overflow, stamp
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Overflow
 
 T = TypeVar("T")
 Delivered = tuple[DispatchOutput, DispatchHandle]
-Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""x [T, H], or (x, scales [T, S])."""
 
 
 _counters: list[torch.Tensor] = []
@@ -68,7 +66,8 @@ class MoECommunicator(SteppingMember):
         super().__init__(config, transport)
         # What is checked at every call.
         self._num_local_experts = config.resolved_expert_map.num_local_experts(self.rank)  # a map never changes
-        self._device = transport.capabilities.device_type
+        self._device, self._wide_ids = transport.capabilities.device_type, transport.capabilities.wide_ids
+        self._z_dtypes = checks.z_dtypes(config, self._device)
         may = self._device == "cpu" or may_overflow(config, self._num_local_experts)  # else a GPU is read for nothing
         self._reads_dropped = config.overflow is Overflow.RAISE and may
         self._dispatches = InFlight("dispatch", config.max_in_flight, self._device)
@@ -182,27 +181,6 @@ class MoECommunicator(SteppingMember):
         finish = self._finisher(self._dispatches, number, pending.wait)
         return DispatchRequest(lambda: self._delivered(number, *finish(), args), lambda: self._buffers(pending))
 
-    def _dispatch_args(
-        self, x: Payload, topk_ids: torch.Tensor | None, topk_weights: torch.Tensor | None,
-        previous: DispatchHandle | None, step_tokens: int | None, at_once: bool,
-    ) -> base.DispatchArgs:  # fmt: skip
-        self._ready("dispatch")
-        config, device = self._config, self._device
-        body, scales = checks.payload(x, config, device)
-        rows = body.shape[0]
-        tokens = checks.step_tokens(step_tokens, rows, config)
-        mode = checks.resolve_mode(config, tokens, self._ll_max_tokens)
-        if previous is not None:
-            previous = self._own(previous)
-            if previous.num_tokens != rows:
-                raise HandleError(f"previous_handle: made for {previous.num_tokens} tokens, x has {rows}")
-            mode, topk_ids = previous.mode, previous.topk_ids
-            topk_weights = previous.topk_weights if topk_weights is None else topk_weights
-        ids = checks.topk_ids(topk_ids, rows, config, device)
-        weights = checks.topk_weights(topk_weights, rows, config, device)
-        self._dispatches.check(self._run)
-        return base.DispatchArgs(body, scales, ids, weights, mode, previous, at_once, tokens)
-
     def combine(
         self,
         y: torch.Tensor,
@@ -228,7 +206,8 @@ class MoECommunicator(SteppingMember):
         if torch.compiler.is_compiling():
             checks.uncompiled(topk_weights)
             return ops.combine(self, y, handle, out)[0]
-        lazy_output.written(out)
+        if out is not None:
+            lazy_output.written(out)
         try:
             if self._quick is not None and self._is_free(self._combines):
                 done = self._quick.combine(y, handle, out, topk_weights)
@@ -263,7 +242,8 @@ class MoECommunicator(SteppingMember):
             checks.uncompiled(topk_weights)
             done = ops.combine(self, y, handle, out, row_weights, apply_weights)
             return CombineRequest(lambda: done)
-        lazy_output.written(out)
+        if out is not None:
+            lazy_output.written(out)
         pending: base.PendingCombine | None = None
         if self._quick is not None and row_weights is None and apply_weights and self._is_free(self._combines):
             pending = self._run(self._quick.combine_async, y, handle, out, topk_weights)
@@ -285,11 +265,18 @@ class MoECommunicator(SteppingMember):
         self, y: torch.Tensor, handle: DispatchHandle, out: torch.Tensor | None, row_weights: torch.Tensor | None,
         apply_weights: bool, topk_weights: torch.Tensor | None, at_once: bool,
     ) -> base.CombineArgs:  # fmt: skip
-        self._ready("combine")
-        handle = self._own(handle)
+        if self._transport.checks or self._fault is not None or self._closed:
+            self._ready("combine")
+        if type(handle) is not DispatchHandle or handle.owner != self._id or handle.epoch != self._epoch:
+            checks.handle(handle, self._id, self._epoch)
+        if type(handle.state) is tuple:  # a compiled function's
+            handle = self._transport.restore(handle)
         checks.combine_arguments(y, out, row_weights, handle, self._config, self._device)
-        weights = checks.source_weights(topk_weights, handle.num_tokens, self._config, self._device)
-        self._combines.check(self._run)
+        weights = topk_weights
+        if weights is not None:
+            weights = checks.source_weights(weights, handle.num_tokens, self._config, self._device)
+        if self._combines.pending:
+            self._combines.check(self._run)
         return base.CombineArgs(y, handle, row_weights, apply_weights, at_once, weights)
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
@@ -368,15 +355,15 @@ class MoECommunicator(SteppingMember):
         return pending.buffers()
 
     def _forget(self) -> None:
+        super()._forget()
         self._dispatches.pending.clear()
         self._combines.pending.clear()
         self._recent.clear()
         self._quick = self._shortest()
 
-    def _own(self, handle: DispatchHandle) -> DispatchHandle:
-        """The handle, checked, with the transport's own state (a compiled function's carries tensors instead)."""
-        checks.handle(handle, self._id, self._epoch)
-        return self._transport.restore(handle) if type(handle.state) is tuple else handle
+    def _is_free(self, kind: InFlight) -> bool:
+        """Whether nothing of this rank's own stands against an operation."""
+        return self._fault is None and not self._closed and kind.has_room()
 
     def _shortest(self) -> base.QuickCalls | None:
         if self._config.validate:  # what is in the tensors is looked at, too
@@ -399,7 +386,7 @@ class MoECommunicator(SteppingMember):
         return kind.wait_for(number, finish, wait)
 
     def _delivered(self, number: int, out: DispatchOutput, made: DispatchHandle, args: base.DispatchArgs) -> Delivered:
-        stamp(made, self._id, args.topk_ids, args.topk_weights)
+        made.owner, made.topk_ids, made.topk_weights = self._id, args.topk_ids, args.topk_weights
         return self._noted(number, out, made, self._transport.dropped_by(out, made) if self._reads_dropped else 0)
 
     def _noted(self, number: int, out: DispatchOutput, made: DispatchHandle, dropped: int) -> Delivered:

@@ -110,9 +110,10 @@ class DispatchOutput:
     num_invalid_ids: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class DispatchHandle:
-    """Carries the routing of one dispatch; opaque. Reusable: for combine, for `previous_handle`, for backward.
+    """Carries the routing of one dispatch; opaque: only the communicator that made it writes to it. Reusable: for
+    combine, for `previous_handle`, for backward.
 
     Attributes:
         owner: id of the communicator that made it, in this process; 0: none.
@@ -164,19 +165,14 @@ class KeptStep(Protocol):
         offsets: int32 [L + 1] and
         counts: int32 [L] of them.
         y: [N, H], output dtype: where the rows of the experts go.
+        num_tokens: T.
     """
 
     tokens: torch.Tensor
     offsets: torch.Tensor
     counts: torch.Tensor
     y: torch.Tensor
-
-
-def stamp(handle: DispatchHandle, owner: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-    """Complete a handle that a transport has just made, and nobody else has seen."""
-    object.__setattr__(handle, "owner", owner)
-    object.__setattr__(handle, "topk_ids", topk_ids)
-    object.__setattr__(handle, "topk_weights", topk_weights)
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +231,7 @@ class Capabilities:
         graphs: True if operations can be captured in a CUDA graph.
         abi: hash of the region's byte map; ranks with different hashes must not form a group.
         samples: True if every operation leaves a LatencySample.
+        wide_ids: True if dispatch takes int64 topk_ids as they are; else they are narrowed first.
     """
 
     device_type: str
@@ -244,3 +241,4 @@ class Capabilities:
     graphs: bool
     abi: str
     samples: bool = False
+    wide_ids: bool = False

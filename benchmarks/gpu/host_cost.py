@@ -123,6 +123,7 @@ def measured(call: Callable[[], Any], calls: int) -> list[float]:
 
 def rows(coll: Collectives, num_bytes: int, calls: int) -> Iterator[Row]:
     """Every operation, both ways."""
+    assert coll._repeats is not None
     find = coll._repeats.find
     for op, call in operations(coll, num_bytes).items():
         for way, seen in (("long", lambda *_: None), ("plan", find)):

@@ -76,6 +76,14 @@ def choose(shape: CollectiveShape, can: CollectiveCapabilities) -> Choice:
     return Choice(next(algorithm for algorithm in (*_wanted(shape, can), *has) if algorithm in has))
 
 
+def only(op: CollectiveOp, can: CollectiveCapabilities) -> Choice | None:
+    """What runs every call of an operation, where nothing is to be chosen."""
+    has = can.algorithms.get(op, ())
+    if len(has) != 1 or can.reason or op in can.max_bytes or op in can.library_min_bytes:
+        return None
+    return Choice(has[0])
+
+
 def copies_terms(num_bytes: int, num_ranks: int, num_sms: int | None, can: CollectiveCapabilities) -> bool:
     """Whether copy engines bring the terms of a summed matmul; equal on all ranks.
 

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from ep_kernels.collectives import collective_checks as checks
 from ep_kernels.collectives import collective_ops as ops
 from ep_kernels.collectives import copied_sums, matmul
-from ep_kernels.collectives.choose import BufferPlace, Choice, CollectiveShape, choose, copies_terms, sums_whole
+from ep_kernels.collectives.choose import BufferPlace, Choice, CollectiveShape, choose, copies_terms, only, sums_whole
 from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import SUM_DTYPES, Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.establish import establish, process_group_of, warn_once
@@ -60,7 +60,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         self._torch: TorchCollectives | None = transport if isinstance(transport, TorchCollectives) else None
         self._warned: list[str] = []
         self._hands_over = not config.exact_sums and config.fallback and process_group_of(config.group) is not None
-        self._repeats = Repeats(self.size, transport.pool())
+        self._repeats = None if transport.planner is None else Repeats(self.size, transport.planner)
+        self._own = self._own_rank()
         try:
             with torch.inference_mode(False):
                 self._site = ops.CollectiveSite.of(self._id, transport.capabilities.device_type)
@@ -148,7 +149,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if again is not None:
             return again
         self._ready("reduce_scatter")
-        given, made = checks.scattered(x, out, self._own_rank())
+        given, made = checks.scattered(x, out, self._own)
         pending = self._reduce(CollectiveOp.REDUCE_SCATTER, given, made, op, num_sms)
         return Work(made, pending, self._finish)
 
@@ -167,7 +168,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if again is not None:
             return again
         self._ready("all_reduce")
-        given, made = checks.reduced(x, out, self._own_rank())
+        given, made = checks.reduced(x, out, self._own)
         pending = self._reduce(CollectiveOp.ALL_REDUCE, given, made, op, num_sms)
         return Work(made, pending, self._finish)
 
@@ -259,13 +260,15 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
     # Inside.
 
     def _forget(self) -> None:
-        self._repeats.clear()
+        self._own = self._own_rank()
+        if self._repeats is not None:
+            self._repeats.clear()
 
     def _again(
         self, op: str, x: torch.Tensor, out: torch.Tensor | None, num_sms: int | None
     ) -> Work[torch.Tensor] | None:
         """The operation, by the plan of an earlier one like it; None: no such plan, or the full path must check."""
-        found = self._repeats.find(op, x, out, num_sms)
+        found = None if self._repeats is None else self._repeats.find(op, x, out, num_sms)
         if found is None or self._closed or self._fault is not None:
             return None
         plan, shape, at, there = found
@@ -291,11 +294,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
     def _remember(self, args: GatherArgs | ReduceArgs, op: CollectiveOp, out: torch.Tensor) -> None:
         """Plan for the next operation like this one, which has begun."""
-        if not self._repeats.misses() or not all(self._active):
-            return
-        plan = self._transport.plan_for(args, op)
-        if plan is not None:
-            self._repeats.keep(plan, out)
+        if self._repeats is not None and not self._own.inactive:
+            self._repeats.keep(args, op, out)
 
     def _schedule(
         self, chunks: int, x: torch.Tensor, w: torch.Tensor, num_sms: int | None
@@ -305,7 +305,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         asked, can, terms = matmul.check_chunks(chunks), self.capabilities, self._transport.terms
         if sums_whole(num_bytes, self.size, sms, can):
             return 1, None
-        copied = all(self._active) and copies_terms(num_bytes, self.size, sms, can)
+        copied = not self._own.inactive and copies_terms(num_bytes, self.size, sms, can)
         if not copied or x.dtype not in SUM_DTYPES or torch.cuda.is_current_stream_capturing():
             return asked, None
         fits = terms is not None and copied_sums.most_rows(terms, w.shape[1], w.dtype)
@@ -326,21 +326,20 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         self._ready("all_gather")
         shards = checks.sequence("xs", xs, None)
         places = [None] * len(shards) if outs is None else checks.sequence("outs", outs, len(shards))
-        own = self._own_rank()
-        alone = len(shards) == 1
-        pairs = [
-            checks.gathered("" if alone else f"s[{i}]", x, out, own)
-            for i, (x, out) in enumerate(zip(shards, places, strict=True))
-        ]
+        own, alone = self._own, len(shards) == 1
+        given, made, parts = list[torch.Tensor](), list[torch.Tensor](), list[GatherPart]()
+        for i, (one, place) in enumerate(zip(shards, places, strict=True)):
+            x, out = checks.gathered("" if alone else f"s[{i}]", one, place, own)
+            given.append(x)
+            made.append(out)
+            parts.append(GatherPart(checks.flat_bytes(x), checks.flat_bytes(out), x.dtype))
         if not alone and outs is not None:
-            checks.disjoint(pairs)
-        given, made = [x for x, _ in pairs], [out for _, out in pairs]
-        parts = tuple(GatherPart(checks.flat_bytes(x), checks.flat_bytes(out), x.dtype) for x, out in pairs)
+            checks.disjoint(list(zip(given, made, strict=True)))
         sms = checks.num_sms(num_sms, self._config.num_sms, 0)
         choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms, half is not None)
         torched = choice.algorithm is Algorithm.TORCH
         transport = self._by_torch("all_gather", choice.reason) if torched else self._transport
-        args = GatherArgs(parts, choice.algorithm, sms, *half or (0, False))
+        args = GatherArgs(tuple(parts), choice.algorithm, sms, *half or (0, False))
         pending = self._run(transport.all_gather, args)
         if repeats and not torched:
             self._remember(args, CollectiveOp.ALL_GATHER, made[0])
@@ -370,9 +369,11 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         num_sms: int | None,
         beside: bool = False,
     ) -> Choice:
+        if (choice := only(op, self._transport.capabilities)) is not None:
+            return choice
         total = sum(checks.num_bytes(x) for x in xs)
         beside = beside and xs[0].is_cuda and not torch.cuda.is_current_stream_capturing()  # a graph tells no shards
-        places, library = (self._place(xs), self._place(outs)), self._hands_over and all(self._active)
+        places, library = (self._place(xs), self._place(outs)), self._hands_over and not self._own.inactive
         shape = CollectiveShape(op, total, sum(self._active), num_sms, *places, beside, library)
         return choose(shape, self.capabilities)
 
@@ -389,7 +390,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
                 cure = "a TorchGroup and fallback=True let torch.distributed do it"
                 raise ArgumentError("x", f"what transport {self._config.transport!r} can do ({cure})", why)
             self._torch = TorchCollectives(group, self.capabilities.device_type, "")
-        if not all(self._active):
+        if self._own.inactive:
             raise ArgumentError("x", "what the transport can do while a rank is left out", why)
         warn_once(self._warned, why and f"{op}: {why}")
         return self._torch

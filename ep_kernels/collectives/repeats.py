@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ep_kernels.transports.collective_base import CollectivePlan
+from ep_kernels.collectives.collective_types import CollectiveOp
+from ep_kernels.transports.collective_base import CollectivePlan, GatherArgs, Planner, ReduceArgs
 
 Key = tuple[Any, ...]
 Found = tuple[CollectivePlan, torch.Size, int, int]
@@ -21,10 +22,11 @@ class Repeats:
 
     Args:
         size: R.
-        pool: addresses of registered memory.
+        planner: makes them.
     """
 
-    def __init__(self, size: int, pool: range) -> None:
+    def __init__(self, size: int, planner: Planner) -> None:
+        pool, self._planner = planner.pool(), planner
         self._size, self._first, self._last = size, pool.start, pool.stop
         self._plans: dict[Key, tuple[CollectivePlan, torch.Size]] = {}
         self._missed: Key | None = None
@@ -67,14 +69,13 @@ class Repeats:
         distance = there - at if -near < there - at < near else None
         return out.shape, out.dtype, out.device, place, distance
 
-    def misses(self) -> bool:
-        """Whether the arguments of the last `find` are to have a plan."""
-        return self._missed is not None
-
-    def keep(self, plan: CollectivePlan, out: torch.Tensor) -> None:
-        """Store the plan: `find` returns it for the arguments of its last, unsuccessful call."""
+    def keep(self, args: GatherArgs | ReduceArgs, op: CollectiveOp, out: torch.Tensor) -> None:
+        """Plan for the next operation like this one, which has begun: `find` returns the plan for the arguments of its
+        last, unsuccessful call."""
         key, self._missed = self._missed, None
-        assert key is not None
+        plan = None if key is None else self._planner.plan_for(args, op)
+        if key is None or plan is None:
+            return
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         self._plans[key] = plan, out.shape

@@ -58,7 +58,8 @@ class DispatchArgs:
     Attributes:
         x: [T, H] contiguous payload.
         scales: [T, S] contiguous, the caller's own, or None.
-        topk_ids: int32 [T, K] contiguous, logical ids; -1 or out of range = no expert.
+        topk_ids: int32 (`Capabilities.wide_ids`: or int64) [T, K] contiguous, logical ids; -1 or out of range = no
+            expert.
         topk_weights: float32 [T, K] contiguous; with `previous`, they may differ from those of the first dispatch.
         mode: LL or HT, already resolved.
         at_once: `wait` follows immediately; a transport may then run both phases there, as one.
@@ -154,15 +155,6 @@ class QuickCalls(Protocol):
     def combine_async(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> PendingCombine | None:
         """The send phase of the same."""
 
-    def begin_step(self, x: Any, topk_ids: Any, topk_weights: Any, step_tokens: int) -> KeptStep | None:
-        """See `MoECommunicator.begin_step`."""
-
-    def end_step(self, step: Any, out: Any) -> None:
-        """See `MoECommunicator.end_step`. Raises ArgumentError, HandleError: nothing was sent."""
-
-    def close(self) -> None:
-        """Let go of the memory that steps keep. There is no call afterwards."""
-
 
 class HandleState(Protocol):
     """What `DispatchHandle.state` is."""
@@ -180,12 +172,14 @@ class MemberTransport(ABC):
             `import_regions`; by default, of one domain.
         active: [R], ranks that take part.
         epoch: membership counter.
+        checks: whether `check` is to be asked before an operation; False while it would find nothing.
 
     Args:
         group: the `config.Group`.
     """
 
     capabilities: Any
+    checks = True
 
     def __init__(self, group: Any) -> None:
         self.domains: tuple[int, ...] = (0,) * group.size
@@ -308,6 +302,8 @@ class Transport(MemberTransport):
     config: MoEConfig
     capabilities: Capabilities
     num_dropped = 0
+    keeps_steps = False
+    """Whether there is `begin_step` for this configuration."""
 
     # To be written.
 
@@ -329,6 +325,15 @@ class Transport(MemberTransport):
         """Run the send phase: pre-reduce, then rows to their source ranks."""
 
     # With a default.
+
+    def begin_step(self, args: DispatchArgs) -> KeptStep:
+        """See `MoECommunicator.begin_step`: both phases of a dispatch, while no request is pending. Only with
+        `keeps_steps`, as `end_step`."""
+        raise NotImplementedError
+
+    def end_step(self, step: Any, out: torch.Tensor) -> None:
+        """See `MoECommunicator.end_step`: both phases of the combine of what `begin_step` gave."""
+        raise NotImplementedError
 
     def is_captured(self) -> bool:
         """Whether a CUDA graph has captured operations."""

@@ -170,6 +170,16 @@ class CollectivePlan(Protocol):
         """
 
 
+class Planner(Protocol):
+    """Plans operations that repeat."""
+
+    def pool(self) -> range:
+        """Addresses of registered memory, as this process maps it; the same for a life."""
+
+    def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> CollectivePlan | None:
+        """For operations like this one; None where planning cannot be spared. Good until `set_active`."""
+
+
 class CollectiveTransport(base.MemberTransport):
     """One backend between the ranks of one group, for collectives.
 
@@ -213,13 +223,9 @@ class CollectiveTransport(base.MemberTransport):
         """Where the tensor's first byte lies in the pool; None where the tensor is not wholly in it, or is empty."""
         return None
 
-    def pool(self) -> range:
-        """Addresses of registered memory, as this process maps it; the same for a life."""
-        return range(0)
-
-    def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> CollectivePlan | None:
-        """For operations that repeat; None where planning costs nothing, or cannot be spared. Good until
-        `set_active`."""
+    @property
+    def planner(self) -> Planner | None:
+        """None where planning costs nothing. Asked for after the first `barrier`."""
         return None
 
 

@@ -26,7 +26,6 @@ from crossdock.worker.steps.steps import Step
 from crossdock.worker.steps.work import Done, Failure, Fault, Left, Refused, Slice, Work
 from crossdock.worker.telemetry.worker_telemetry import WorkerTelemetry
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
-from ep_kernels.transports.cpu.native import OPS
 from ep_kernels.transports.cpu.transport import CpuTransport
 from tests.waiting import until
 
@@ -172,7 +171,7 @@ def test_a_request_that_is_being_read_calls_the_others(ranks: list[Rank]) -> Non
 
     def entered() -> list[int]:
         transports = [cast(CpuTransport, rank.comm._transport) for rank in ranks if rank.comm is not None]
-        return [each.lib.cd_next(each.native().pointer, OPS.index("exchange")) for each in transports]
+        return [each.native().next[3] for each in transports]
 
     until(lambda: all(rank.engine._sleeping for rank in ranks))
     before = entered()

@@ -116,9 +116,9 @@ class Receiver:
 
     def dispatches(self, number: int) -> None:
         """Without tokens, by this rank alone."""
-        op = native.dispatch_op((0,) * 6, (0, 0), (0,) * 4, (1, 1), (0,) * 7)
+        op = native.dispatch_op((0,) * 6, (0, 0), (0,) * 4, (1, 1, 0), (0,) * 7)
         for _ in range(number):
-            assert self.lib.cd_dispatch_send(self.pointer, ctypes.byref(op)) == native.OK
+            assert self.lib.cd_dispatch(self.pointer, ctypes.byref(op), native.SEND) == native.OK
 
     def dispatch(self, previous: DispatchHandle | None = None) -> tuple[DispatchOutput, DispatchHandle]:
         """Of this rank's T tokens, all for expert 0, which is its own, and expert 2, which is rank 1's."""
@@ -212,7 +212,7 @@ def test_numbers_after_an_agreement_are_those_of_the_largest(make: Make, ahead: 
     numbers = [ahead + i for i in range(4)]
     receiver.comes_entry(5, numbers)
     assert receiver.agrees(5, limit_s=0.01) == native.NOTHING, "rank 1 has not said that it has this rank's numbers"
-    assert [receiver.lib.cd_next(receiver.pointer, op) for op in range(4)] == numbers
+    assert list(receiver.transport.native().next) == numbers
     receiver.comes(MEMBERSHIP, 1, 5)
     dispatch, combine, barrier, exchange = numbers
     receiver.comes(EXCHANGE, exchange % 2, exchange)
@@ -334,14 +334,14 @@ def test_nothing_that_comes_is_read_or_written_beyond(make: Make, fields: dict[s
         st.lists(NUMBERS, min_size=T * K, max_size=T * K), IMMEDIATES,
     )  # fmt: skip
     def story(tokens: int, places: list[int], table: list[int], immediates: list[tuple[int, int, int]]) -> None:
-        seq = receiver.lib.cd_next(receiver.pointer, 0)
+        seq = receiver.transport.native().next[0]
         for kind, place, ahead in immediates:
             receiver.comes(kind, place, seq + ahead)
         receiver.comes_places(0, seq, places)
         receiver.comes_head(0, seq, tokens, origin=seq)
         try:
             out, handle = receiver.dispatch()
-            at = receiver.lib.cd_next(receiver.pointer, 1)
+            at = receiver.transport.native().next[1]
             receiver.comes_places(1, at, table)
             receiver.comes_head(1, at, origin=seq)
             receiver.transport.combine(CombineArgs(out.tokens, handle, None, True)).wait()

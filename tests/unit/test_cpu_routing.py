@@ -23,13 +23,14 @@ def words(record: ctypes.Structure, names: tuple[str, ...]) -> list[int]:
 
 
 def test_a_dispatch_has_each_word_in_its_place() -> None:
-    op = native.dispatch_op(range(1, 7), (7, 1), range(9, 13), (1, 0), range(13, 20))
+    op = native.dispatch_op(range(1, 7), (7, 1), range(9, 13), (1, 0, 1), range(13, 20), (21, 22, 23))
     assert words(op.routing, ROUTING) == [1, 2, 3, 4, 5, 6, 7, 1]
-    assert words(op, ("x", "scales", "ids", "weights", "fresh", "exact_shapes")) == [9, 10, 11, 12, 1, 0]
+    given = ("x", "scales", "ids", "weights", "fresh", "exact_shapes", "wide_ids", "pad")
+    assert words(op, given) == [9, 10, 11, 12, 1, 0, 1, 0]
     outs = ("valid", "tokens", "out_scales", "out_ids", "out_weights", "counts", "offsets")
     assert words(op, outs) == list(range(13, 20))
-    zeros = ("seq", "start_ns", "send_ns", "receive_ns", "num_rows", "num_dropped", "num_invalid", "packed_stride")
-    assert not any(words(op, zeros))
+    assert words(op, ("num_rows", "num_dropped", "num_invalid", "packed_stride")) == [21, 22, 23, 0]
+    assert not any(words(op, ("seq", "start_ns", "send_ns", "receive_ns")))
     assert native.DispatchOp.packed_stride.offset + 4 == ctypes.sizeof(op) == native._OF_DISPATCH.size
 
 

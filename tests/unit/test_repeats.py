@@ -13,6 +13,7 @@ import torch
 
 from ep_kernels.collectives import Algorithm, CollectiveConfig, Collectives
 from ep_kernels.collectives import collective_reference as reference
+from ep_kernels.collectives.repeats import Repeats
 from ep_kernels.errors import AbortedError, ArgumentError
 from ep_kernels.transports.collective_base import ReduceArgs
 from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, KernelPlan
@@ -25,6 +26,21 @@ from tests.emulator.machine import Emulated, without_driver
 from tests.gpu.loopback_collectives import BOTH, LoopbackCollectives, rows
 from tests.groups import LonelyGroup
 from tests.tools import needs
+
+
+class Planner:
+    """Plans by what `made` collects."""
+
+    def __init__(self, transport: Any, made: list[Plan]) -> None:
+        self._transport, self._made = transport, made
+
+    def pool(self) -> range:
+        begin = self._transport._pool_address
+        return range(begin, begin + self._transport._pool.num_bytes)
+
+    def plan_for(self, args: Any, op: object) -> Any:
+        self._made.append(Plan(self._transport, args))
+        return self._made[-1]
 
 
 class Plan:
@@ -43,16 +59,11 @@ class Plan:
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Collectives, list[Plan]]]:
+def planned() -> Iterator[tuple[Collectives, list[Plan]]]:
     """Collectives of one rank, and the plans that were asked for."""
     with Collectives(CollectiveConfig(group=LonelyGroup(), fallback=False, pool_bytes=1 << 20)) as coll:
         made: list[Plan] = []
-
-        def plan(args: ReduceArgs, op: object) -> Plan:
-            made.append(Plan(coll._transport, args))
-            return made[-1]
-
-        monkeypatch.setattr(coll._transport, "plan_for", plan)
+        coll._repeats = Repeats(coll.size, Planner(coll._transport, made))
         yield coll, made
 
 

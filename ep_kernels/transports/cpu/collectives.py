@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import threading
@@ -191,38 +192,33 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
         offset = tensor.data_ptr() - self._pool_address
         return offset if num_bytes and 0 <= offset <= self._pool.num_bytes - num_bytes else None
 
-    def pool(self) -> range:
-        """See `CollectiveTransport.pool`."""
-        return range(self._pool_address, self._pool_address + self._pool.num_bytes)
-
-    def _source(self, tensor: torch.Tensor) -> int | None:
-        """Where a registered tensor lies in the region."""
+    def _source(self, tensor: torch.Tensor) -> int:
+        """Where a registered tensor lies in the region; -1: it is none."""
         offset = self.offset_of(tensor)
-        return None if offset is None else self._pool_at + offset
+        return -1 if offset is None else self._pool_at + offset
 
     # Operations.
 
     def all_gather(self, args: GatherArgs) -> CpuCollective:
         """See `CollectiveTransport.all_gather`."""
-        total = sum(part.x.numel() for part in args.parts)
-        sources = [self._source(part.x) if part.x.numel() else 0 for part in args.parts]
-        direct = total >= ZERO_COPY_BYTES and None not in sources and len(sources) <= MAX_ZERO_COPY_PARTS
-        listed = [
-            (part.x.data_ptr(), part.out.data_ptr(), part.x.numel(), source)
-            for part, source in zip(args.parts, sources, strict=True)
-        ]
-        parts = (Part * len(listed))(*(Part(*each, -1 if source is None else source) for *each, source in listed))
-        sizes = repr([(part.x.numel(), str(part.dtype)) for part in args.parts])
+        total, apart, count = 0, 0, len(args.parts)
+        parts, sizes = (Part * count)(), list[tuple[int, torch.dtype]]()
+        for i, part in enumerate(args.parts):
+            num_bytes = part.x.numel()
+            source = self._source(part.x) if num_bytes else 0
+            parts[i] = Part(part.x.data_ptr(), part.out.data_ptr(), num_bytes, source)
+            sizes.append((num_bytes, part.dtype))
+            total, apart = total + num_bytes, apart + (source < 0)
         op = Collective(
             op=native.OPS.index("all_gather"),
             num_bytes=total,
             dtype=native.dtype_code(args.parts[0].dtype),
-            part_sizes=zlib.crc32(sizes.encode()),
+            part_sizes=_sizes_code(tuple(sizes)),
             algorithm=ALGORITHMS.index(args.algorithm),
             parts=ctypes.addressof(parts),
-            num_parts=len(parts),
+            num_parts=count,
             source=-2,
-            zero_copy=direct,
+            zero_copy=total >= ZERO_COPY_BYTES and not apart and count <= MAX_ZERO_COPY_PARTS,
         )
         return self._begin(op, (args, parts))
 
@@ -246,10 +242,10 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
             algorithm=ALGORITHMS.index(args.algorithm),
             x=args.x.data_ptr(),
             out=args.out.data_ptr(),
-            source=-1 if source is None else source,
+            source=source,
             count=args.x.numel(),
             type=native.type_code(args.x.dtype),
-            zero_copy=source is not None and num_bytes >= ZERO_COPY_BYTES and apart,
+            zero_copy=source >= 0 and num_bytes >= ZERO_COPY_BYTES and apart,
         )
         return self._begin(collective, (args,))
 
@@ -320,6 +316,12 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
         if (not one_shard or first.op.phase == _DONE) and self._pending:
             self._pending.popleft()
             first.finish()
+
+
+@functools.lru_cache(512)
+def _sizes_code(parts: tuple[tuple[int, torch.dtype], ...]) -> int:
+    """A number for bytes and dtype of each part, the same in every version of torch."""
+    return zlib.crc32(repr([(num_bytes, str(dtype)) for num_bytes, dtype in parts]).encode())
 
 
 _DONE = 5

@@ -23,7 +23,9 @@ class SlotBuffers:
 
     def __init__(self, config: MoEConfig, geometry: native.Geometry) -> None:
         self._config, self._geometry = config, geometry
-        self.layout = config.resolved_layout
+        self.layout, self.exact_shapes = config.resolved_layout, config.exact_shapes
+        self.per_expert = self.layout.per_expert
+        self._is_exact = self.exact_shapes and self.layout in (Layout.GROUPED, Layout.FLAT)
         self._lead: tuple[int, ...] = {
             Layout.EXPERT_MAJOR: (geometry.local_experts, geometry.slots),
             Layout.RANK_MAJOR: (geometry.ranks, geometry.max_tokens),
@@ -33,13 +35,13 @@ class SlotBuffers:
         self.input = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._tokens: torch.Tensor | None = None
         self._scales: torch.Tensor | None = None
+        self._addresses: tuple[int, int] | None = None
         self._packed = config.scale_format is ScaleFormat.UE8M0_PACKED
         self._words = quant.scale_columns(config.hidden_size, config.scale_format) if config.quantize else 0
 
     def lead(self, num_rows: int) -> tuple[int, ...]:
         """Leading shape of what is handed out."""
-        compact = self.layout in (Layout.GROUPED, Layout.FLAT)
-        return (num_rows,) if compact and self._config.exact_shapes else self._lead
+        return (num_rows,) if self._is_exact else self._lead
 
     def tokens(self) -> torch.Tensor:
         """Payload [*worst case, H]."""
@@ -49,6 +51,13 @@ class SlotBuffers:
                 raw = private_bytes(geometry.capacity * geometry.row_bytes).view(self._config.payload_dtype)
                 self._tokens = raw.view(*self._lead, self._config.hidden_size)
         return self._tokens
+
+    def addresses(self) -> tuple[int, int]:
+        """Of the payload and of the scales; 0: there are none."""
+        if self._addresses is None:
+            scales = self.scale_bytes()
+            self._addresses = self.tokens().data_ptr(), 0 if scales is None else scales.data_ptr()
+        return self._addresses
 
     def scale_bytes(self) -> torch.Tensor | None:
         """Room for the scales of the worst case, or None."""
@@ -97,9 +106,13 @@ class NativeComm:
         self.pointer = lib.cd_create(ctypes.byref(geometry), first.data_ptr(), places.data_ptr())
         if not self.pointer:
             raise TransportError("cpu transport: out of memory")
+        self.next = (ctypes.c_uint64 * 4).from_address(lib.cd_next(self.pointer))
+        """Numbers of the next dispatch, combine, barrier and exchange."""
         self.region: OwnRegion | None = None
         self.landing: OwnRegion | None = None
         self.buffers = [SlotBuffers(config, geometry) for _ in range(config.max_in_flight)]
+        self.outputs = config.hidden_size, config.resolved_output_dtype
+        """H and dtype of z."""
         self.places = StatePlaces(geometry)
 
     def close_in_child(self) -> None:

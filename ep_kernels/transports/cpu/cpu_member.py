@@ -49,7 +49,8 @@ class CpuMember(MemberTransport, Generic[N]):
         self.comm: N | None = owner
         self.lib, self.size = owner.lib, group.size
         self.reason: str | None = None
-        self._interrupted = False
+        self.checks = False
+        """Whether a signal handler's exception has ended an operation."""
         self._own_words = ctypes.create_string_buffer(_WORDS.size)
         self._all_words = ctypes.create_string_buffer(_WORDS.size * group.size)
 
@@ -92,7 +93,7 @@ class CpuMember(MemberTransport, Generic[N]):
     def check(self, op: str = "check") -> None:
         """See `MemberTransport.check`. Every wait is on the host here and raises by itself; a signal handler's
         exception, which ended one, is none that breaks a communicator."""
-        if self._interrupted:
+        if self.checks:
             raise TransportError(f"{op}: a signal handler's exception ended an operation that peers may still wait for")
 
     def barrier(self) -> None:
@@ -107,7 +108,7 @@ class CpuMember(MemberTransport, Generic[N]):
             limit_ns = int(self.renew(mask) * _NS)
             status = self.lib.cd_resync(comm.pointer, mask_of(mask), epoch, limit_ns)
         self.judge(status)
-        self.active, self.epoch, self._interrupted = tuple(mask), epoch, False
+        self.active, self.epoch, self.checks = tuple(mask), epoch, False
 
     def renew(self, mask: Sequence[bool]) -> float:
         """Make connections with active ranks that have ended anew; seconds after which to ask again, 0: never."""
@@ -181,7 +182,7 @@ class CpuMember(MemberTransport, Generic[N]):
         if status == native.OK:
             return
         if status == native.INTERRUPTED:
-            self._interrupted = True
+            self.checks = True
             native.raise_kept(self.lib)
         comm = self.comm
         if comm is None:

@@ -177,8 +177,8 @@ class FreshState(RoutingParts):
 
     def addresses(self) -> tuple[int, ...]:
         """See `RoutingState.addresses`."""
-        base = self.block.data_ptr()
-        return tuple([base + offset for offset in self.places.offsets])
+        base, (a, b, c, d, e, f, g, h) = self.block.data_ptr(), self.places.offsets
+        return base + a, base + b, base + c, base + d, base + e, base + f, base + g, base + h
 
 
 def _part(name: str) -> property:

@@ -32,6 +32,8 @@ _ARGUMENTS = ("operation", "bytes", "dtype", "sizes of parts", "algorithm")
 """Fields of `cd::Fingerprint`."""
 _CONTENTS = (("{} tokens", 0), ("place {} of a partial", -1))
 """By `cd::Wrong`: what it is, and the least that it may be."""
+SEND, RECEIVE, BOTH, STEP = 1, 2, 3, 7
+"""Phases of an operation, as bits. STEP: both of a dispatch, and until the expert outputs of its slot are free."""
 MODES = ("LL", "HT")
 """Modes of a dispatch, by number."""
 MAX_RANKS = 64
@@ -48,6 +50,7 @@ def type_code(dtype: torch.dtype) -> int:
     return _TYPES.get(dtype, 0)
 
 
+@functools.cache
 def dtype_code(dtype: torch.dtype) -> int:
     """A number for a dtype, the same in every version of torch."""
     return zlib.crc32(str(dtype).encode())
@@ -102,7 +105,7 @@ class DispatchOp(ctypes.Structure):
         + _fields(c_int64, "start_ns send_ns receive_ns")
         + _fields(Routing, "routing")
         + _fields(c_void_p, "x scales ids weights")
-        + _fields(c_int32, "fresh exact_shapes")
+        + _fields(c_int32, "fresh exact_shapes wide_ids pad")
         + _fields(c_void_p, "valid tokens out_scales out_ids out_weights counts offsets")
         + _fields(c_int32, "num_rows num_dropped num_invalid packed_stride")
     )
@@ -122,17 +125,18 @@ class CombineOp(ctypes.Structure):
     )
 
 
-_OF_DISPATCH, _OF_COMBINE = struct.Struct("=4q6Q2i4Q2i7Q4i"), struct.Struct("=4q6Q2i2Q2i2Q2i")
+_OF_DISPATCH, _OF_COMBINE = struct.Struct("=4q6Q2i4Q4i7Q4i"), struct.Struct("=4q6Q2i2Q2i2Q2i")
 """All of a DispatchOp, of a CombineOp. To fill one word by word costs microseconds."""
 
 
 def dispatch_op(
-    routing: Sequence[int], of_routing: Sequence[int], given: Sequence[int], flags: Sequence[int], out: Sequence[int]
-) -> DispatchOp:
+    routing: Sequence[int], of_routing: Sequence[int], given: Sequence[int], flags: Sequence[int], out: Sequence[int],
+    totals: Sequence[int] = (0, 0, 0),
+) -> DispatchOp:  # fmt: skip
     """A DispatchOp with these words: addresses and origin of the routing, tokens and mode of it; x and what follows;
-    `fresh` and what follows; `valid` and what follows."""
+    `fresh`, `exact_shapes` and `wide_ids`; `valid` and what follows; `num_rows` and what follows."""
     op = DispatchOp()
-    _OF_DISPATCH.pack_into(op, 0, 0, 0, 0, 0, *routing, *of_routing, *given, *flags, *out, 0, 0, 0, 0)
+    _OF_DISPATCH.pack_into(op, 0, 0, 0, 0, 0, *routing, *of_routing, *given, *flags, 0, *out, *totals, 0)
     return op
 
 
@@ -220,7 +224,7 @@ class NativeFault(ctypes.Structure):
 MEMBER_SIGNATURES: dict[str, Signature] = {
     "cd_sample_bytes": (c_int64, ()),
     "cd_activate": (None, (c_void_p, c_uint64)),
-    "cd_next": (c_uint64, (c_void_p, c_int)),
+    "cd_next": (c_void_p, (c_void_p,)),
     "cd_barrier": (c_int, (c_void_p,)),
     "cd_exchange": (c_int, (c_void_p, c_void_p, c_void_p)),
     "cd_call_exchange": (None, (c_void_p,)),
@@ -258,14 +262,8 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_attach_landing": (c_int, (c_void_p, c_int, c_int)),
     "cd_sent": (None, (c_void_p, POINTER(Sent))),
     "cd_dispatch_free": (c_int, (c_void_p,)),
-    "cd_dispatch": (c_int, (c_void_p, POINTER(DispatchOp))),
-    "cd_dispatch_step": (c_int, (c_void_p, POINTER(DispatchOp), c_int)),
-    "cd_combine": (c_int, (c_void_p, POINTER(CombineOp))),
-    "cd_dispatch_send": (c_int, (c_void_p, POINTER(DispatchOp))),
-    "cd_dispatch_place": (c_int, (c_void_p, POINTER(DispatchOp))),
-    "cd_dispatch_receive": (c_int, (c_void_p, POINTER(DispatchOp))),
-    "cd_combine_send": (c_int, (c_void_p, POINTER(CombineOp))),
-    "cd_combine_receive": (c_int, (c_void_p, POINTER(CombineOp))),
+    "cd_dispatch": (c_int, (c_void_p, POINTER(DispatchOp), c_int)),
+    "cd_combine": (c_int, (c_void_p, POINTER(CombineOp), c_int)),
     "cd_outputs_free": (c_int, (c_void_p, c_int)),
     "cd_quantize": (None, (c_int, c_void_p, c_void_p, c_void_p, c_int, c_int64)),
     "cd_scale_add": (None, (c_int, c_void_p, c_void_p, c_int, c_float, c_int64)),

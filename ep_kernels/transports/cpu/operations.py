@@ -1,4 +1,5 @@
-"""Dispatch and combine as the caller sees them: buffers and handle state around the two native halves."""
+"""Dispatch and combine as the caller sees them: a record that is filled once, a native call that runs both phases or
+one of them, and what it has delivered."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ep_kernels.transports.cpu.comm import NativeComm, SlotBuffers
 from ep_kernels.transports.cpu.cpu_routing import CPU, FreshState, RoutingParts, RoutingState, again
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 
-_MODES = (Mode.LL, Mode.HT)
+_LL = Mode.LL
 _TOTALS = ("num_rows", "num_dropped", "num_invalid_ids")
 
 
@@ -33,9 +34,6 @@ class OperationContext(Protocol):
     def native(self) -> NativeComm:
         """The native object, kept alive by the caller while it uses it. Raises ClosedError, AbortedError."""
 
-    def next_slot(self, op: int) -> int:
-        """Slot of the next dispatch (0) or combine (1)."""
-
     def ended(self, pending: CpuDispatch | CpuCombine) -> None:
         """The receive half of `pending` runs now; it must not run again, even if it fails."""
 
@@ -44,49 +42,51 @@ class OperationContext(Protocol):
 
 
 class CpuDispatch:
-    """See `base.PendingDispatch`."""
+    """See `base.PendingDispatch`. Unless `args.at_once` its rows are sent when it is made."""
 
-    def __init__(self, transport: OperationContext, args: DispatchArgs) -> None:
-        self._transport, self._args = transport, args
-        self._comm = transport.native()
-        self._epoch = transport.epoch
-        config = transport.config
-        self.slot = transport.next_slot(0)
-        self._buffers = self._comm.buffers[self.slot]
-        previous: RoutingState | None = None if args.previous is None else args.previous.state
-        tokens = args.topk_ids.shape[0]
-        self._state = FreshState(self._comm.places, tokens) if previous is None else again(previous)
-        state, scales = self._state, self._buffers.scale_bytes()
+    __slots__ = (
+        "_args", "_buffers", "_comm", "_epoch", "_op", "_rank_wise", "_result", "_state", "_step", "_transport", "slot",
+    )  # fmt: skip
+
+    def __init__(self, transport: OperationContext, comm: NativeComm, args: DispatchArgs) -> None:
+        self._transport, self._comm, self._epoch = transport, comm, transport.epoch
+        self._args: DispatchArgs | None = args
+        self.slot = slot = comm.next[0] % len(comm.buffers)
+        self._buffers = buffers = comm.buffers[slot]
+        previous, (tokens, _), ids, mode = args.previous, args.x.shape, args.topk_ids, args.mode
+        self._step = tokens, mode
+        self._state = state = FreshState(comm.places, tokens) if previous is None else again(previous.state)
+        scales = 0 if args.scales is None else args.scales.data_ptr()
         *routing, valid, counts, offsets = state.addresses()
         self._op = native.dispatch_op(
-            (*routing, state.origin), (tokens, _MODES.index(args.mode)),
-            (args.x.data_ptr(), _address(args.scales), args.topk_ids.data_ptr(), args.topk_weights.data_ptr()),
-            (previous is None, config.exact_shapes),
-            (valid, self._buffers.tokens().data_ptr(), _address(scales), 0, 0, counts, offsets),
+            (*routing, state.origin), (tokens, mode is not _LL),
+            (args.x.data_ptr(), scales, ids.data_ptr(), args.topk_weights.data_ptr()),
+            (previous is None, buffers.exact_shapes, ids.dtype is torch.int64),
+            (valid, *buffers.addresses(), 0, 0, counts, offsets), state.totals,
         )  # fmt: skip
-        if previous is not None:
-            self._op.num_rows, self._op.num_dropped, self._op.num_invalid = previous.totals
-        self._ids: torch.Tensor | None = None
-        self._weights: torch.Tensor | None = None
+        self._rank_wise: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         self._result: tuple[DispatchOutput, DispatchHandle] | None = None
+        if not args.at_once:
+            self._run(native.SEND)
+            self._args = None  # x and the rest are staged; the caller may have them back
 
-    def _make_ids(self) -> None:
-        """Room for what rank-wise layouts say of a row, made while routes are under way."""
-        if self._buffers.layout.per_expert:
-            return
-        geometry, config = self._transport.geometry, self._transport.config
-        self._ids = torch.empty(geometry.capacity, geometry.topk, dtype=torch.int32, device=CPU)
-        self._weights = torch.empty(geometry.capacity, geometry.topk, dtype=torch.float32, device=CPU)
-        if config.absent_id is not None and not config.exact_shapes:
-            self._ids.fill_(config.absent_id), self._weights.zero_()
-        self._op.out_ids, self._op.out_weights = self._ids.data_ptr(), self._weights.data_ptr()
-
-    def send(self) -> None:
-        """The send half."""
+    def _run(self, phases: int) -> None:
+        if phases & native.SEND:
+            recycle(self._buffers.tokens())
         comm = self._comm
-        self._transport.judge(comm.lib.cd_dispatch_send(comm.pointer, ctypes.byref(self._op)))
-        self._args = None  # type: ignore[assignment]  # x and the rest are staged; the caller may have them back
-        recycle(self._buffers.tokens())
+        status = comm.lib.cd_dispatch(comm.pointer, ctypes.byref(self._op), phases)
+        if status:
+            self._transport.judge(status)
+
+    def _make_rank_wise(self) -> None:
+        """Room for what rank-wise layouts say of a row: ids and weights."""
+        geometry, config = self._transport.geometry, self._transport.config
+        ids = torch.empty(geometry.capacity, geometry.topk, dtype=torch.int32, device=CPU)
+        weights = torch.empty(geometry.capacity, geometry.topk, dtype=torch.float32, device=CPU)
+        if config.absent_id is not None and not config.exact_shapes:
+            ids.fill_(config.absent_id), weights.zero_()
+        self._op.out_ids, self._op.out_weights = ids.data_ptr(), weights.data_ptr()
+        self._rank_wise = ids, weights
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """See `base.PendingDispatch`."""
@@ -97,34 +97,34 @@ class CpuDispatch:
     def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
         """See `base.PendingDispatch`."""
         if self._result is None:
-            _same_epoch(self._transport, self._epoch)
-            self._transport.native()
-            comm = self._comm
-            self._make_ids()
-            self._transport.ended(self)
-            self._transport.judge(comm.lib.cd_dispatch_place(comm.pointer, ctypes.byref(self._op)))
-            result = self._finish()  # while rows of other hosts are under way
-            self._transport.judge(comm.lib.cd_dispatch_receive(comm.pointer, ctypes.byref(self._op)))
-            self._transport.num_dropped += self._op.num_dropped
-            self._result = result
+            if not self._buffers.per_expert:
+                self._make_rank_wise()
+            if self._args is not None:
+                self._run(native.BOTH)
+            else:
+                _same_epoch(self._transport, self._epoch)
+                self._transport.native()
+                self._transport.ended(self)
+                self._run(native.RECEIVE)
+            self._result = self._delivered()
         return self._result
 
-    def _finish(self) -> tuple[DispatchOutput, DispatchHandle]:
-        op, state = self._op, self._state
-        lead = self._buffers.lead(op.num_rows)
-        state.totals = op.num_rows, op.num_dropped, op.num_invalid
-        state.origin = op.routing.origin
-        made = DispatchHandle(0, op.seq, op.routing.tokens, _MODES[op.routing.mode], self._epoch, state, lead)
-        rank_wise = self._ids, self._weights
-        return lazy_output(delivered_field(self._buffers, state, lead, op.packed_stride, rank_wise)), made
+    def _delivered(self) -> tuple[DispatchOutput, DispatchHandle]:
+        op, state, buffers = self._op, self._state, self._buffers
+        seq, num_rows, num_dropped = op.seq, op.num_rows, op.num_dropped
+        self._transport.num_dropped += num_dropped
+        state.totals, state.origin = (num_rows, num_dropped, op.num_invalid), state.origin or seq
+        lead = buffers.lead(num_rows)
+        made = DispatchHandle(0, seq, *self._step, self._epoch, state, lead)
+        return lazy_output(_fields(buffers, state, lead, op.packed_stride, self._rank_wise)), made
 
 
-def delivered_field(
+def _fields(
     buffers: SlotBuffers,
     state: RoutingParts,
     lead: tuple[int, ...],
-    packed_stride: int = 0,
-    rank_wise: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    packed_stride: int,
+    rank_wise: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> Callable[[str], Layout | torch.Tensor | None]:
     """Makes the fields of a DispatchOutput of leading shape `lead`; rank_wise: ids and weights of rows."""
 
@@ -149,47 +149,58 @@ def delivered_field(
 
 
 class CpuCombine:
-    """See `base.PendingCombine`."""
+    """See `base.PendingCombine`. Unless `args.at_once` its rows are sent when it is made."""
 
-    def __init__(self, transport: OperationContext, args: CombineArgs) -> None:
-        self._transport, self._args = transport, args
-        self._comm = transport.native()
-        self._epoch = transport.epoch
-        self._state: RoutingState = args.handle.state
+    __slots__ = ("_args", "_comm", "_epoch", "_op", "_state", "_transport", "_weights", "_z", "dispatch_slot", "slot")
+
+    def __init__(self, transport: OperationContext, comm: NativeComm, args: CombineArgs) -> None:
+        self._transport, self._comm, self._epoch = transport, comm, transport.epoch
+        self._args: CombineArgs | None = args
+        handle, y, row_weights, buffers = args.handle, args.y, args.row_weights, comm.buffers
+        state: RoutingState = handle.state
         if args.topk_weights is not None:
-            self._state = self._state.weighted(args.topk_weights.clone())
-        self.slot = transport.next_slot(1)
-        self.dispatch_slot = args.handle.seq % transport.geometry.in_flight
-        registered = self._comm.buffers[self.dispatch_slot].expert_outputs
-        lent = args.y.numel() > 0 and args.y.data_ptr() == registered.data_ptr()
-        tokens, topk = args.handle.num_tokens, int(transport.geometry.topk)
-        checks.made(torch.empty(0, dtype=torch.uint8, device=CPU))  # z will have memory
-        self._weights = None if args.row_weights is None else torch.empty(tokens, topk, dtype=torch.float32, device=CPU)
-        *routing, _, _, _ = self._state.addresses()
+            state = state.weighted(args.topk_weights if args.at_once else args.topk_weights.clone())
+        self._state = state
+        self.slot = comm.next[1] % len(buffers)
+        self.dispatch_slot = slot = handle.seq % len(buffers)
+        lent = handle.rows_shape[0] > 0 and y.data_ptr() == buffers[slot].expert_outputs.data_ptr()
+        tokens, weights, of_rows, of_tokens = handle.num_tokens, None, 0, 0
+        if row_weights is not None:
+            weights = torch.empty(tokens, transport.config.topk, dtype=torch.float32, device=CPU)
+            of_rows, of_tokens = row_weights.data_ptr(), weights.data_ptr()
+        self._weights = weights
+        *routing, _, _, _ = state.addresses()
         self._op = native.combine_op(
-            (*routing, self._state.origin), (tokens, _MODES.index(args.handle.mode)),
-            (args.y.data_ptr(), _address(args.row_weights)), (self.dispatch_slot if lent else -1, args.apply_weights),
-            (0, _address(self._weights), 0),
+            (*routing, state.origin), (tokens, handle.mode is not _LL),
+            (y.data_ptr(), of_rows), (slot if lent else -1, args.apply_weights), (0, of_tokens, 0),
         )  # fmt: skip
         self._z: torch.Tensor | None = None
+        if not args.at_once:
+            checks.made(torch.empty(0, dtype=torch.uint8, device=CPU))  # z will have memory
+            self._run(native.SEND)
+            self._args = None  # the rows are staged, or lent
 
-    def send(self) -> None:
-        """The send half."""
+    def _run(self, phases: int) -> None:
         comm = self._comm
-        self._transport.judge(comm.lib.cd_combine_send(comm.pointer, ctypes.byref(self._op)))
-        self._args = None  # type: ignore[assignment]  # the rows are staged, or lent
+        status = comm.lib.cd_combine(comm.pointer, ctypes.byref(self._op), phases)
+        if status:
+            self._transport.judge(status)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The receive half, once; into `out` if it has not run yet."""
+        """What is left of it, once; into `out` if it has not run yet."""
         if self._z is None:
-            _same_epoch(self._transport, self._epoch)
-            self._transport.native()
-            config, comm = self._transport.config, self._comm
-            shape = (self._op.routing.tokens, config.hidden_size)
-            z = torch.empty(shape, dtype=config.resolved_output_dtype, device=CPU) if out is None else out
-            self._op.z, self._op.z_type = z.data_ptr(), native.type_code(z.dtype)
-            self._transport.ended(self)
-            self._transport.judge(comm.lib.cd_combine_receive(comm.pointer, ctypes.byref(self._op)))
+            transport, op, z = self._transport, self._op, out
+            if z is None:
+                hidden, dtype = self._comm.outputs
+                z = checks.made(torch.empty(op.routing.tokens, hidden, dtype=dtype, device=CPU))
+            op.z, op.z_type = z.data_ptr(), native.type_code(z.dtype)
+            if self._args is not None:
+                self._run(native.BOTH)
+            else:
+                _same_epoch(transport, self._epoch)
+                transport.native()
+                transport.ended(self)
+                self._run(native.RECEIVE)
             self._z = z
         return self._z
 
@@ -210,7 +221,3 @@ def _shaped(values: torch.Tensor | None, lead: tuple[int, ...]) -> torch.Tensor 
     if values is None:
         return None
     return values[: lead[0]] if len(lead) == 1 else values.view(*lead, values.shape[1])
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from ep_kernels.config import MoEConfig
+from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.channel_memory import ChannelMemory
@@ -25,12 +25,12 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs, Transport
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
-from ep_kernels.transports.cpu.cpu_quick import CpuQuickCalls, serves
 from ep_kernels.transports.cpu.cpu_routing import RoutingState, fresh_state
+from ep_kernels.transports.cpu.cpu_step import CpuStep
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of, wire_bytes
 from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Mode, PeerTraffic
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, PeerTraffic
 
 _PART_S = 0.1
 """Seconds to send what is left for a rank that is left out."""
@@ -49,6 +49,13 @@ def create(config: MoEConfig) -> CpuTransport:
     return CpuTransport(config)
 
 
+def _keeps_steps(config: MoEConfig) -> bool:
+    """Rows without scales, on one host, of which none is dropped or looked at."""
+    plain = config.network is None and not config.quantize and not config.scale_columns and not config.validate
+    local = config.resolved_expert_map.num_local_experts(config.group.rank)
+    return plain and config.resolved_layout is Layout.GROUPED and not may_overflow(config, local)
+
+
 class CpuTransport(CpuMember[NativeComm], Transport):
     """See `transports.base.Transport`."""
 
@@ -60,6 +67,8 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         super().__init__(NativeComm(config, native.load(), self.geometry), config.group)
         self._dispatches: dict[int, CpuDispatch] = {}
         self._combines: dict[int, CpuCombine] = {}
+        self._steps: dict[int, CpuStep] = {}
+        self.keeps_steps = _keeps_steps(config)
         self._remote: dict[int, NetworkTicket] = {}
         self.capabilities = Capabilities(
             device_type="cpu",
@@ -67,6 +76,7 @@ class CpuTransport(CpuMember[NativeComm], Transport):
             dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8),
             modes=(Mode.LL, Mode.HT),
             graphs=False,
+            wide_ids=True,
             abi=f"cpu-{self.lib.cd_abi():016x}",
             samples=True,
         )
@@ -174,37 +184,50 @@ class CpuTransport(CpuMember[NativeComm], Transport):
 
     def clear(self) -> None:
         """Forget what is under way."""
-        self._dispatches, self._combines = {}, {}
+        self._dispatches, self._combines, self._steps = {}, {}, {}
 
     # Operations.
 
     def dispatch(self, args: DispatchArgs) -> CpuDispatch:
         """See `Transport.dispatch`."""
-        pending = CpuDispatch(self, args)
-        self._recycle(pending.slot)
-        pending.send()
-        self._dispatches[pending.slot] = pending
+        comm = self.native()
+        if self._dispatches or self._combines:
+            self._recycle(comm.next[0] % len(comm.buffers))
+        pending = CpuDispatch(self, comm, args)
+        if not args.at_once:
+            self._dispatches[pending.slot] = pending
         return pending
 
     def combine(self, args: CombineArgs) -> CpuCombine:
         """See `Transport.combine`."""
-        pending = CpuCombine(self, args)
-        pending.send()
-        self._combines[pending.slot] = pending
+        pending = CpuCombine(self, self.native(), args)
+        if not args.at_once:
+            self._combines[pending.slot] = pending
         return pending
 
-    def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> CpuQuickCalls | None:
-        """See `Transport.quick`."""
-        return CpuQuickCalls(self, number, ll_max_tokens) if serves(self.config) else None
+    def begin_step(self, args: DispatchArgs) -> CpuStep:
+        """See `Transport.begin_step`."""
+        comm = self.comm
+        if comm is None or self.reason is not None:
+            comm = self.native()
+        slot = comm.next[0] % len(comm.buffers)
+        step = self._steps.get(slot)
+        if step is None:
+            with torch.inference_mode(False):
+                step = self._steps[slot] = CpuStep(comm, slot)
+        if status := step.dispatch(args):
+            self.judge(status)
+        return step
 
-    def is_idle(self) -> bool:
-        """See `QuickContext`."""
-        return not self._interrupted and not self._dispatches and not self._combines
+    def end_step(self, step: CpuStep, out: torch.Tensor) -> None:
+        """See `Transport.end_step`."""
+        if status := step.combine(out.data_ptr(), native.type_code(out.dtype)):
+            self.judge(status)
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """See `Transport.dispatch_input`. Waits until peers no longer read what an earlier dispatch left there."""
         comm = self.native()
-        slot = self.next_slot(0)
+        slot = comm.next[0] % len(comm.buffers)
         self._recycle(slot)
         self.judge(self.lib.cd_dispatch_free(comm.pointer))
         shape = (num_tokens, self.config.hidden_size)
@@ -334,10 +357,3 @@ class CpuTransport(CpuMember[NativeComm], Transport):
     def wire_bytes(self, mode: Mode) -> tuple[int, int]:
         """See `Transport.wire_bytes`: one algorithm runs both modes, and the receiver reads places and weights."""
         return wire_bytes(self.config, self.geometry)
-
-    # For the operations.
-
-    def next_slot(self, op: int) -> int:
-        """Slot of the next dispatch (0) or combine (1)."""
-        number: int = self.lib.cd_next(self.native().pointer, op)
-        return number % int(self.geometry.in_flight)

@@ -249,7 +249,7 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
         return offset if num_bytes and offset <= self.config.pool_bytes - num_bytes else None
 
     def pool(self) -> range:
-        """See `collective_base.CollectiveTransport`."""
+        """See `collective_base.Planner`."""
         return range(self._pool_first, self._pool_first + self.config.pool_bytes)
 
     def _region_offset(self, tensor: torch.Tensor) -> int | None:
@@ -281,6 +281,11 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
             return self._gathers.pull(moved)
         return self._run(self._engine.all_gather(shards, pushes, args.num_sms))
 
+    @property
+    def planner(self) -> NvlinkCollectives:
+        """See `collective_base.CollectiveTransport`: it plans its own."""
+        return self
+
     def reduce_scatter(self, args: ReduceArgs) -> KernelWork | DoneWork:
         """See `collective_base.CollectiveTransport`."""
         self.check("reduce_scatter")
@@ -295,7 +300,7 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
         return self._run(self._engine.all_reduce(args.x, args.out, offset, args.algorithm, args.num_sms))
 
     def plan_for(self, args: GatherArgs | ReduceArgs, op: CollectiveOp) -> KernelPlan | CopyPlan | None:
-        """See `collective_base.CollectiveTransport`: what is one launch, or a push of a shard in its place."""
+        """See `collective_base.Planner`: what is one launch, or a push of a shard in its place."""
         if isinstance(args, GatherArgs):
             return self._gather_plan(args)
         if op is CollectiveOp.REDUCE_SCATTER:

@@ -29,6 +29,9 @@ constexpr uint64_t abi_hash() {
   return cd::hash_of(facts, sizeof(facts) / sizeof(facts[0]));
 }
 
+// kFree: waits, too, until the expert output buffer of the slot may be written.
+enum Phases : int { kSend = 1, kReceive = 2, kFree = 4 };
+
 // What cd_create made.
 cd::Comm& moe(cd::Member* m) { return *static_cast<cd::Comm*>(m); }
 
@@ -91,25 +94,19 @@ CD_API void cd_sent(cd::Member* m, cd::Sent* out) {
 }
 
 CD_API int cd_dispatch_free(cd::Member* m) { return cd::dispatch_free(moe(m)); }
-CD_API int cd_dispatch_send(cd::Member* m, cd::DispatchOp* op) { return cd::dispatch_send(moe(m), *op); }
-CD_API int cd_dispatch_place(cd::Member* m, cd::DispatchOp* op) { return cd::dispatch_place(moe(m), *op); }
-CD_API int cd_dispatch_receive(cd::Member* m, cd::DispatchOp* op) { return cd::dispatch_receive(moe(m), *op); }
-CD_API int cd_dispatch(cd::Member* m, cd::DispatchOp* op) {
-  int status = cd::dispatch_send(moe(m), *op);
-  if (status == cd::kOk) status = cd::dispatch_place(moe(m), *op);
-  return status == cd::kOk ? cd::dispatch_receive(moe(m), *op) : status;
+// `phases`: bits of Phases. Both in one call, or one after the other.
+CD_API int cd_dispatch(cd::Member* m, cd::DispatchOp* op, int phases) {
+  int status = phases & kSend ? cd::dispatch_send(moe(m), *op) : cd::kOk;
+  if (status != cd::kOk || !(phases & kReceive)) return status;
+  status = cd::dispatch_place(moe(m), *op);
+  if (status == cd::kOk) status = cd::dispatch_receive(moe(m), *op);
+  if (status != cd::kOk || !(phases & kFree)) return status;
+  return cd::outputs_free(moe(m), moe(m).slot_of(op->seq), cd::Op::combine);
 }
-// And waits until expert output buffer `slot` may be written.
-CD_API int cd_dispatch_step(cd::Member* m, cd::DispatchOp* op, int slot) {
-  const int status = cd_dispatch(m, op);
-  return status == cd::kOk ? cd::outputs_free(moe(m), slot, cd::Op::combine) : status;
+CD_API int cd_combine(cd::Member* m, cd::CombineOp* op, int phases) {
+  const int status = phases & kSend ? cd::combine_send(moe(m), *op) : cd::kOk;
+  return status == cd::kOk && phases & kReceive ? cd::combine_receive(moe(m), *op) : status;
 }
-CD_API int cd_combine(cd::Member* m, cd::CombineOp* op) {
-  const int status = cd::combine_send(moe(m), *op);
-  return status == cd::kOk ? cd::combine_receive(moe(m), *op) : status;
-}
-CD_API int cd_combine_send(cd::Member* m, cd::CombineOp* op) { return cd::combine_send(moe(m), *op); }
-CD_API int cd_combine_receive(cd::Member* m, cd::CombineOp* op) { return cd::combine_receive(moe(m), *op); }
 CD_API int cd_outputs_free(cd::Member* m, int slot) { return cd::outputs_free(moe(m), slot, cd::Op::combine); }
 
 // For tests: the arithmetic of one row by a named build (0 baseline, 1 AVX2, 2 AVX-512, -1 the chosen one).

@@ -25,9 +25,9 @@ struct DispatchOp {
   Routing routing;          // filled here, or taken over when `fresh` is 0
   const void* x;            // [T, row]
   const void* scales;       // [T, scale_bytes] or null
-  const int32_t* ids;       // [T, K]
+  const void* ids;          // [T, K] int32, or int64 where `wide_ids`
   const float* weights;     // [T, K]
-  int32_t fresh, exact_shapes;
+  int32_t fresh, exact_shapes, wide_ids, pad;
   // Receive half.
   uint8_t* valid;           // [T] bool, out
   uint8_t* tokens;          // [capacity, row_bytes], out

@@ -29,14 +29,16 @@ namespace {
 constexpr int64_t kCached = 8 << 20;
 
 // Copy number (source + token) % n of each expert's n active copies.
+template <typename Id>
 void route(Comm& c, DispatchOp& op) {
   const Routing& r = op.routing;
+  const auto* ids = static_cast<const Id*>(op.ids);
   int32_t invalid = 0;
   for (int64_t t = 0; t < r.tokens; ++t) {
     bool valid = true;
     for (int k = 0; k < c.g.topk; ++k) {
       const int64_t i = t * c.g.topk + k;
-      const int32_t id = op.ids[i];
+      const Id id = ids[i];
       r.dest[i] = -1;
       if (id < 0 || id >= c.g.experts) {
         invalid += id != -1;
@@ -356,7 +358,7 @@ Status dispatch_send(Comm& c, DispatchOp& op) {
   if (const Status status = dispatch_free(c); status != kOk) return status;
   c.take(Op::dispatch);
   if (op.fresh) {
-    route(c, op);
+    op.wide_ids ? route<int64_t>(c, op) : route<int32_t>(c, op);
     op.routing.origin = op.seq;
   }
   memcpy(op.routing.weights, op.weights, int64_t(op.routing.tokens) * c.g.topk * 4);

@@ -10,7 +10,8 @@ CD_API const char* cd_build_id() { return CD_BUILD_ID; }
 CD_API int64_t cd_sample_bytes() { return sizeof(cd::Sample); }
 
 CD_API void cd_activate(cd::Member* m, uint64_t mask) { m->activate(mask); }
-CD_API uint64_t cd_next(const cd::Member* m, int op) { return m->next[op]; }
+// The numbers of the next dispatch (or collective), combine, barrier and exchange, which the caller may read.
+CD_API const uint64_t* cd_next(const cd::Member* m) { return m->next; }
 CD_API int cd_barrier(cd::Member* m) { return cd::barrier(*m); }
 CD_API int cd_exchange(cd::Member* m, const int64_t* words, int64_t* all) { return cd::exchange(*m, words, all); }
 CD_API int cd_wait_for_peer(cd::Member* m, int64_t timeout_ns) { return cd::wait_for_peer(*m, timeout_ns); }

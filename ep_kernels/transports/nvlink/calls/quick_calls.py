@@ -356,15 +356,6 @@ class NvlinkQuickCalls:
         engine.num_combines = begun + 1
         return QuickCombine(self, by, state.mode, words, z, (y, state, op, given))
 
-    def begin_step(self, x: Any, topk_ids: Any, topk_weights: Any, step_tokens: int) -> None:
-        """See `base.QuickCalls`: the rows of a step stay on the device, and cost the host nothing."""
-
-    def end_step(self, step: Any, out: Any) -> None:
-        """See `base.QuickCalls`."""
-
-    def close(self) -> None:
-        """See `base.QuickCalls`: nothing is kept."""
-
     def receive_combine(self, by: OperationPlan, mode: Mode, words: bytes, keep: Any) -> None:
         """What is left of it."""
         done = by.receive(words)

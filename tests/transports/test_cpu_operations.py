@@ -1,4 +1,4 @@
-"""Plain operations of the cpu transport by their shortest way, beside the long one; and looks for peers."""
+"""Operations of the cpu transport: what is refused, ids, requests under way, kept steps; and looks for peers."""
 
 from __future__ import annotations
 
@@ -44,74 +44,69 @@ def drawn(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(tokens, H), torch.randint(-1, E, (tokens, K), dtype=torch.int32), torch.rand(tokens, K)
 
 
-def results(comm: MoECommunicator, given: tuple[torch.Tensor, ...], step_tokens: int | None) -> list[torch.Tensor]:
-    """All that a dispatch and its combines give."""
-    x, ids, weights = given
-    out, handle = comm.dispatch(x, ids, weights, step_tokens=step_tokens)
-    rows = [out.tokens, out.counts, out.offsets, out.valid, out.num_rows, out.num_invalid_ids]
-    found = [part.clone() for part in rows if part is not None]
-    z = comm.combine(comm.combine_input(handle).copy_(out.tokens * (comm.rank + 2)), handle)
-    elsewhere = comm.combine(out.tokens * (comm.rank + 2), handle, out=torch.full_like(z, torch.nan))
-    again = comm.dispatch(x, None, None, previous_handle=handle)[0]
-    return [*found, z, elsewhere, again.tokens.clone(), torch.tensor([handle.mode is Mode.LL])]
-
-
-def both_ways(rank: int, size: int, store: dist.Store) -> None:
+def refused(rank: int, size: int, store: dist.Store) -> None:
+    """Nothing is sent: the operation that follows is the first."""
     comm = make(store, rank, size)
-    quick = comm._quick
-    assert quick is not None
-    torch.manual_seed(rank)
-    for tokens, step_tokens in ((0, 1), (3, 5), (M, None), (rank, 2)):
-        given, found = drawn(tokens), []
-        for comm._quick in (quick, None):
-            found.append(results(comm, given, step_tokens))
-        for mine, other in zip(*found, strict=True):
-            assert torch.equal(mine, other)
-        assert bool(found[0][-1]) == (step_tokens is not None), "a step of 160 tokens is HT"
-    comm.barrier()
-    comm.close()
-    with pytest.raises(ClosedError):
-        comm.dispatch(*drawn(1))
-
-
-def test_the_shortest_way_gives_the_same(world: Worlds) -> None:
-    world(2).run(both_ways)
-
-
-def wrong_arguments(rank: int, size: int, store: dist.Store) -> None:
-    comm = make(store, rank, size)
-    quick, (x, ids, weights) = comm._quick, drawn(2)
-    wrong: list[tuple[Any, Any, Any, Any]] = [
-        (x.double(), ids, weights, None), (x[:, :31], ids, weights, None), (x, ids.float(), weights, None),
-        (x, ids, weights[:1], None), (x, ids, weights.t(), None), (x, ids, weights, 1), (x, ids, weights, 1.5),
-        (x, None, weights, None), (torch.randn(H, 2).t(), ids, weights, None), (x, ids, weights, 1 << 20),
-        ([x], ids, weights, None),
+    x, ids, weights = drawn(2)
+    wrong: list[tuple[str, Any, Any, Any, Any]] = [
+        ("x", x.double(), ids, weights, None), ("x", x[:, :31], ids, weights, None),
+        ("topk_ids", x, ids.float(), weights, None), ("topk_weights", x, ids, weights[:1], None),
+        ("topk_weights", x, ids, weights.t(), None), ("step_tokens", x, ids, weights, 1),
+        ("step_tokens", x, ids, weights, 1.5), ("topk_ids", x, None, weights, None),
+        ("x", torch.randn(H, 2).t(), ids, weights, None), ("step_tokens", x, ids, weights, 1 << 20),
+        ("x", [x], ids, weights, None),
     ]  # fmt: skip
-    for *given, step_tokens in wrong:
-        texts = []
-        for comm._quick in (quick, None):
-            with pytest.raises(ArgumentError) as raised:
-                comm.dispatch(*given, step_tokens=step_tokens)
-            texts.append(str(raised.value))
-        assert texts[0] == texts[1]
-    comm._quick = quick
+    for name, *given, step_tokens in wrong:
+        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+            comm.dispatch(*given, step_tokens=step_tokens)
+        with torch.no_grad(), pytest.raises(ArgumentError, match=f"^{name}: expected"):
+            comm.begin_step(*given, 2 if step_tokens is None else step_tokens)
     out, handle = comm.dispatch(x, ids, weights)
+    assert handle.seq == 1
     for bad in (out.tokens.double(), out.tokens[:, :3], None):
-        with pytest.raises(ArgumentError):
+        with pytest.raises(ArgumentError, match=r"^y: expected"):
             comm.combine(bad, handle)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError):
+    with pytest.raises(ArgumentError, match=r"^out: expected"):
         comm.combine(comm.combine_input(handle), handle, out=torch.empty(5, H))
     comm.combine(comm.combine_input(handle), handle)
     comm.barrier()
     comm.close()
+    with pytest.raises(ClosedError):
+        comm.dispatch(x, ids, weights)
+    with torch.no_grad(), pytest.raises(ClosedError):
+        comm.begin_step(x, ids, weights, 2)
 
 
-def test_wrong_arguments_get_the_errors_of_the_long_way(world: Worlds) -> None:
-    world(2).run(wrong_arguments)
+def test_wrong_arguments_are_refused_before_anything_is_sent(world: Worlds) -> None:
+    world(2).run(refused)
+
+
+def wide(rank: int, size: int, store: dist.Store) -> None:
+    """int64 ids reach the native call as they are, out of range of int32 too: they count as invalid."""
+    comm, (x, ids, weights) = make(store, rank, size), drawn(5)
+    ids[0, 0] = E
+    far = ids.long()
+    far[0, 0] = (1 << 32) + 1  # the low half of it is an expert
+    results = []
+    for given in (ids, far):
+        out, handle = comm.dispatch(x, given, weights)
+        assert handle.topk_ids is given
+        rows = [out.tokens, out.counts, out.valid, out.num_rows, out.num_invalid_ids]
+        results.append([*(part.clone() for part in rows), comm.combine(out.tokens.clone(), handle)])
+        results[-1].append(comm.dispatch(x, None, None, previous_handle=handle)[0].tokens.clone())
+    for narrow, other in zip(*results, strict=True):
+        assert torch.equal(narrow, other)
+    assert results[1][4].item() == 1
+    comm.barrier()
+    comm.close()
+
+
+def test_wide_ids_are_as_narrow_ones(world: Worlds) -> None:
+    world(2).run(wide)
 
 
 def beside_pending(rank: int, size: int, store: dist.Store) -> None:
-    """With a request under way an operation takes the long way, which receives it where it must."""
+    """With a request under way an operation receives it where it must."""
     comm, given = make(store, rank, size), drawn(4)
     pending = comm.dispatch_async(*given)
     later, handle = comm.dispatch(*given)
@@ -163,11 +158,6 @@ def no_kept_steps(rank: int, size: int, store: dist.Store) -> None:
     comm, (x, ids, weights) = make(store, rank, size), drawn(2)
     assert comm.begin_step(x, ids, weights, 2) is None, "gradients are recorded"
     with torch.no_grad():
-        for wrong in (
-            (x.double(), ids, weights, 2), (x, ids.long(), weights, 2), (x, ids, weights[:1], 2),
-            (x, ids, weights, 1), (x, ids, weights, None), (torch.randn(H, 2).t(), ids, weights, 2),
-        ):  # fmt: skip
-            assert comm.begin_step(*wrong) is None  # type: ignore[arg-type]
         pending = comm.dispatch_async(x, ids, weights)
         assert comm.begin_step(x, ids, weights, 2) is None
         pending.wait()
@@ -322,7 +312,6 @@ def test_a_look_ends_as_soon_as_it_has_seen_something(world: Worlds) -> None:
 def alarmed(rank: int, size: int, store: dist.Store) -> None:
     """A handler's exception ends rank 0's dispatch, which has sent its rows; rank 1 comes later."""
     comm, given = make(store, rank, size, timeout_s=3.0), drawn(5)
-    assert comm._quick is not None
     if rank == 0:
 
         def handler(*_: object) -> None:
@@ -343,19 +332,17 @@ def alarmed(rank: int, size: int, store: dist.Store) -> None:
 
 
 def test_what_a_handler_raised_is_an_error_of_the_next_call_too(world: Worlds) -> None:
-    """The shortest way would take the rows of the step that was interrupted for those of the next."""
+    """It would take the rows of the step that was interrupted for those of the next."""
     world(2).run(alarmed)
 
 
 @pytest.mark.parametrize("layout", [Layout.GROUPED, Layout.FLAT])
-@pytest.mark.parametrize("quick", [True, False])
-def test_a_trimmed_handle_has_all_rows_that_arrived(layout: Layout, quick: bool) -> None:
+def test_a_trimmed_handle_has_all_rows_that_arrived(layout: Layout) -> None:
     """With fewer, combine would read what lies behind y."""
     config = RoutingCase(E, K, H, (M,)).config(
         LonelyGroup(), mode=Mode.AUTO, layout=layout, dtype=torch.float32, exact_shapes=False
     )
     with MoECommunicator(config) as comm:
-        comm._quick = comm._quick if quick else None
         out, handle = comm.dispatch(*drawn(5))
         rows = int(out.num_rows)
         with pytest.raises(
