@@ -182,9 +182,10 @@ def test_the_rule_sees_a_planted_fault(
             "crossdock.control.process, crossdock.host.supervisor, crossdock.host.run, crossdock.cli.status",
             ["torch", "numpy", "docker"],
         ),
+        ("crossdock.client, crossdock.worker.process, crossdock.deep_ep", ["torch._dynamo", "transformers"]),
     ],
 )
 def test_what_starts_quickly_loads_nothing_heavy(modules: str, absent: list[str]) -> None:
     code = f"import sys, {modules}; print([name for name in {absent} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == "[]"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +13,12 @@ from crossdock.client.blocking import Client
 from crossdock.client.errors import ClientError
 
 _DETACHED = "the model was detached, and its local experts were not kept"
+
+
+@functools.cache
+def _uncompiled(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same, which torch.compile leaves alone. A decorator would load the compiler, seconds, with this module."""
+    return torch.compiler.disable(call)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class RemoteExperts(nn.Module):
@@ -28,12 +36,18 @@ class RemoteExperts(nn.Module):
         super().__init__()
         self._client: Client | None = client
         self.layer, self.num_experts, self.timeout_s, self._topk = layer, num_experts, timeout_s, topk
+        self._serve = _uncompiled(type(self).serve)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """[..., H], [T, K], [T, K] -> [..., H]. Raises ClientError."""
+        return self._serve(self, hidden_states, top_k_index, top_k_weights)
+
+    def serve(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """`forward`, where nothing compiles."""
         if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
             return _NoBackward.apply(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
         return self.call(hidden_states, top_k_index, top_k_weights)
@@ -81,16 +95,19 @@ class RemoteExperts(nn.Module):
 class WeightedExperts(RemoteExperts):
     """Replaces a module that is given rows for all experts, weighted, and zeros where one was not chosen."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """[E * T, H] -> [E * T, H]. Raises ClientError."""
+        return self._serve(self, hidden_states)
+
+    def serve(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """`forward`, where nothing compiles."""
         rows = hidden_states.flatten(0, -2)
         chosen = rows.any(-1).nonzero().squeeze(-1)
         y = torch.zeros_like(rows)
         if chosen.numel():
             ids = chosen.new_full((chosen.numel(), self._topk or 1), -1)
             ids[:, 0] = chosen // (rows.shape[0] // self.num_experts)
-            y = y.index_copy(0, chosen, super().forward(rows[chosen], ids, torch.ones_like(ids, dtype=rows.dtype)))
+            y = y.index_copy(0, chosen, super().serve(rows[chosen], ids, torch.ones_like(ids, dtype=rows.dtype)))
         return y.view_as(hidden_states)
 
 
