@@ -329,11 +329,11 @@ class Transport(MemberTransport):
     def begin_step(self, args: DispatchArgs) -> KeptStep:
         """See `MoECommunicator.begin_step`: both phases of a dispatch, while no request is pending. Only with
         `keeps_steps`, as `end_step`."""
-        raise NotImplementedError
+        raise ArgumentError("begin_step", "a transport that keeps steps", type(self).__name__)
 
     def end_step(self, step: Any, out: torch.Tensor) -> None:
         """See `MoECommunicator.end_step`: both phases of the combine of what `begin_step` gave."""
-        raise NotImplementedError
+        raise ArgumentError("end_step", "a transport that keeps steps", type(self).__name__)
 
     def is_captured(self) -> bool:
         """Whether a CUDA graph has captured operations."""

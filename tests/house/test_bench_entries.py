@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from tests.house.tree import ROOT, module_of, python_files, text_of
+from tests.house.tree import ROOT, module_of, parsed, python_files, text_of
 
 RANKS, ONE_GPU = "tests/unit/test_bench_ranks.py", "tests/unit/test_bench_one_gpu.py"
 PROCESSORS, RESULTS = "tests/unit/test_bench_processors.py", "tests/unit/test_bench.py"
@@ -55,7 +55,7 @@ def test_every_program_has_one() -> None:
 
 def test_they_are_there_and_need_no_gpu() -> None:
     for program, (file, name) in TESTS.items():
-        tree = ast.parse(text_of(ROOT / file))
+        tree = parsed(text_of(ROOT / file))
         functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
         marks = [" ".join(map(ast.unparse, node.decorator_list)) for node in functions]
         assert len(marks) == 1, f"{program}: {file} has no {name}"

@@ -14,7 +14,7 @@ from functools import cache
 
 import pytest
 
-from tests.house.tree import ROOT, files, name_of, text_of
+from tests.house.tree import ROOT, files, name_of, parsed, text_of
 
 NAME = re.compile(
     r"(?<![\w./*{}<>-])(?:\.{1,2}/)*((?:[\w.-]+/)*[\w-]+(?:\.[\w-]+)*\.(?:py|cuh|cpp|hpp|md|yaml))\b(?![\w(/]|\.\w)"
@@ -47,7 +47,7 @@ def _of_python(text: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield from enumerate(node.value.value.splitlines(), node.lineno)
 
@@ -62,14 +62,14 @@ def _of_page(text: str) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def remarks(suffix: str, text: str) -> Iterator[tuple[int, str]]:
+@cache
+def remarks(suffix: str, text: str) -> list[tuple[int, str]]:
     """(line, text) of what a file says beside its code."""
     if suffix == ".py":
-        yield from _of_python(text)
-    elif suffix in CODE:
-        yield from ((n, line.partition("//")[2]) for n, line in enumerate(text.splitlines(), 1) if "//" in line)
-    elif suffix == ".md":
-        yield from _of_page(text)
+        return list(_of_python(text))
+    if suffix in CODE:
+        return [(n, line.partition("//")[2]) for n, line in enumerate(text.splitlines(), 1) if "//" in line]
+    return list(_of_page(text)) if suffix == ".md" else []
 
 
 def unknown(suffix: str, text: str) -> list[tuple[int, str]]:

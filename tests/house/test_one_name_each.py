@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.tree import name_of, python_files, text_of
+from tests.house.tree import name_of, parsed, python_files, text_of
 
 TREES = ("ep_kernels", "services/crossdock")
 
@@ -52,7 +52,7 @@ def classes_twice(paths: Iterable[Path]) -> dict[str, list[str]]:
     return _twice(
         (node.name, name_of(path))
         for path in paths
-        for node in ast.parse(text_of(path)).body
+        for node in parsed(text_of(path)).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
 

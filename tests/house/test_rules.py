@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.house.tree import PRODUCT, ROOT, files, name_of, python_files, text_of
+from tests.house.tree import PRODUCT, ROOT, files, name_of, parsed, python_files, text_of
 
 ENVIRONMENT_READERS = {"services/crossdock/common/config.py"}
 ENVIRONMENT = re.compile(r"\bos\.(environ\w*|getenv\w*|putenv|unsetenv)\b|\b(secure_)?getenv\b|\b(un)?setenv\b")
@@ -58,7 +58,7 @@ def test_functions_keep_their_size() -> None:
     faults = []
     for path in python_files(*PRODUCT):
         text = text_of(path)
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = text.splitlines()[node.lineno - 1 : node.end_lineno]
                 # Docstrings, and comments that name steps, are free.
@@ -128,7 +128,7 @@ def test_each_module_opens_with_a_docstring() -> None:
     bare = [
         name_of(path)
         for path in python_files(*PRODUCT, "tests", "protos")
-        if text_of(path).strip() and not ast.get_docstring(ast.parse(text_of(path)))
+        if text_of(path).strip() and not ast.get_docstring(parsed(text_of(path)))
     ]
     assert not bare, bare
 
@@ -143,7 +143,7 @@ def test_the_licence_is_whole() -> None:
 def imports_from_here(text: str) -> list[str]:
     """What starts a Python that looks for modules where it was called: what follows `sys.executable` there."""
     faults = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         for before, after in itertools.pairwise(getattr(node, "elts", ())):
             if ast.unparse(before) == "sys.executable" and ast.unparse(after) not in ("'-P'", "'-I'"):
                 faults.append(ast.unparse(after))
@@ -171,7 +171,7 @@ and native code would take the result for something else."""
 def unsaid(text: str) -> list[str]:
     """What makes a tensor without saying its device, or its dtype where that would be the default one."""
     faults = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
             continue
         name, given = ast.unparse(node.func).removeprefix("torch."), {keyword.arg for keyword in node.keywords}

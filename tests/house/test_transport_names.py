@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from crossdock.common import transports
-from tests.house.tree import files, imports_of, name_of, python_files, text_of
+from tests.house.tree import files, imports_of, name_of, parsed, python_files, text_of
 
 FOLDER = "ep_kernels/transports"
 NAMES = set(transports.names())
@@ -30,7 +30,7 @@ TOOLS = "ep_kernels/tools/"
 def names_in(path: Path) -> Iterator[str]:
     """Names of transports in a Python file: as a text of its own (a device's name is one only where it is compared with
     a transport), or as a package that is imported."""
-    for node in ast.walk(ast.parse(text_of(path))):
+    for node in ast.walk(parsed(text_of(path))):
         if isinstance(node, ast.Constant) and node.value in NAMES - DEVICES:
             yield f"{node.lineno} {node.value!r}"
         elif isinstance(node, ast.Compare) and "transport" in ast.unparse(node.left):

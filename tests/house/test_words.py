@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.house.tree import ROOT, name_of, python_files, text_of
+from tests.house.tree import ROOT, name_of, parsed, python_files, text_of
 
 
 class Use(NamedTuple):
@@ -31,7 +31,7 @@ USES = {
         names=frozenset({"_Turn", "turn", "_turn", "end_turn", "_end_turn", "end_turns", "TURN_S", "_TURN_OVER"})
     ),
     "way": Use(names=frozenset({"Way", "_under_way"})),
-    "room": Use(names=frozenset({"has_room", "_has_room", "_is_room", "_make_room", "_room"})),
+    "room": Use(names=frozenset({"has_room", "_has_room", "_make_room", "_room"})),
     "means": Use(),
     "look": Use(("services/crossdock/deep_ep/",), frozenset({"look_for_peer", "_look_at_the_write"})),
     "quiet": Use(("ep_kernels/",), frozenset({"QUIET_S", "_QUIET_S"})),
@@ -55,7 +55,7 @@ def words_of(name: str) -> set[str]:
 def declared(stem: str, text: str) -> Iterator[str]:
     """Names of a module, its classes and functions, and of what it assigns at its top."""
     yield stem
-    tree = ast.parse(text)
+    tree = parsed(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +38,12 @@ def text_of(path: Path) -> str:
         return ""
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    """The tree of a Python text, which is not to be written to: many rules walk the same one."""
+    return ast.parse(text)
+
+
 def name_of(path: Path) -> str:
     """The path as people write it, from the root of the repository."""
     return str(path.relative_to(ROOT))
@@ -55,7 +62,7 @@ def imports_of(path: Path) -> Iterator[tuple[str, int]]:
     package = module_of(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(ast.parse(text_of(path))):
+    for node in ast.walk(parsed(text_of(path))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
