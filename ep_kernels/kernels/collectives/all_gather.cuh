@@ -102,10 +102,12 @@ __device__ __forceinline__ void push_shards(const CollectiveArgs& args, Team tea
   for (i32 i = 0; i < args.num_parts; ++i) {
     const GatherRange& part = args.parts[i];
     const Range range = range_of(team, part.num_bytes);
+    // By the copy engine, where addresses allow it; one lane issues.
     if (is_bulk(part)) {
       if (lane_idx() == 0) used = push_bulk(args, part, range, bulk, used);
       continue;
     }
+    // By threads, to one active rank after the other.
 #pragma unroll 1
     for (i32 p = 0; p < world.size; ++p) {
       const i32 peer = rank_at_offset(world, p);
@@ -113,6 +115,7 @@ __device__ __forceinline__ void push_shards(const CollectiveArgs& args, Team tea
         copy_range(shard_at(args, part, peer) + range.begin, part.x + range.begin, range.end - range.begin);
     }
   }
+  // The engine has read x and written everywhere.
   if (lane_idx() == 0) ptx::bulk_wait_all();
 }
 

@@ -78,6 +78,7 @@ __device__ __noinline__ void copy_range(u8* to, const u8* from, i64 n) {
   const i64 skew = misalignment(to), vectors = (skew + n + kVector - 1) / kVector;
 #pragma unroll 1
   for (i64 first = threadIdx.x; first < vectors; first += static_cast<i64>(THREADS) * kUnroll) {
+    // Loads of whole vectors first; then their stores, and single bytes at both ends.
     Vector value[kUnroll];
 #pragma unroll
     for (i32 u = 0; u < kUnroll; ++u) {

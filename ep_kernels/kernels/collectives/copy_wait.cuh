@@ -44,6 +44,7 @@ __device__ __forceinline__ bool await_flags(const CollectiveArgs& args, u32 row,
     if (!is_active(peer) || peer == world.rank) continue;
     const u64* flag = copy_flag_at(args, world.rank, row, peer);
     failed |= !spin::wait_for(world, flag, seq, OP_ALL_GATHER, phase, peer);
+    // The first difference is reported.
     const u64 theirs = ptx::load_relaxed_sys(flag + 1);
     RoutingMismatch* report = &world.host->mismatch;
     if (failed || theirs == args.signature || ptx::load_relaxed_sys(&report->status) != 0) continue;

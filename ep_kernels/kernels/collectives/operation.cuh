@@ -83,6 +83,7 @@ template <class Early>
 __device__ __forceinline__ bool begin(const CollectiveArgs& args, Team team, u8* shared, u32 op, u32 mode,
                                       Operation* found, Early early) {
   const World& world = args.world;
+  // Active ranks; then what an earlier kernel wrote may be read.
   load_active(world);
   for (i32 i = threadIdx.x; i < world.size; i += THREADS) waits_at(shared)[i] = 0;
   __syncthreads();
@@ -90,10 +91,12 @@ __device__ __forceinline__ bool begin(const CollectiveArgs& args, Team team, u8*
   ptx::wait_for_previous_launch();
   ptx::allow_next_launch();
   early();
+  // The counters of this rank: stopped, or the next operation.
   const u64 stop = ptx::load_cached(&world.state->aborted), last = ptx::load_cached(&world.state->combine_seq);
   const u64 number = ptx::load_cached(&world.state->sample_head);
   if (is_stopped(stop, last, number)) return false;
   *found = {op, mode, last + 1, ptx::now_ns(), number, static_cast<i32>((last + 1) & 1)};
+  // Tell the peers.
   if (is_signature_warp(team)) {
     warp_send_started(world, FLAG_COMBINE_STARTED, found->seq);
 #pragma unroll 1
@@ -149,6 +152,7 @@ __device__ __forceinline__ void compare_signatures(const CollectiveArgs& args, c
   const World& world = args.world;
 #pragma unroll 1
   for (i32 first = 0; first < world.size; first += 32) {
+    // A lane for each peer: what it has announced.
     const i32 peer = min(first + lane_idx(), world.size - 1);
     const u8* at = signature_at(args, world.rank, op.slot, peer);
     Announced said = {0, 0};
@@ -158,6 +162,7 @@ __device__ __forceinline__ void compare_signatures(const CollectiveArgs& args, c
     };
     if (waits) spin::warp_wait(world, op.seq, op.op, PHASE_CREDIT, peer, poll);
     else poll();
+    // The first that differs is reported, once.
     const bool differs = said.low == op.seq && said.high != args.signature;
     const u32 others = __ballot_sync(~0u, differs);
     if (others == 0 || lane_idx() != __ffs(others) - 1) continue;

@@ -56,6 +56,7 @@ __device__ __forceinline__ void each_sum(const CollectiveArgs& args, const u8* o
     for (i32 u = 0; u < kSumsAtOnce; ++u) sums[u] = no_terms();
 #pragma unroll 1
     for (i32 first = 0; first < num_active(); first += kTermsAtOnce) {
+      // All loads of some ranks; then their sums, in the same order.
       Vector terms[kTermsAtOnce][kSumsAtOnce];
 #pragma unroll
       for (i32 i = 0; i < kTermsAtOnce; ++i) {
@@ -76,6 +77,7 @@ __device__ __forceinline__ void each_sum(const CollectiveArgs& args, const u8* o
         for (i32 u = 0; u < kSumsAtOnce; ++u)
           if (first + i < num_active() && at + u * kStep < range.end) add(sums[u], terms[i][u]);
     }
+    // Rounded once, when all ranks are in.
 #pragma unroll
     for (i32 u = 0; u < kSumsAtOnce; ++u)
       if (at + u * kStep < range.end) store(at + u * kStep, rounded(sums[u]), num_bytes - at - u * kStep);

@@ -140,6 +140,7 @@ __device__ __forceinline__ f32 in_place_slowly(u8* stage, i32 first, i32 past, b
   f32 mine = 1.0f;
 #pragma unroll 1
   for (i32 stride = 0; first + stride * kStride < past; ++stride) {
+    // The largest finite value of a block, spread over its lanes, gives the scale.
     const i32 base = first + stride * kStride + lane_idx() * kWideColumns;
     Columns<T> columns = {};
     if (base < past) columns = load_columns<T>(stage + base * static_cast<i32>(sizeof(T)));

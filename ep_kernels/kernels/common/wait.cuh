@@ -84,6 +84,7 @@ __device__ __noinline__ bool wait_for(const World& world, const u64* flag, u64 e
   for (u32 polls = 1;; ++polls) {
     seen = ptx::load_acquire_sys(flag);
     if (seen >= expected) return true;
+    // Now and then: this rank is stopped, or left out by the peer, or it has waited long enough.
     if (polls % kLookAround != 0) continue;
     if (ptx::load_acquire_gpu(&world.state->aborted) != STOP_RUNNING) return false;
     const u64 waited = ptx::now_ns() - start;
@@ -91,6 +92,7 @@ __device__ __noinline__ bool wait_for(const World& world, const u64* flag, u64 e
     const u64 whole = expected >> shift;
     if (left_in != 0) return give_up(world, STOP_LEFT_OUT, op, phase, peer, whole, left_in, waited);
     if (waited > world.timeout_ns) return give_up(world, STOP_TIMED_OUT, op, phase, peer, whole, seen >> shift, waited);
+    // Less often, since it is far away: what the host says.
     if (polls % kLookAtHost != 0) continue;
     if (ptx::load_relaxed_sys(&world.host->abort) != 0)
       return give_up(world, STOP_ABORTED, op, phase, peer, whole, seen >> shift, waited);

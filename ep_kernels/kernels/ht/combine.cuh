@@ -81,6 +81,7 @@ __device__ __forceinline__ LaunchState load_state(const CombineArgs& args, i32* 
   const bool sends = args.work.phases & kSend;
   const i32 peer = threadIdx.x;
   LaunchState state = {};
+  // Issue all loads.
   state.stop = ptx::load_volatile(&world.state->aborted);
   state.routing_id = ptx::load_volatile(args.routing_id);
   state.seq = sends ? ptx::load_volatile(&world.state->combine_seq) + 1 : ptx::load_volatile(args.op + kOpSeq);
@@ -88,6 +89,7 @@ __device__ __forceinline__ LaunchState load_state(const CombineArgs& args, i32* 
   if (sends && role_of(warp_idx()) == Role::kNotify)
     state.credit = warp_load_credit(world, FLAG_COMBINE_STARTED, &world.state->combine_slot_seq[args.slot]);
   const i32 num_rows = sends && peer < world.size ? args.source_rows[peer] : 0;
+  // Use them: words for the other threads of the block.
   load_active(world);
   if (peer == 0) record = number;
   if (peer < world.size) {

@@ -291,6 +291,7 @@ __device__ __forceinline__ void load_recv(const CombineArgs& args, Team team, Pi
   const TokenBatches batches = batches_of(args.num_tokens, lanes.count, team.num_blocks);
   BlockWorkCounter token_counter =
       block_work_counter(team, &args.world.state->tokens_taken, batches.total, batches.total);
+  // The routes of the first batch are in flight while routings are compared.
   TokenBatch next = batches.at(token_counter.next());
   Route next_route = load_route(args, lanes, next);
   bool ok = routings_agree(args, seq, routing_id, start, waited);
@@ -337,6 +338,7 @@ __device__ __forceinline__ void reduce_recv(const CombineArgs& args, Pipeline re
   while (true) {
     SegmentInfo info = consumer_wait(recv);
     if (info.flags & kEnd) return;
+    // Add a stage, or two of one token; its last row writes the sum.
     if (kCopies && (info.flags & kLastRow) == 0) {
       const Pipeline next = recv.ahead(1);
       const SegmentInfo second = consumer_wait(next);

@@ -57,12 +57,14 @@ struct Accumulator {
 #pragma unroll
     for (i32 base = 0; base < G; base += kUnroll) {
       if (group(base) >= columns) break;
+      // Loads of some groups, all rows.
       Values values[kRows][kUnroll] = {};
 #pragma unroll
       for (i32 row = 0; row < kRows; ++row)
 #pragma unroll
         for (i32 j = 0; j < kUnroll; ++j)
           if (base + j < G && column(base + j) < columns) values[row][j] = load(row, column(base + j));
+      // Added in the order of the rows; the first one may begin the sum.
 #pragma unroll
       for (i32 j = 0; j < kUnroll; ++j) {
         if (base + j >= G || (N > quant::kLaneColumns && group(base + j) >= columns)) break;
@@ -139,12 +141,14 @@ __device__ __forceinline__ void write_quantised(Acc& acc, i32 num_columns, u8* s
 #pragma unroll
   for (i32 base = 0; base < Acc::kGroups; base += kUnroll) {
     if (base != 0 && acc.group(base) >= columns) break;
+    // The largest value of each group that this lane has.
     u32 largest[kUnroll], all = 0;
 #pragma unroll
     for (i32 j = 0; j < kUnroll; ++j) {
       largest[j] = acc.column(base + j) < columns ? quant::amax(acc.value[base + j]) : 0;
       all = max(all, largest[j]);
     }
+    // Rare: not all is finite. Scales come of what is, and the rest becomes NaN.
     if (__any_sync(~0u, all >= quant::kInfinity)) {
 #pragma unroll
       for (i32 j = 0; j < kUnroll; ++j) {
@@ -152,7 +156,9 @@ __device__ __forceinline__ void write_quantised(Acc& acc, i32 num_columns, u8* s
         quant::make_nan(acc.value[base + j]);
       }
     }
+    // A lane for each group's scale.
     const f32 scale = quant::scale_of(quant::spread_largest<32>(largest), false), inverse = __fdiv_rn(1.0f, scale);
+    // Quantise by it.
 #pragma unroll
     for (i32 j = 0; j < kUnroll; ++j) {
       const f32 factor = __shfl_sync(~0u, inverse, j);

@@ -157,13 +157,16 @@ struct BatchLoads {
 
 __device__ __forceinline__ BatchLoads loads_of(const CombineArgs& args, const Lanes& lanes, const Batch& batch) {
   const World& world = args.world;
+  // Which lanes of this token have rows, and which are the first and the last of them.
   const bool has_row = batch.row >= 0;
   const u32 with_row = __ballot_sync(~0u, has_row) & lanes.mask_of(lanes.index), me = 1u << lane_idx();
   const bool first = (with_row & (me - 1)) == 0, last = (with_row & ~(me | (me - 1))) == 0;
+  // Which lanes load: a token without any row gets zeros.
   const bool zero_fill = with_row == 0 && lanes.k == 0 && lanes.index < batch.count;
   const bool loads = KIND == EXACT ? batch.row != -1 : zero_fill || (has_row && (KIND == PER_EXPERT || first));
   const u32 load_lanes = __ballot_sync(~0u, loads);
   const bool ends = batch.ends_chunk && lane_idx() == 31 - __clz(load_lanes);
+  // Where the sum goes, and what this row is in it.
   const i64 dst_row = KIND == EXACT ? static_cast<i64>(batch.token) * world.topk + lanes.k
                                     : position_of(world, world.rank, batch.first + lanes.index);
   const u32 in_sum = KIND == PER_EXPERT ? (first ? kFirstRow : 0) | (last ? kLastRow : 0) : kFirstRow | kLastRow;

@@ -130,11 +130,13 @@ __device__ __forceinline__ void send_and_read(const DispatchArgs& args, Team tea
                                               Status status) {
   const World& world = args.world;
   const bool metadata = phases.sends && is_metadata_warp(), finishes = metadata || is_send_warp(phases);
+  // Metadata first, which peers wait for.
   if (metadata && status == kOk) send_metadata(args, sender.mine);
   if (metadata && status != kFailed) warp_add_arrival(world, team, FLAG_METADATA, num_ops);
   bool ready = phases.receives && status == kOk, sent = status != kFailed;
 #pragma unroll 1
   for (i32 step = 0; step < 2; ++step) {
+    // What has arrived of metadata: send warps read it second, the others first.
     if (step == is_send_warp(phases)) {
       if (ready) ready = await_metadata(args, scratch.routing_id, seq);
       if (ready && (!kPerExpert || metadata || !phases.sends)) read_metadata(args, team, scratch);

@@ -62,6 +62,7 @@ __device__ __forceinline__ void send_entries(const DispatchArgs& args, const Top
   u32 left[kUnroll];                 // lanes whose rank is still to be served: the first k of each rank
 #pragma unroll
   for (i32 i = 0; i < kUnroll; ++i) ranks[i] = entries.route[i].rank < 0 ? 0 : 1ull << entries.route[i].rank;
+  // Ranks of the ks before each, by doubling.
 #pragma unroll 1
   for (i32 step = 1; step < args.world.topk; step *= 2)
 #pragma unroll
@@ -69,6 +70,7 @@ __device__ __forceinline__ void send_entries(const DispatchArgs& args, const Top
       const u64 before = __shfl_up_sync(~0u, ranks[i], step);
       if (lanes.k >= step) ranks[i] |= before;
     }
+  // The first k of each rank stands for it.
 #pragma unroll
   for (i32 i = 0; i < kUnroll; ++i) {
     const Route& route = entries.route[i];
@@ -106,6 +108,7 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, TokenRan
   TokenEntries next = load_entries(args, lanes, tokens.first, tokens);
 #pragma unroll 1
   for (i32 first = tokens.first; first < tokens.end; first += kUnroll * lanes.num_tokens) {
+    // The next entries are loaded while these are used.
     const TokenEntries entries = next;
     next = load_entries(args, lanes, first + kUnroll * lanes.num_tokens, tokens);
 #pragma unroll
@@ -117,6 +120,7 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, TokenRan
     }
     send_entries(args, lanes, entries, first);
   }
+  // Ids out of range, once for the block.
   if (bad_ids != 0 && lane_idx() == 0) atomicAdd(&args.world.state->invalid_ids, static_cast<u64>(bad_ids));
   __syncwarp();
 }
@@ -145,11 +149,13 @@ __device__ __forceinline__ void read_metadata(const DispatchArgs& args, Team tea
   const i32 rows = scratch.row_start[world.size];
 #pragma unroll 1
   for (;;) {
+    // Take a group of positions.
     u32 item = 0;
     if (lane_idx() == 0) item = atomicAdd(scratch.next_metadata, 1u);
     const i32 group = static_cast<i32>(__shfl_sync(~0u, item, 0)) * team.num_blocks + team.block;
     const i32 first = group * kUnroll * per_warp;
     if (first >= rows) return;
+    // Their metadata: all loads first.
     TokenMetadata metadata[kUnroll];
     i32 source[kUnroll];
     i32 from = 0;
@@ -162,6 +168,7 @@ __device__ __forceinline__ void read_metadata(const DispatchArgs& args, Team tea
       source[j] = from;
       metadata[j] = metadata_at(args, world.rank, from, i - scratch.row_start[from])[k];
     }
+    // Save what combine needs; rank-wise layouts: tell the caller.
 #pragma unroll
     for (i32 j = 0; j < kUnroll; ++j) {
       if (source[j] < 0) continue;

@@ -84,11 +84,13 @@ __device__ __forceinline__ bool await_arrival(const DispatchArgs& args, const Ar
 __device__ __forceinline__ void replicate_row(const DispatchArgs& args, Sender& sender, i32 dst_row) {
   const World& world = args.world;
   WarpStages& stages = sender.stages;
+  // The first row is the source; other lanes with a row store theirs.
   const u32 placed = __ballot_sync(~0u, dst_row >= 0);
   const i32 leader = __ffs(placed) - 1, stage_bytes = args.work.segment_bytes;
   const u8* row = row_at(args, world.rank, __shfl_sync(~0u, dst_row, leader));
   const bool stores = dst_row >= 0 && lane_idx() != leader;
   for (i32 begin = 0; begin < world.row_bytes; begin += stage_bytes * static_cast<i32>(kStages)) {
+    // Load as many segments as there are stages, once earlier stores have read these.
     ptx::bulk_wait_read<0>();
     __syncwarp();
 #pragma unroll
@@ -98,6 +100,7 @@ __device__ __forceinline__ void replicate_row(const DispatchArgs& args, Sender& 
       if (at < world.row_bytes && lane_idx() == 0)
         ptx::bulk_load(stages.stage(s), row + at, min(stage_bytes, world.row_bytes - at), stages.barriers + s);
     }
+    // Store each when it is there.
     u32 used = 0;
 #pragma unroll
     for (u32 i = 0; i < kStages; ++i) {
@@ -121,6 +124,7 @@ __device__ __forceinline__ void replicate_row(const DispatchArgs& args, Sender& 
 __device__ __forceinline__ bool replicate_rows(const DispatchArgs& args, Team team, const DispatchScratch& scratch,
                                                Sender& sender, u64 seq) {
   const World& world = args.world;
+  // Arrivals by position, then by source: as the sources send them.
   i32 max_rows = 0;
   for (i32 source = 0; source < world.size; ++source)
     max_rows = max(max_rows, scratch.row_start[source + 1] - scratch.row_start[source]);
@@ -130,10 +134,12 @@ __device__ __forceinline__ bool replicate_rows(const DispatchArgs& args, Team te
   Arrival next = next_arrival(args, team, scratch, numbers);
   while (next.source >= 0) {
     const Arrival arrival = next;
+    // Its final rows; the next arrival's metadata is in flight meanwhile.
     const i32 dst_row = arrival.metadata.local_expert < 0 ? -1
                         : args.cached                     ? arrival.cached_row
                                                           : arrival.metadata.dst_row;
     next = next_arrival(args, team, scratch, numbers);
+    // A row with one place is there already, unless its scales are to be moved.
     const u32 placed = __ballot_sync(~0u, dst_row >= 0);
     const bool copies = arrival.source != world.rank && (placed & (placed - 1)) != 0,
                scales = args.out_scales != nullptr;

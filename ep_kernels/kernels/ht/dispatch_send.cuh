@@ -238,10 +238,12 @@ __device__ __forceinline__ SegmentColumns columns_of(const DispatchArgs& args, i
 
 // One warp: waits for the load of the sender's item and quantises it in place, its scales behind it.
 __device__ __forceinline__ void prepare_segment(const DispatchArgs& args, Sender& sender) {
+  // The load is there.
   const u32 s = sender.num_staged % kStages;
   ptx::bulk_load_wait(sender.stages.barriers + s, sender.stages.parities >> s & 1);
   sender.stages.parities ^= 1u << s;
   sender.ready = true;
+  // Quantise it, scales behind the columns, padding zero; then the copy engine may read it.
   if constexpr (kQuantises) {
     const SegmentColumns part = columns_of(args, segment_of(sender, sender.item).index);
     const bool packed = args.power_of_two == quant::kPacked;

@@ -73,6 +73,7 @@ __device__ __forceinline__ Route load_route(const CombineArgs& args, i32 token) 
 __device__ __forceinline__ Partials list_partials(const CombineArgs& args, const Route& route, i32 token) {
   Partials partials = {0, route.rank, route.position, 1.0f};
   const bool routed = route.rank >= 0;
+  // Exact: a partial for each k.
   if (KIND == EXACT) {
     partials.left = __ballot_sync(~0u, routed);
     if (routed && args.apply_weights)
@@ -82,6 +83,7 @@ __device__ __forceinline__ Partials list_partials(const CombineArgs& args, const
           box_rows_of(args.world, args.routes)[static_cast<i64>(token) * args.world.topk + lane_idx()];
     return partials;
   }
+  // Else one for each rank, as a bit.
   partials.left = __reduce_or_sync(~0u, routed && route.rank < 32 ? 1u << route.rank : 0);
   if (args.world.size > 32)
     partials.left |=
@@ -193,6 +195,7 @@ __device__ __forceinline__ bool receive_weights(const CombineArgs& args, const R
   const i32 rank = route.rank, position = route.position;
   f32 mine = 0.0f;
   for (u32 left = __ballot_sync(~0u, rank >= 0); left != 0;) {
+    // A rank at a time, which has the weights of all its ks in the lines of the first.
     const i32 leader = __ffs(left) - 1, from = __shfl_sync(~0u, rank, leader);
     const u8* at = weight_lines_at(args, world.rank, from, __shfl_sync(~0u, position, leader));
     Vector loaded = {};
@@ -203,6 +206,7 @@ __device__ __forceinline__ bool receive_weights(const CombineArgs& args, const R
                            return *status != kOk || poll_lines(at, num_lines, seq, &loaded);
                          }))
       return false;
+    // To the lanes of its ks.
     const Vector got = shuffle(loaded, k / kLineInts * 8 + k % kLineInts / 4);
     if (rank == from) mine = __uint_as_float(word_of(got, k % 4));
     left &= ~__ballot_sync(~0u, rank == from);

@@ -103,6 +103,7 @@ __device__ __forceinline__ RowVector staged_vector(const u8* from) {
 __device__ __forceinline__ void prefetch_rows(const CombineArgs& args, const Task& task, Prefetch& prefetch) {
   const i32 hidden = args.world.hidden, column = task.index * kCombineColumns + first_column();
   const bool single = is_flag_lane();  // has one vector; none in fp8
+  // Not staged: the one row of a partial, into registers.
   if constexpr (!kStaged) {
     prefetch.row[0] = prefetch.row[1] = {};
     if (task.row_mask == 0) return;
@@ -110,6 +111,7 @@ __device__ __forceinline__ void prefetch_rows(const CombineArgs& args, const Tas
     if (!(kFp8 && single)) prefetch.row[0] = load_words<Y, kVectorColumns>(row, column, hidden);
     if (!single) prefetch.row[1] = load_words<Y, kVectorColumns>(row, column + kSecondColumn, hidden);
   } else {
+    // Staged: rows into shared memory, one behind the other.
     const u8* end = prefetch.stage + args.work.segment_bytes;
 #pragma unroll 1
     for (u8* to = prefetch.stage; prefetch.left != 0 && to < end; to += kRowStage) {
@@ -200,6 +202,7 @@ __device__ __forceinline__ bool next_task(const CombineArgs& args, const RecvCou
   const i32 row_packets = world.combine_packets, k = lane_idx(), topk = world.topk;
 #pragma unroll 1
   for (; work.item.position < counts.max_rows; take_next(work)) {
+    // The item's source and position, and whether the source has so many rows here.
     const WorkItem item = work.item;
     task.source = rank_at_offset(world, item.source);
     task.position = item.position;
@@ -207,6 +210,7 @@ __device__ __forceinline__ bool next_task(const CombineArgs& args, const RecvCou
     task.index = item.index - task.exact_k * row_packets;
     const bool exists =
         task.position < __shfl_sync(~0u, task.source < 32 ? counts.low : counts.high, task.source & 31);
+    // Its row, and where its sum goes.
     if (exists) {
       const i64 at = position_of(world, task.source, task.position);
       task.src_row = static_cast<i32>(at);
@@ -337,21 +341,25 @@ __device__ __forceinline__ void send_partials(const CombineArgs& args, u8* const
   bool sends = false, granted = false;
 #pragma unroll 1
   do {
+    // Not staged: the partial is stored before the next one loads.
     if (!kStaged && sends) {
       send_packet(args, recv_buffers, now, prefetch, seq);
       staged.note(args, now, seq);
     }
+    // Begin the second one.
     Task second = next;
     Prefetch second_prefetch = {};
     second_prefetch.stage = free_stage;
     const bool second_sends = more && begin_task(args, counts, work, second, second_prefetch, next, more);
     if (kStaged) ptx::copy_commit();
+    // Nothing is stored before the peers' slots are free.
     if (!granted) granted = await_credit();
     if (!granted) break;
     if (kStaged && sends) {
       send_packet(args, recv_buffers, now, prefetch, seq);
       staged.note(args, now, seq);
     }
+    // The second becomes the first.
     free_stage = prefetch.stage;
     now = second;
     prefetch = second_prefetch;

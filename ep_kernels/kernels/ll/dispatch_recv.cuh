@@ -227,6 +227,7 @@ __device__ __forceinline__ bool deliver(const DispatchArgs& args, const LlScratc
 __device__ __forceinline__ i32 await_counts(const DispatchArgs& args, const LlScratch& scratch, i32* status,
                                             u64* counts_barrier, Arrival& first, u64 routing_id, u64 seq, u64 start,
                                             u64* waits) {
+  // Some warps read counts, the last ones first.
   i32 found = kOk;
   const i32 helper = num_warps() - 1 - warp_idx();  // from the last warp: in small steps the first ones have items
   const bool reads_count_packets = helper == (kPerExpert ? min(args.world.size, num_warps() - 1) : 1);
@@ -236,6 +237,7 @@ __device__ __forceinline__ i32 await_counts(const DispatchArgs& args, const LlSc
     if (!await_expert_counts(args, scratch, source, seq)) found = kFailed;
   if (found != kOk && lane_idx() == 0) atomicMax(status, found);
   if (reads_count_packets && lane_idx() == 0) ptx::barrier_arrive(counts_barrier);
+  // Each polls its first packet meanwhile, and delivers it if its row does not depend on counts.
   if (first.item.position < args.world.ll_tokens) {
     set_addresses(args, scratch, first);
     poll(args, first, seq);
@@ -325,6 +327,7 @@ __device__ __forceinline__ void dispatch_receive(const DispatchArgs& args, Team 
                                                  i32* status, u64* counts_barrier, WorkItem item, WorkItem step,
                                                  bool is_finalizer, u64 record, u64 routing_id, u64 seq) {
   const World& world = args.world;
+  // Counts of all sources.
   const u64 start = note_receive(world, team, args.work.phases, record);
   u64* waits = waits_at(shared);
   Arrival first;
@@ -332,6 +335,7 @@ __device__ __forceinline__ void dispatch_receive(const DispatchArgs& args, Team 
   first.delivered = false;
   const i32 counts = await_counts(args, scratch, status, counts_barrier, first, routing_id, seq, start, waits);
   bool ok = counts != kFailed;
+  // The layout that they give; then the rows.
   if (counts == kOk) {
     if (LAYOUT == RANK_MAJOR) {
       if (is_finalizer && warp_idx() == 0)

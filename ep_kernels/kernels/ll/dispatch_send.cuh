@@ -113,15 +113,18 @@ __device__ __forceinline__ void send_all_metadata(const DispatchArgs& args, Team
   i32 item = first_item(team), next_token = divide(item, ranks);
 #pragma unroll 1
   while (next_token < args.num_tokens) {
+    // This item's entry; the next token's is loaded while it is used.
     const Entry current = entry;
     const i32 token = next_token, peer_offset = item - next_token * ranks.value;
     item += step;
     next_token = divide(item, ranks);
     if (next_token != token) entry = load_entry(args, next_token);
+    // The ranks that the token goes to, and its position at each.
     scan_to(world, scratch, token >> 5, scan);
     const Destinations dst = destinations_of(world, scan, token);
     const bool is_dst = (peer_offset < 32 ? dst.mask_low : dst.mask_high) >> (peer_offset & 31) & 1;
     if (!is_dst && peer_offset != 0) continue;
+    // The final row of each of its ks.
     const i32 key =
         args.cached ? key_of(world, current.route) : key_of(world, scratch.expert_table, current.id, token);
     i32 dst_row = current.route.dst_row;
@@ -129,6 +132,7 @@ __device__ __forceinline__ void send_all_metadata(const DispatchArgs& args, Team
       dst_row = scratch.expert_masks == nullptr || *scratch.has_duplicates
                   ? dst_row_by_entries(args, scratch.expert_table, token, key)
                   : dst_row_by_masks(world, scratch, token, key);
+    // Send; one of the token's items saves its routes.
     if (is_dst)
       send_metadata(args, scratch, current, key, dst_row, token, peer_offset,
                     value_at_offset(world, dst.position_low, dst.position_high, peer_offset), seq);
@@ -253,6 +257,7 @@ __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScra
   staged.begin(args);
 #pragma unroll 1
   while (work.item.position < args.num_tokens) {
+    // This packet; the next one is in flight while it is sent.
     const WorkItem item = work.item;
     const LoadedPacket loaded = prefetched;
     take_next(work);
@@ -261,6 +266,7 @@ __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScra
     scan_to(world, scratch, item.position >> 5, scan);
     const Destinations dst = destinations_of(world, scan, item.position);
     const Packet packet = make_packet(args, loaded);
+    // To the ranks of its token, one after the other; all lanes store.
     auto send_to = [&](u32 mask, const u8* row_dst, i32 position) {  // lane i: of peer offset i
       const i64 number = position * world.row_packets + item.index;  // 31 bits, as a packet is 1024 bytes
       const u64 to = reinterpret_cast<u64>(row_dst) + number * kPacketBytes;

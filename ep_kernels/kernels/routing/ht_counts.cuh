@@ -91,6 +91,7 @@ __device__ __forceinline__ bool sum_block_prefix(const World& world, Team team, 
   bool ok = true;
   for (i32 first = count_warp_idx(); first < pairs && ok; first += step * kPairUnroll) {
     u64 sum[kPairUnroll] = {};
+    // A lane for each block before this one: poll until it has said its counters.
     for (i32 base = 0; base < team.block && ok; base += 32) {
       const i32 block = base + lane_idx();
       Pair pair[kPairUnroll];
@@ -130,6 +131,7 @@ __device__ __forceinline__ void send_counts(const DispatchArgs& args, Credit cre
   const u64 needed = free_from(world, credit.last, seq);
 #pragma unroll 1
   for (i32 base = 0; base < world.size; base += 32) {
+    // A lane for each peer: its slot is free, then all count warps store their part.
     const i32 peer = min(base + lane_idx(), world.size - 1);
     bool sent = base + lane_idx() >= world.size || !is_active(peer);
     u64 seen = base == 0 ? credit.seen : 0;
@@ -161,6 +163,7 @@ __device__ __forceinline__ bool receive_counts(const DispatchArgs& args, i32* so
       u64 counts[kPairUnroll] = {};
       u32 missing = 0;
       i32 peer = world.rank;
+      // Counts of some sources that are still missing.
       for (i32 j = 0; j < kPairUnroll && base + j < world.size; ++j)
         if (p < pairs && is_active(base + j)) missing |= 1u << j;
       const i32 own = world.rank - base;
@@ -180,9 +183,11 @@ __device__ __forceinline__ bool receive_counts(const DispatchArgs& args, i32* so
         if ((missing & awaited) != 0) peer = base + __ffs(missing & awaited) - 1;
         return (missing & awaited) == 0;
       };
+      // Own ones first, then the others.
       if (own_bit != 0 && !spin::warp_wait(world, seq, OP_DISPATCH, PHASE_BLOCKS, peer, poll)) return false;
       awaited = ~0u;
       if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, peer, poll)) return false;
+      // Add them: all, and those before this rank.
 #pragma unroll
       for (i32 j = 0; j < kPairUnroll; ++j) {
         const i32 source = base + j;
@@ -192,6 +197,7 @@ __device__ __forceinline__ bool receive_counts(const DispatchArgs& args, i32* so
         if (p == mine / 2 && source < world.size) rows[source] = static_cast<i32>(counts[j] >> (mine % 2 * 32));
       }
     }
+    // Two counters in a pair.
     if (p >= pairs) continue;
     unpack_pair(world, p, sum, [&](i32 i, i32 value) { totals[i] = value; });
     unpack_pair(world, p, prefix, [&](i32 i, i32 value) { source_prefix[i] = value; });

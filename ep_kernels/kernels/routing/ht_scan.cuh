@@ -56,6 +56,7 @@ struct DispatchScratch : Scratch {
 
 __device__ __forceinline__ DispatchScratch make_scratch(const World& world, u8* shared) {
   DispatchScratch scratch;
+  // Shared memory, one part behind the other: the tile, its prefixes, what counts are made into, work counters.
   const i32 n = num_counters(world), groups = kPerExpert ? world.local_stride : 0;
   scratch.routing_id = 0;
   scratch.tile = reinterpret_cast<RouteTile*>(after_waits(world, shared));
@@ -258,13 +259,16 @@ __device__ __forceinline__ void scan_tokens(const DispatchArgs& args, const Disp
   const World& world = args.world;
 #pragma unroll 1
   for (i32 token = tokens.first;; token += tile_tokens(world)) {
+    // Count the tile's routes, and number them.
     const i32 count = min(tile_tokens(world), tokens.end - token);
     fill_tile(args, scratch, token, count, ids, topk);
     number_tile(world, scratch, count);
     for (i32 i = first_counter(world) + threadIdx.x; i < num_counters(world); i += THREADS)
       scratch.dst_offset[i] = scratch.tile_prefix[i] + rows_of_counter(world, scratch, i);
     __syncthreads();
+    // The last tile stays in shared memory.
     if (__builtin_expect(token == last.first, 1)) return;
+    // Save the routes; the next tile begins where this one ended, and its ids are in flight.
 #pragma unroll 1
     for (i32 e = threadIdx.x; e < count * topk.value; e += THREADS)
       args.routes[static_cast<i64>(token) * topk.value + e] = route_in_block(world, scratch, e, count, topk);
@@ -284,6 +288,7 @@ __device__ __forceinline__ void finalize_offsets(const DispatchArgs& args, Dispa
   const World& world = args.world;
   const i32 stride = world.local_stride, keys = num_keys(world);
   sync_count_warps();
+  // GROUPED: aligned prefix of each rank's experts, a warp per rank.
 #pragma unroll 1
   for (i32 rank = count_warp_idx(); LAYOUT == GROUPED && rank < world.size; rank += num_count_warps()) {
     i32 carried = 0;
@@ -303,10 +308,12 @@ __device__ __forceinline__ void finalize_offsets(const DispatchArgs& args, Dispa
     }
     if (rank == world.rank && lane_idx() == 0) scratch.offset[world.num_local] = carried;
   }
+  // Rows from the sources before each.
   if (warp_idx() == num_warps() - 1)
     scratch.row_start[world.size] =
         prefix_sum(world.size, scratch.row_start, [&](i32 s) { return scratch.source_rows[s]; });
   sync_count_warps();
+  // This block's rows begin behind those of the blocks before it.
 #pragma unroll 1
   for (i32 i = first_counter(world) + count_thread_idx(); i < num_counters(world); i += num_count_warps() * 32) {
     i32 row = scratch.dst_offset[i] + scratch.block_prefix[i];

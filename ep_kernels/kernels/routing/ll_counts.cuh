@@ -90,6 +90,7 @@ __device__ __forceinline__ Status await_count_packets(const DispatchArgs& args, 
   bool mismatch = false;
 #pragma unroll 1
   for (i32 base = 0; base < world.size; base += 32) {
+    // A lane for each source: poll until its packet has this seq.
     const i32 source = base + lane_idx();
     const bool expected = source < world.size && is_active(source);
     Vector packet = {0, seq};
@@ -105,6 +106,7 @@ __device__ __forceinline__ Status await_count_packets(const DispatchArgs& args, 
           return packet.high == seq;
         }))
       return kFailed;
+    // How long it took, whether its routing is this one, and its rows.
     if (expected && source != world.rank) note_wait(waits, source, waited);
     mismatch |= expected && routing_id_in(packet) != routing_id;
     if (source < world.size)

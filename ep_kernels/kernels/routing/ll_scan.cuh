@@ -206,15 +206,18 @@ __device__ __noinline__ i32 dst_row_by_entries(const DispatchArgs& args, const i
   i32 dst_row = 0;
 #pragma unroll 1
   for (i32 first = 0; first < topk; first += kTargets) {
+    // Some of the token's keys, as all lanes know them.
     i32 target[kTargets], count[kTargets] = {};
 #pragma unroll
     for (i32 j = 0; j < kTargets; ++j) target[j] = __shfl_sync(~0u, key, (first + j) & 31);
+    // Earlier entries that have one of them.
 #pragma unroll 1
     for (i32 e = lane_idx(); e < token * topk; e += 32) {
       const i32 other = key_of(args.world, expert_table, args.topk_ids[e], e / topk);
 #pragma unroll
       for (i32 j = 0; j < kTargets; ++j) count[j] += other == target[j];
     }
+    // To the lane whose key it is.
 #pragma unroll
     for (i32 j = 0; j < kTargets; ++j) {
       const i32 all = __reduce_add_sync(~0u, count[j]);

@@ -112,6 +112,7 @@ __device__ __forceinline__ void write_counts(const DispatchArgs& args, const Scr
   __shared__ i32 delivered_sum, total_sum;
   if (threadIdx.x == 0) delivered_sum = total_sum = 0;
   __syncthreads();
+  // Rows of each group, without those past the capacity.
   for (i32 g = threadIdx.x; g < at.groups; g += blockDim.x) {
     const i32 total = kPerExpert ? scratch.total[g] : scratch.row_start[g + 1] - scratch.row_start[g];
     const i32 first = LAYOUT == GROUPED ? scratch.offset[g] : LAYOUT == FLAT ? scratch.row_start[g] : 0;
@@ -120,12 +121,14 @@ __device__ __forceinline__ void write_counts(const DispatchArgs& args, const Scr
     atomicAdd(&delivered_sum, delivered);
     atomicAdd(&total_sum, total);
   }
+  // Offsets (GROUPED), and rows of each source.
   for (i32 g = threadIdx.x; LAYOUT == GROUPED && g <= at.groups; g += blockDim.x)
     args.offsets[g] = args.saved_counts[at.offsets + g] = min(scratch.offset[g], world.capacity);
   for (i32 s = threadIdx.x; s < world.size; s += blockDim.x)
     args.source_rows[s] = scratch.row_start[s + 1] - scratch.row_start[s];
   __syncthreads();
   if (threadIdx.x != 0) return;
+  // Totals.
   const i32 num_rows = LAYOUT == GROUPED ? rows_delivered(args, scratch) : delivered_sum;
   args.saved_counts[at.num_rows] = num_rows;
   args.saved_counts[at.num_dropped] = total_sum - delivered_sum;

@@ -68,6 +68,7 @@ CN_API void cn_close_in_child(cd::Proxy* proxy) { proxy->close_in_child(); }
 // Null, and errno; `text` says more if the provider cannot be used, else what was chosen.
 CN_API cd::NetChannel* cn_channel(cd::Proxy* proxy, const cd::NetMemory* memory, const cd::NetSettings* settings,
                                   cd::NetHandler handler, void* context, cd::Text* text) {
+  // Memory of all parts first: what is begun below has to be ended.
   void* made = calloc(1, sizeof(cd::NetChannel));
   void* box = aligned_alloc(kPage, kBoxBytes);
   cd::Provider* provider = make(*settings);

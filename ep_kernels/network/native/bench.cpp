@@ -98,6 +98,7 @@ CN_API int cn_bench_ring(int64_t rounds, int64_t* ns) {
   pthread_t thread;
   const int error = pthread_create(&thread, nullptr, push_all, &pusher);
   if (error == 0) {
+    // The other thread pushes one when this one has popped the last.
     for (int64_t i = 0; i < rounds; ++i) {
       cd::Order order;
       spin_until([&] { return !pusher.box->empty(); });
@@ -139,6 +140,7 @@ CN_API int cn_bench_sockets(int out, int in, const void* from, void* to, uint32_
     uint64_t sent = 0, got = 0;
     const uint64_t all = sizeof header + bytes;
     while (got < all) {
+      // Send what the socket takes, header and body as one message.
       if (sent < all) {
         const uint64_t of_header = sent < sizeof header ? sizeof header - sent : 0, of_body = sent + of_header - 16;
         iovec parts[2] = {{header + 16 - of_header, of_header},
@@ -150,6 +152,7 @@ CN_API int cn_bench_sockets(int out, int in, const void* from, void* to, uint32_
         if (n < 0 && errno != EAGAIN) return errno;
         if (n > 0) sent += uint64_t(n);
       }
+      // Take what has come.
       const ssize_t n = recv(in, static_cast<char*>(to) + got, all - got, MSG_DONTWAIT);
       if (n < 0 && errno != EAGAIN) return errno;
       if (n == 0) return ECONNRESET;

@@ -101,6 +101,7 @@ Info* Access::find(const char* provider, const NetSettings& settings, bool gpu, 
 bool Access::open(const NetSettings& settings, int endpoints, bool gpu, Text* text) {
   lib = load(text);
   if (!lib) return false;
+  // The provider that was asked for, or the first that reaches this host's network.
   char name[64];
   const char* wanted = named(settings, name);
   Text tried;
@@ -117,6 +118,7 @@ bool Access::open(const NetSettings& settings, int endpoints, bool gpu, Text* te
       return false;
     }
     if (info) break;
+    // It does not; the error will name all that were tried.
     char before[256];
     snprintf(before, sizeof before, "%.250s", tried.at);
     tried.say("%s%s%s: %s", before, *before ? ", " : "", asked, lib->strerror(error));
@@ -126,6 +128,7 @@ bool Access::open(const NetSettings& settings, int endpoints, bool gpu, Text* te
               *settings.devices ? "devices " : "this host", settings.devices, tried.at);
     return false;
   }
+  // Open it, and say what was chosen.
   if (!begin(endpoints, gpu, text)) return false;
   text->say("libfabric %u.%u: %s, domain %s (%s)%s", lib->version() >> 16, lib->version() & 0xffff,
             info->fabric->provider, info->domain->name,
@@ -135,6 +138,7 @@ bool Access::open(const NetSettings& settings, int endpoints, bool gpu, Text* te
 }
 
 bool Access::begin(int endpoints, bool gpu, Text* text) {
+  // Fabric, domain and address vector, one of each.
   info->tx->size = std::min(info->tx->size, kQueued);
   info->rx->size = std::min(info->rx->size, kQueued);
   VectorAttr vector{};
@@ -149,6 +153,7 @@ bool Access::begin(int endpoints, bool gpu, Text* text) {
     return false;
   }
   if (!gpu) return true;
+  // GPU memory: whether an endpoint takes it shows only by asking one.
   Endpoint* tried = nullptr;
   error = -domain->ops->endpoint(domain, info, &tried, nullptr);
   if (error) return text->say("libfabric: no endpoint: %s", lib->strerror(error)), false;
@@ -201,6 +206,7 @@ Region* Access::reg(const void* address, uint64_t bytes, uint64_t access, Text* 
 }
 
 Region* Access::reg_device(const void* address, uint64_t bytes, uint64_t access, int dma_buf, int device, Text* text) {
+  // By address, or by a dma-buf where the library is new enough.
   const Piece piece{address, bytes};
   const DmaBuf exported{dma_buf, 0, bytes, address};
   RegionAttr attr{};
@@ -228,6 +234,7 @@ bool list_domains(char* lines, size_t size, Text* text) {
   if (!lib) return false;
   size_t at = 0;
   for (const char* provider : kProviders) {
+    // What a transport would ask for, of this provider.
     Info* hints = lib->dupinfo(nullptr);
     Info* found = nullptr;
     if (!hints) break;
@@ -237,6 +244,7 @@ bool list_domains(char* lines, size_t size, Text* text) {
     hints->caps = kMsg | kRma;
     hints->fabric->provider = strdup(provider);
     if (lib->getinfo(std::min(kVersion, lib->version()), nullptr, nullptr, 0, hints, &found)) found = nullptr;
+    // A line for each domain; those of several protocols follow each other.
     const char* last = "";
     for (Info* one = found; one && at < size; one = one->next) {
       if (!strcmp(last, one->domain->name)) continue;

@@ -96,6 +96,7 @@ class Lanes : public Provider {
   bool connect(int peer, int lane, int fd, uint64_t tag) override {
     if (!self().is_alive()) return false;
     Lane*& l = lanes_[peer][lane];
+    // The lane's former connections end.
     drop(peer, l, true);
     for (int i = linger_count_ - 1; i >= 0; --i) {  // nothing of an earlier one may come behind what a new one brings
       Lane* earlier = lingering_[i];
@@ -103,6 +104,7 @@ class Lanes : public Provider {
       lingering_[i] = lingering_[--linger_count_];
       finish(earlier);
     }
+    // A new one: what the provider needs, and the exchange of cards with the peer.
     void* memory = malloc(sizeof(Lane));
     if (!memory) return errno = ENOMEM, false;
     l = new (memory) Lane;
@@ -115,12 +117,14 @@ class Lanes : public Provider {
   }
 
   bool write(int peer, int lane, const Write& w) override {
+    // A lane that has ended takes writes, and forgets them.
     Lane* l = lanes_[peer][lane];
     if (!l || l->error) {
       sink_.sent(sink_.owner, peer);
       return true;
     }
     if (!l->is_up || l->window.is_full()) return false;
+    // Post it; a write that cannot be posted ends the lane.
     const int error = w.to + w.bytes > l->peer.bytes ? EPROTO : self().post(peer, lane, *l, w);
     if (error == EAGAIN) return false;
     if (error) {
@@ -273,9 +277,11 @@ class Lanes : public Provider {
     Lane* gone = l;
     l = nullptr;
     if (!gone) return;
+    // Its writes are over, as the channel counts them.
     for (; gone->out > 0; --gone->out) sink_.sent(sink_.owner, peer);
     const int fd = gone->exchange.fd;
     gone->exchange.end(epoll_fd_, false);
+    // What is under way may still arrive: the lane lingers, by a descriptor of its own.
     const bool stays = self().lingers() && gone->is_up && !gone->error && linger_count_ < kMaxLingering;
     if (stays && (gone->linger_fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)) >= 0) {
       if (close_fd) shutdown(fd, SHUT_WR);

@@ -134,6 +134,7 @@ bool Libfabric::make(int peer, int, Lane& l, Card* card) {
   Access& a = access_;
   if (!source(peer)) return false;
   l.begun_ns = now_ns();
+  // Completion queue, with a descriptor where the provider has one.
   for (int i = 0; i < kDepth; ++i) l.sends[i].next = i + 1;
   QueueAttr queue{};
   queue.size = 2 * (kDepth + kCredits);
@@ -145,12 +146,14 @@ bool Libfabric::make(int peer, int, Lane& l, Card* card) {
     error = -a.domain->ops->cq_open(a.domain, &queue, &l.queue, nullptr);
   }
   if (!check(error, "no completion queue")) return false;
+  // Endpoint, bound to the peers' addresses and to the queue.
   Endpoint*& e = l.endpoint;
   if (!check(-a.domain->ops->endpoint(a.domain, a.info, &e, nullptr), "no endpoint")) return false;
   if (memory_.dma_bufs && !a.for_device(e, &about_)) return errno = EOPNOTSUPP, false;
   if (!check(-e->id.ops->bind(&e->id, &a.peers->id, 0), "the address vector is refused")) return false;
   if (!check(-e->id.ops->bind(&e->id, &l.queue->id, kTransmit | kRecv), "the queue is refused")) return false;
   if (!check(-e->id.ops->control(&e->id, kEnable, nullptr), "the endpoint is not enabled")) return false;
+  // Memory that the peer writes to, and receives for its immediate values.
   Region* landing = landing_of(peer, l);
   if (!landing) return false;
   if (a.has(kMrLocal) && !(l.inbox = a.reg(l.credits, sizeof l.credits, kRecv, &about_))) return false;
@@ -159,6 +162,7 @@ bool Libfabric::make(int peer, int, Lane& l, Card* card) {
   for (int i = 0; i < (a.takes_recvs() ? kRecvs : kCredits); ++i) {
     if (!post_recv(l, i)) return about_.say("libfabric: a receive cannot be posted"), false;
   }
+  // The card that the peer needs to reach it.
   card->magic = kMagic;
   card->depth = kDepth;
   card->key = landing->key;
@@ -231,6 +235,7 @@ bool Libfabric::drain(int peer, int lane, Lane& l) {
     const ssize_t n = l.queue->ops->read(l.queue, batch, kBatch);
     if (n == -EAGAIN || n == 0) break;
     any = true;
+    // A write has failed, or the queue itself.
     if (n == -kErrorAvailable) {
       broken(peer, l);
       break;
@@ -249,6 +254,7 @@ bool Libfabric::drain(int peer, int lane, Lane& l) {
 void Libfabric::take(int peer, Lane& l, const Entry& entry) {
   auto* slot = static_cast<Slot*>(entry.context);
   l.is_proven = true;
+  // Data of the peer, credit that it grants, or the end of an own write.
   const bool is_recv = slot >= l.recvs && slot < l.recvs + kRecvs;
   if (entry.flags & kRemoteData) {
     arrived(peer, l, uint32_t(entry.data));
@@ -259,6 +265,7 @@ void Libfabric::take(int peer, Lane& l, const Entry& entry) {
     l.free_slot = int(slot - l.sends);
     sent(peer, l);
   }
+  // A receive is posted again at once.
   if (is_recv && !post_recv(l, int(slot - l.recvs))) {
     why_.say("libfabric: a receive cannot be posted");
     fail(peer, l, EIO);

@@ -71,11 +71,13 @@ int Proxy::add(NetChannel* c) {
   if (!hold) return ETIMEDOUT;
   for (int i = 0; i < kChannels; ++i) {
     if (channels_[i]) continue;
+    // It gets the first free place; its outbox rings this thread.
     c->proxy = this;
     c->index = i;
     c->generation = ++generations_ & 0x7fffffff;
     c->outbox->event_fd = event_fd_;
     c->outbox->asleep.store(1);  // the proxy may be, and does not know this outbox yet
+    // The provider may refuse.
     const Sink sink{c, &Proxy::sent, &Proxy::arrived, &Proxy::ended};
     if (!c->provider->open(sink, c->memory, epoll_fd_, tag_of(*c, kNoPeer, 0))) return EIO;
     while (c->outbox->stripe > c->provider->most_bytes()) c->outbox->stripe /= 2;
@@ -88,6 +90,7 @@ int Proxy::add(NetChannel* c) {
 
 void Proxy::remove(NetChannel* c) {
   Hold hold(*this, kForEver);  // else the proxy would go on in memory that is freed
+  // Say goodbye to each peer, and leave its connections to be read to the end.
   for (int rank = 0; rank < c->memory.ranks; ++rank) {
     NetPeer& p = c->peers[rank];
     if (p.control_fd >= 0) {
@@ -101,6 +104,7 @@ void Proxy::remove(NetChannel* c) {
     p.up = p.established = false;
     p.backlog.free_memory();
   }
+  // The provider goes at once, or when it has nothing under way.
   publish(*c);
   if (retired_count_ < kRetired && c->provider->retire()) {
     retired_[retired_count_++] = c->provider;
@@ -132,10 +136,12 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
   if (!c->provider) return ECANCELED;
   if (num_lanes > kMaxLanes) return EINVAL;
   p.why = {};
+  // A new connection in the place of an old one.
   if (p.up) disconnect(*c, rank, false);
   epoll_event event{EPOLLIN, {}};
   event.data.u64 = tag_of(*c, rank, kControlLane);
   if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, control_fd, &event) != 0) return errno;
+  // All lanes, or none.
   for (int lane = 0; lane < num_lanes; ++lane) {
     if (c->provider->connect(rank, lane, lanes[lane], tag_of(*c, rank, lane))) continue;
     const int error = errno ? errno : EIO;
@@ -145,6 +151,7 @@ int Proxy::join(NetChannel* c, int rank, int control_fd, const int32_t* lanes, i
     epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, control_fd, nullptr);
     return error;
   }
+  // The peer is up here; established, when it says the same.
   p.control_fd = control_fd;
   p.lanes = num_lanes;
   p.lanes_ended = p.error = p.message_bytes = 0;
@@ -234,6 +241,7 @@ void Proxy::control(NetChannel& c, int rank) {
 int Proxy::read_control(NetChannel& c, int rank) {
   NetPeer& p = c.peers[rank];
   for (;;) {
+    // What there is of a message.
     const int wanted = int(sizeof p.message) - p.message_bytes;
     const ssize_t got = recv(p.control_fd, p.message + p.message_bytes, size_t(wanted), MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
@@ -241,6 +249,7 @@ int Proxy::read_control(NetChannel& c, int rank) {
     if (got <= 0) return got < 0 ? errno : 0;
     p.message_bytes += int(got);
     if (p.message_bytes < int(sizeof p.message)) continue;
+    // A whole one.
     p.message_bytes = 0;
     ControlMessage message;
     memcpy(&message, p.message, sizeof message);
@@ -278,15 +287,18 @@ void Proxy::check_end(NetChannel& c, int rank, int64_t now) {
 
 void Proxy::disconnect(NetChannel& c, int rank, bool notify) {
   NetPeer& p = c.peers[rank];
+  // Nothing more is sent to it.
   p.up = p.established = false;
   publish(c);
   if (p.control_fd >= 0) {
     read_control(c, rank);  // its last word says why
     close_fd(p.control_fd);
   }
+  // Orders that wait are over.
   c.provider->disconnect(rank);
   for (uint64_t left = p.backlog.clear(); left > 0; --left) sent(&c, rank);
   if (!notify) return;
+  // The channel hears how it ended, if it had heard of the peer.
   const bool reported_up = p.reported_up;
   p.reported_up = false;
   if (p.left_out) {

@@ -50,6 +50,7 @@ bool Proxy::start(int64_t spin_ns, const int32_t* cpus, int num_cpus) {
   spin_ns_ = spin_ns;
   next_ns_ = -1;
   mutex_ = PTHREAD_MUTEX_INITIALIZER;
+  // Descriptors that it waits for, and the one by which it is woken.
   epoll_fd_ = epoll_create1(EPOLL_CLOEXEC);
   event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   epoll_event event{EPOLLIN, {}};
@@ -57,11 +58,13 @@ bool Proxy::start(int64_t spin_ns, const int32_t* cpus, int num_cpus) {
   sigset_t all, before;
   sigfillset(&all);
   bool ok = epoll_fd_ >= 0 && event_fd_ >= 0 && epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, event_fd_, &event) == 0;
+  // The thread.
   if (ok) {
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the main thread's
     ok = pthread_create(&thread_, nullptr, &Proxy::enter, this) == 0;
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
+  // Else nothing is left behind.
   if (!ok) {
     const int error = errno;
     if (epoll_fd_ >= 0) close(epoll_fd_);
@@ -111,12 +114,15 @@ void* Proxy::enter(void* self) {
 void Proxy::run() {
   int64_t busy_ns = now_ns(), stop_ns = 0;
   for (;;) {
+    // Stop: when half-closed connections have ended, or soon.
     if (stop_.load(std::memory_order_relaxed)) {
       if (!stop_ns) stop_ns = now_ns() + kStopNs;
       if (half_closed_count_ + retired_count_ == 0 || now_ns() > stop_ns) return;
     }
+    // A caller that wants to hold this thread goes first.
     while (waiting_.load(std::memory_order_relaxed)) sched_yield();
     pthread_mutex_lock(&mutex_);
+    // Work without events; then lanes that were busy; then, now and then, what epoll knows.
     bool busy = false;
     for (int i = 0; i < 8 && !busy; ++i) busy = turn();
     if (!busy) relax();
@@ -131,6 +137,7 @@ void Proxy::run() {
     }
     busy |= came;
     for (int i = 0; i < n; ++i) handle(events[i].data.u64, events[i].events);
+    // Busy a moment ago: go on without sleeping.
     const int64_t now = now_ns();
     if (busy || n > 0) busy_ns = now;
     const int64_t rest_ns = now - busy_ns;
@@ -138,12 +145,14 @@ void Proxy::run() {
       pthread_mutex_unlock(&mutex_);
       continue;
     }
+    // Sleep: announce it, then look once more for what was pushed before that was seen.
     std::fill_n(hot_, kHot, 0);
     for_each([](NetChannel& c) { c.outbox->asleep.store(1, std::memory_order_seq_cst); });
     bool sleep = idle();
     for_each([&](NetChannel& c) { sleep &= c.provider->rest(); });
     const bool naps = has_devices();
     const int64_t until = stop_ns ? now_ns() + kHalfClosedLookNs : next_ns_;
+    // In naps, where a device brings rows without an event.
     while (sleep) {
       int64_t left_us = until < 0 ? -1 : std::max<int64_t>(0, (until - now_ns() + 999) / 1000);
       const int64_t idle_ns = now_ns() - busy_ns, longest_us = idle_ns < kIdleNs ? kLongNapUs : kIdleNapUs;
@@ -155,6 +164,7 @@ void Proxy::run() {
       pthread_mutex_lock(&mutex_);
       sleep = is_nap && n == 0 && idle();  // nothing that an idle nap has to do but to look at the rings
     }
+    // Awake.
     for_each([](NetChannel& c) { c.outbox->asleep.store(0, std::memory_order_relaxed); });
     for (int i = 0; i < n; ++i) handle(events[i].data.u64, events[i].events);
     pthread_mutex_unlock(&mutex_);
@@ -167,9 +177,11 @@ bool Proxy::turn() {
   bool busy = false;
   const int64_t now = now_ = now_ns();
   int64_t next = -1;
+  // When to come back: the earliest of what is asked for below.
   const auto at = [&](int64_t when) {
     if (when >= 0 && (next < 0 || when < next)) next = when;
   };
+  // Each channel: orders, what its provider holds back, peers that are ending.
   for_each([&](NetChannel& c) {
     busy |= flush(c);
     end_refused(c);
@@ -188,6 +200,7 @@ bool Proxy::turn() {
       if (p.up) at(p.down_at_ns);
     }
   });
+  // Providers whose channels are gone.
   for (int i = 0; i < retired_count_;) {
     const int64_t again = retired_[i]->part(now);
     at(again);
@@ -198,6 +211,7 @@ bool Proxy::turn() {
     retired_[i]->close();
     retired_[i] = retired_[--retired_count_];
   }
+  // Connections that are read to their end.
   for (int i = 0; i < half_closed_count_;) {
     ssize_t got = 1;
     for (int turns = 0; turns < 16 && got > 0; ++turns) {
@@ -236,6 +250,7 @@ bool Proxy::flush(NetChannel& c) {
   Outbox& box = *c.outbox;
   uint64_t touched = 0;
   Order order;
+  // Take orders from the ring: refuse what names foreign memory, queue the rest by peer.
   for (int i = 0; i < 256 && box.pop(&order); ++i) {
     if (order.rank >= c.memory.ranks) {
       refuse(c, order, EINVAL);
@@ -252,6 +267,7 @@ bool Proxy::flush(NetChannel& c) {
     touched |= 1ull << order.rank;
     p.traffic.backlog_most = std::max(p.traffic.backlog_most, p.backlog.count());
   }
+  // Write what the lanes take.
   bool moved = touched != 0;
   for (int rank = 0; rank < c.memory.ranks; ++rank) {
     NetPeer& p = c.peers[rank];
@@ -270,11 +286,13 @@ bool Proxy::flush(NetChannel& c) {
 
 // True: bytes came.
 bool Proxy::handle(uint64_t tag, uint32_t events) {
+  // Woken: that was all.
   if (tag == kEventTag) {
     uint64_t count;
     (void)!read(event_fd_, &count, sizeof count);
     return false;
   }
+  // The channel and peer that the tag means, if they are still those.
   NetChannel* c = channels_[tag >> 16 & 0xffff];
   if (!c || c->generation != uint32_t(tag >> 32)) return false;
   const int rank = int(tag >> 8 & 0xff), lane = int(tag & 0xff);
@@ -284,6 +302,7 @@ bool Proxy::handle(uint64_t tag, uint32_t events) {
     control(*c, rank);
     return false;
   }
+  // A lane. One that brings something is looked at first from now on.
   if (!c->provider->poll(rank, lane, events)) return false;
   c->peers[rank].received_ns = now_;
   for (int i = 0; i < kHot; ++i) {

@@ -70,6 +70,7 @@ class Shuffle final : public Provider {
     int64_t next = -1;
     for (int peer = 0; peer < kNetRanks; ++peer) {
       int& n = counts_[peer];
+      // Pass on what is due; the earliest of the others says when to come back.
       for (int i = n - 1; i >= 0; --i) {
         Held& h = held_[peer][i];
         if (h.due_ns <= now && pass(peer, h)) {

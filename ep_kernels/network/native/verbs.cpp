@@ -106,6 +106,7 @@ void Verbs::complete(const Completion& c) {
   Lane* l = lanes_[peer][lane];
   if (!l || l->generation != uint32_t(c.id >> 32)) return;  // of an earlier queue pair
   const Kind kind = Kind(c.id & 0xff);
+  // What has succeeded.
   if (c.status == kSuccess) {
     if (kind == Kind::recv) return arrive(peer, lane, *l, c);
     if (kind == Kind::credit) {
@@ -114,6 +115,7 @@ void Verbs::complete(const Completion& c) {
     }
     return sent(peer, *l);
   }
+  // An error ends the lane, with the reason that the device gives.
   read_device_events();  // which may say why
   if (l->error) return;
   const int error = c.status == kRetriesExceeded ? ETIMEDOUT
@@ -169,6 +171,7 @@ bool Verbs::poll(int peer, int lane, uint32_t) {
 void Verbs::read_device_events() {
   AsyncEvent event{};
   while (port_.context && port_.lib->get_async_event(port_.context, &event) == 0) {
+    // A pair's error, the port's state, or the end of the device.
     const int type = event.type;
     Pair* pair = type == kPairFatal || type == kPairRequest || type == kPairAccess ? event.pair : nullptr;
     const bool is_port = type == kPortUp || type == kPortDown;
@@ -176,6 +179,7 @@ void Verbs::read_device_events() {
     if (type == kPortUp) event_ = {};
     is_dead_ |= type == kDeviceFatal || type == kQueueError;
     if (pair || is_dead_) why_.say("verbs: %s", port_.lib->event_type_str(type));
+    // The lanes that it ends.
     for (int peer = 0; peer < kNetRanks && (pair || is_dead_); ++peer) {
       for (Lane* l : lanes_[peer]) {
         if (!l || (!is_dead_ && l->pair != pair)) continue;

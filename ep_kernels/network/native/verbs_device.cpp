@@ -136,6 +136,7 @@ const Library* load(Text* text) {
     text->say("verbs: libibverbs.so.1 has not the functions of IBVERBS_1.1 (%s)", dlerror());
     return nullptr;
   }
+  // What newer libraries have; null elsewhere.
   library.query_gid_ex = reinterpret_cast<decltype(library.query_gid_ex)>(dlsym(from, "_ibv_query_gid_ex"));
   library.reg_dmabuf_mr = reinterpret_cast<decltype(library.reg_dmabuf_mr)>(dlsym(from, "ibv_reg_dmabuf_mr"));
   is_loaded = true;
@@ -151,6 +152,7 @@ bool Port::open(const NetSettings& settings, Text* text) {
                                    : "verbs: expected one of the devices %s, found none of them", settings.devices);
   bool found = false;
   for (int i = 0; i < count && !found; ++i) {
+    // The first device that is wanted and has a port that can be used.
     const char* name = lib->get_device_name(devices[i]);
     if (!is_wanted(settings.devices, name, 0)) continue;
     Context* opened = lib->open_device(devices[i]);
@@ -169,6 +171,7 @@ bool Port::open(const NetSettings& settings, Text* text) {
 }
 
 bool Port::take(Context* opened, int port, const NetSettings& settings, const char* name, Text* text) {
+  // The port is active and has the GID.
   if (lib->query_port(opened, uint8_t(port), &attr)) return false;
   if (attr.state != kPortActive) {
     text->say("verbs: port %d of %s is %s, expected active", port, name, state_of(attr.state));
@@ -183,6 +186,7 @@ bool Port::take(Context* opened, int port, const NetSettings& settings, const ch
     text->say("verbs: %s gives no protection domain: %s", name, strerror(errno));
     return false;
   }
+  // It is taken; say what was chosen, and why.
   context = opened;
   number = uint8_t(port);
   ethernet = attr.link_layer == kEthernet;
@@ -247,6 +251,7 @@ bool list_ports(char* lines, size_t size, Text* text) {
     const char* name = lib->get_device_name(devices[i]);
     DeviceAttr device{};
     if (opened) lib->query_device(opened, &device);
+    // A line for each port.
     for (int port = 1; port <= device.num_ports && at < size; ++port) {
       PortAttr attr{};
       if (lib->query_port(opened, uint8_t(port), &attr)) continue;
@@ -258,6 +263,7 @@ bool list_ports(char* lines, size_t size, Text* text) {
                             attr.link_layer == kEthernet ? "Ethernet" : "InfiniBand", gid.index, shown,
                             !has ? "no GID" : attr.link_layer == kEthernet ? why(gid) : "the port's"));
     }
+    // A device that does not open gets one, too.
     if (opened) {
       lib->close_device(opened);
     } else if (at < size) {

@@ -36,6 +36,7 @@ bool Verbs::make(int peer, int lane, Lane& l, Card* card) {
 
 bool Verbs::make_pair(int peer, int lane, Lane& l) {
   if (!source(peer) || !mirror(peer)) return false;
+  // The pair, with a queue for its writes and receives.
   PairInit init{};
   init.send_queue = init.recv_queue = queue_;
   const uint32_t room = uint32_t(depth_ + kCredits);
@@ -43,8 +44,10 @@ bool Verbs::make_pair(int peer, int lane, Lane& l) {
   init.type = kReliable;
   l.pair = port_.lib->create_qp(port_.domain, &init);
   if (!l.pair) return about_.say("verbs: no queue pair: %s", strerror(errno)), false;
+  // First sequence number, by chance: late packets of an earlier pair must not fit.
   if (getrandom(&l.psn, sizeof l.psn, 0) != sizeof l.psn) l.psn = l.pair->number * 2654435761u;
   l.psn &= 0xffffff;
+  // Start it: receives may be posted from then on.
   PairAttr attr{};
   attr.state = kInit;
   attr.port = port_.number;

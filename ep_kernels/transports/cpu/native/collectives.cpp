@@ -194,6 +194,7 @@ void keep_own(CollectiveMember& m, Collective& op) {
 void sum_chunk(CollectiveMember& m, const Collective& op) {
   const int64_t s = slice_of(m, op, m.rank), size = size_of(op.type);
   const Chunk chunk = chunk_of(op, s, op.round);
+  // Where each active rank's part of the slice lies, in ascending rank.
   const uint8_t* from[kMaxRanks];
   int n = 0;
   for (uint64_t left = m.active; left; left &= left - 1) {
@@ -201,6 +202,7 @@ void sum_chunk(CollectiveMember& m, const Collective& op) {
     from[n++] = r == m.rank ? op.x + s * op.stride_bytes + chunk.first : chunk_at(m, op, r, s);
   }
   const bool whole = kind(op) == Op::all_reduce;
+  // Tile by tile: load the first, add the others, round once.
   uint8_t* out = op.out + (whole ? s * op.stride_bytes : 0) + chunk.first;
   float* acc = m.sum.data();
   for (int64_t first = 0; first < chunk.bytes; first += CollectiveMember::kSumTile * size) {
@@ -223,11 +225,13 @@ void copy_sums(CollectiveMember& m, const Collective& op, int r) {
 Status arrive(CollectiveMember& m, Collective& op, bool block, bool one_shard) {
   const Want want{kind(op), Phase::payload, number(op.seq, op.round)};
   while (op.waiting.missing) {
+    // Wait until some of the missing ones are there.
     const uint64_t before = op.waiting.missing;
     const Status status = m.wait_any(want, op.waiting, block, [&](int r) {
       return m.slot_of(r, op.seq).published.v.load(std::memory_order_acquire);
     });
     if (status != kOk) return status;
+    // Compare their arguments; take a shard at once.
     for (uint64_t came = before & ~op.waiting.missing; came; came &= came - 1) {
       const int r = __builtin_ctzll(came);
       if (const Status same = same_arguments(m, op, r); same != kOk) {
@@ -352,6 +356,7 @@ Status begin(CollectiveMember& m, Collective& op) {
   const int index = slot_index(m, op.seq);
   plan(m, op);
   if (op.rounds > kMaxRounds) return kNothing;
+  // The slot is free when all ranks have taken what its last operation left there.
   if (op.seq > m.base[0] + m.g.in_flight) {
     const uint64_t before = op.seq - m.g.in_flight;
     const Want want{kind(op), Phase::credit, number(before, m.slot_rounds[index])};
@@ -360,6 +365,7 @@ Status begin(CollectiveMember& m, Collective& op) {
     });
     if (status != kOk) return status;
   }
+  // The operation has begun: its number is taken, and the slot says what it is.
   m.set_upcoming(Op(0), op.seq + 1);
   m.slot_rounds[index] = op.rounds;
   op.round = 1;
@@ -370,6 +376,7 @@ Status begin(CollectiveMember& m, Collective& op) {
   slot.source = op.zero_copy ? op.source : -1;
   slot.published_ns = now_ns();
   enter(m, op, kStage);
+  // Publish where registered tensors lie, or stage what fits without waiting.
   Status status = kOk;
   if (op.zero_copy) {
     auto* sources = reinterpret_cast<int64_t*>(m.own + staged_at(m, op, 1, 0));

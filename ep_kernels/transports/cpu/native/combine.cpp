@@ -110,12 +110,14 @@ class Adder {
   // The addends of token t, in the order in which they are summed.
   void collect(int64_t t) {
     n_ = 0;
+    // Exact: every row by itself, in ascending k.
     if (c_.g.exact) {
       for (int k = 0; k < c_.g.topk; ++k) {
         if (dest(t)[k] >= 0) add_row(t, k, rank_of(dest(t)[k]));
       }
       return;
     }
+    // Else one partial of each rank that has rows of the token: ranks ascend, or hosts and in them ranks.
     uint64_t ranks = 0;
     for (int k = 0; k < c_.g.topk; ++k) {
       if (dest(t)[k] >= 0) ranks |= 1ull << rank_of(dest(t)[k]);
@@ -190,6 +192,7 @@ class Adder {
   void sum(uint8_t* z) {
     const Type type = op_.z_type;
     const bool weighted = c_.g.exact;
+    // Some columns at a time: all addends in fp32, then rounded once.
     for (int64_t first = 0; first < c_.g.hidden; first += kColumns) {
       const int64_t n = std::min(kColumns, c_.g.hidden - first);
       alignas(64) float total[kColumns], value[kColumns];
@@ -197,6 +200,7 @@ class Adder {
       for (int i = 0; i < n_; ++i) {
         float* into = i == 0 && !weighted ? total : value;
         const Addend& a = addends_[i];
+        // What has been moved as floats is added where it lies.
         if (i > 0 && !weighted && a.moved && c_.g.combine_type != Type::e4m3) {
           c_.ops.add(total, a.moved + first * size_of(c_.g.combine_type), c_.g.combine_type, n);
           continue;
@@ -219,6 +223,7 @@ class Adder {
       alignas(64) float total[kColumns], part[kColumns], value[kColumns];
       if (n_ == 0) std::fill_n(total, n, 0.0f);
       for (int i = 0; i < n_;) {
+        // The addends of one host: summed by themselves, but for the first host, which begins the total.
         float* into = i == 0 ? total : part;
         const int begin = i, domain = addends_[i].domain;
         fetch(c_, addends_[i++], first, n, into);
@@ -226,6 +231,7 @@ class Adder {
           fetch(c_, addends_[i], first, n, value);
           c_.ops.add(into, value, Type::f32, n);
         }
+        // What another host has summed was rounded when it crossed.
         if (i - begin > 1 && domain != c_.host[c_.g.rank]) cross(c_, into, n);
         if (begin > 0) c_.ops.add(total, part, Type::f32, n);
       }
@@ -327,15 +333,18 @@ void record(Comm& c, const CombineOp& op, int slot, int64_t receive_ns) {
 Status combine_receive(Comm& c, CombineOp& op) {
   const int64_t receive_ns = now_ns();
   const int slot = c.slot_of(op.seq);
+  // Every peer's table is there: published, or arrived from another host.
   const Want want{Op::combine, Phase::payload, op.seq, receive_ns};
   const auto published = [&](int r) {
     return c.peer[r].control().combine_published[slot].v.load(std::memory_order_acquire);
   };
   Status status = c.wait(want, [&](int r) { return c.is_here(r) ? published(r) : arrived(c, r, slot) >> kChunks; });
   if (status != kOk) return status;
+  // All ranks combine the same dispatch.
   const Status same = c.agree({Op::combine, Phase::routing, op.routing.origin},
                               [&](int r) { return c.peer[r].combine_meta(slot)->origin; });
   if (same == kOk) {
+    // Sum the tokens, those whose partials are there first.
     {
       SourceSums sums(c, op, slot);
       status = c.wait(want, published, [&] { return sums.step(); });
@@ -350,6 +359,7 @@ Status combine_receive(Comm& c, CombineOp& op) {
   } else if (status = c.wait(want, published); status != kOk) {  // credit is for what has come: see dispatch.cpp
     return status;
   }
+  // Give the slot back, here and on other hosts.
   c.publish(c.own.control().combine_consumed[slot], op.seq);
   const Status sent = send_word(c, Imm::combine_consumed, slot, {Op::combine, Phase::credit, op.seq});
   expect(c, false);

@@ -12,10 +12,12 @@ namespace {
 void stage_partial(Comm& c, const Terms& terms, bool weighted, int slot, int64_t at) {
   const Geometry& g = c.g;
   uint8_t* out = c.own.partials(slot) + at * c.map.c_row_bytes;
+  // One row, unweighted: moved as it is.
   if (is_row(c, terms, weighted)) {
     c.ops.copy(out, terms.row[0], c.map.c_row_bytes);
     return;
   }
+  // Else summed in fp32, some columns at a time, and rounded or quantised.
   float acc[kColumns];
   float* scales = c.own.partial_scales(slot) + at * blocks_of(g.hidden);
   for (int64_t first = 0; first < g.hidden; first += kColumns) {
@@ -37,6 +39,7 @@ void place_partials(Comm& c, const CombineOp& op, int slot, uint64_t among) {
   int32_t next = 0;
   for (int s = 0; s < g.ranks; ++s) {
     if (!(among >> s & 1)) continue;
+    // The next free place for each token that has a row here, or for each of its rows.
     for (int64_t t = 0; t < op.routing.source_tokens[s]; ++t) {
       const int64_t token = int64_t(s) * g.max_tokens + t;
       int32_t* table = c.own.table(slot) + token * g.topk;
@@ -59,6 +62,7 @@ void stage_partials(Comm& c, const CombineOp& op, int slot, int s, Span tokens) 
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
     const int64_t token = int64_t(s) * g.max_tokens + t;
     const int32_t* table = c.own.table(slot) + token * g.topk;
+    // The rows of the token that are here, with their weights.
     Terms terms;
     for (int k = 0; k < width; ++k) {
       const int32_t row = r.rows[token * width + k];
@@ -69,6 +73,7 @@ void stage_partials(Comm& c, const CombineOp& op, int slot, int s, Span tokens) 
         terms.n = 0;
       }
     }
+    // Their sum is the partial; an exact combine has staged each by itself.
     if (terms.n) stage_partial(c, terms, weighted, slot, table[0]);
   }
 }

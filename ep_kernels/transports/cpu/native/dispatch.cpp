@@ -39,11 +39,13 @@ void route(Comm& c, DispatchOp& op) {
     for (int k = 0; k < c.g.topk; ++k) {
       const int64_t i = t * c.g.topk + k;
       const Id id = ids[i];
+      // An id out of range is no expert; -1 says so, others are counted.
       r.dest[i] = -1;
       if (id < 0 || id >= c.g.experts) {
         invalid += id != -1;
         continue;
       }
+      // The copy that serves this token. No copy left: the token's sum is not whole.
       const int32_t first = c.first[id], copies = c.first[id + 1] - first;
       if (copies == 0) {
         valid = false;
@@ -117,6 +119,7 @@ void place_expert_rows(Comm& c, DispatchOp& op, int slot) {
   const Here local = here(c);
   const bool grouped = g.layout == Layout::grouped;
   Array<int64_t>& rows = c.group_rows;  // first how many each expert gets, then where its next one goes
+  // Rows of each expert.
   for (int l = 0; l < g.local_experts; ++l) rows[l] = op.counts[l] = 0;
   for_each_token(c, op, slot, [&](int, int64_t, const int32_t* dest) {
     for (int k = 0; k < g.topk; ++k) {
@@ -124,6 +127,7 @@ void place_expert_rows(Comm& c, DispatchOp& op, int slot) {
       if (l >= 0) ++rows[l];
     }
   });
+  // Where each expert's group begins: one behind the other, aligned, or in slots of its own.
   int64_t next = 0;
   for (int l = 0; l < g.local_experts; ++l) {
     const int64_t padded = (rows[l] + g.alignment - 1) / g.alignment * g.alignment;
@@ -132,6 +136,7 @@ void place_expert_rows(Comm& c, DispatchOp& op, int slot) {
     next += padded;
   }
   op.offsets[g.local_experts] = int32_t(std::min(next, g.capacity));
+  // A row for each (token, k): ranks ascend, and in each its tokens.
   for_each_token(c, op, slot, [&](int s, int64_t t, const int32_t* dest) {
     const int64_t at = (int64_t(s) * g.max_tokens + t) * g.topk;
     for (int k = 0; k < g.topk; ++k) {
@@ -157,6 +162,7 @@ void place_rank_rows(Comm& c, DispatchOp& op, int slot) {
   const Here local = here(c);
   std::fill_n(op.counts, g.ranks, 0);
   std::fill_n(op.offsets, g.ranks + 1, 0);
+  // By source, or one behind the other.
   int64_t next = 0;
   for_each_token(c, op, slot, [&](int s, int64_t t, const int32_t* dest) {
     int32_t row = -1;
@@ -351,12 +357,14 @@ Status dispatch_free(Comm& c) {
 
 Status dispatch_send(Comm& c, DispatchOp& op) {
   op.clock.start_ns = now_ns();
+  // Number and slot; both are free when peers have taken what they had.
   expect(c, true);
   op.seq = c.next[int(Op::dispatch)];
   const int slot = c.slot_of(op.seq);
   if (const Status status = outputs_free(c, slot, Op::dispatch); status != kOk) return status;
   if (const Status status = dispatch_free(c); status != kOk) return status;
   c.take(Op::dispatch);
+  // Routes, which peers read, and push to other hosts, before the rows.
   if (op.fresh) {
     op.wide_ids ? route<int64_t>(c, op) : route<int32_t>(c, op);
     op.routing.origin = op.seq;
@@ -364,12 +372,14 @@ Status dispatch_send(Comm& c, DispatchOp& op) {
   memcpy(op.routing.weights, op.weights, int64_t(op.routing.tokens) * c.g.topk * 4);
   stage_routes(c, op, slot);
   Status sent = send_routes(c, op, slot);
+  // Rows, chunk by chunk: one is under way while the next is staged.
   for (int chunk = 0; sent == kOk && chunk < num_chunks(op.routing.tokens, c.g.row_bytes); ++chunk) {
     const Span tokens = chunk_of(op.routing.tokens, c.g.row_bytes, chunk);
     stage_rows(c, op, slot, tokens);
     sent = send_rows(c, op, slot, chunk, tokens);
   }
   if (sent != kOk) return sent;
+  // Publish.
   c.own.dispatch_meta(slot)->published_ns = now_ns();
   c.publish(c.own.control().dispatch_published[slot], op.seq);
   op.clock.send_ns = now_ns() - op.clock.start_ns;
@@ -379,23 +389,27 @@ Status dispatch_send(Comm& c, DispatchOp& op) {
 Status dispatch_place(Comm& c, DispatchOp& op) {
   op.clock.receive_ns = now_ns();
   const int slot = c.slot_of(op.seq);
+  // The routes of all ranks are there.
   const Status routed = c.wait({Op::dispatch, Phase::payload, op.seq, op.clock.receive_ns}, [&](int r) {
     if (c.is_here(r)) return published(c, r, slot);
     return c.peer[r].control().dispatch_arrived[slot].v.load(std::memory_order_acquire) >> kChunks;
   });
   if (routed != kOk) return routed;
+  // All ranks dispatch by the same routing, in the same mode.
   const Status same = c.agree({Op::dispatch, Phase::routing, op.routing.origin},
                               [&](int r) { return c.peer[r].dispatch_meta(slot)->origin; });
   if (same != kOk) return differs(c, op, slot, same);
   const Status alike = c.agree({Op::dispatch, Phase::arguments, uint64_t(op.routing.mode)},
                                [&](int r) { return uint64_t(c.peer[r].dispatch_meta(slot)->mode); });
   if (alike != kOk) return differs(c, op, slot, alike);
+  // How many tokens each has; more than M would be written past the buffers.
   for (int s = 0; s < c.g.ranks; ++s) {
     const int32_t tokens = c.is_active(s) ? c.peer[s].dispatch_meta(slot)->tokens : 0;
     const int32_t most = c.g.max_tokens;
     if (uint32_t(tokens) > uint32_t(most)) return c.refuse(Op::dispatch, Wrong::tokens, s, tokens, most);
     op.routing.source_tokens[s] = tokens;
   }
+  // Rows of this rank: of a new routing counted now, else as they were.
   if (op.fresh) {
     op.num_dropped = 0;
     per_expert(c.g.layout) ? place_expert_rows(c, op, slot) : place_rank_rows(c, op, slot);

@@ -44,12 +44,14 @@ Status barrier(Member& m) {
 Status exchange(Member& m, const int64_t* words, int64_t* all) {
   const int64_t started = now_ns();
   const uint64_t seq = m.take(Op::exchange);
+  // Own words, for peers here and on other hosts.
   ExchangeSlot& mine = m.own_meeting->exchange[seq % 2];
   std::copy_n(words, kExchangeWords, mine.words);
   mine.seq.store(seq, std::memory_order_release);
   m.publish(m.own_meeting->exchange_latest, seq);
   Status status = m.send_remote(RemoteWord::exchange, int(seq % 2), {Op::exchange, Phase::credit, seq, started});
   if (status != kOk) return status;
+  // Wait for all, and note how long for whom.
   Sample sample{int32_t(Op::exchange), 0, 0, m.ranks, seq, started, now_ns() - started, 0, {}};
   status = m.wait({Op::exchange, Phase::arrival, seq}, [&](int r) {
     const uint64_t theirs = m.meeting[r]->exchange[seq % 2].seq.load(std::memory_order_acquire);
@@ -59,6 +61,7 @@ Status exchange(Member& m, const int64_t* words, int64_t* all) {
   if (status != kOk) return status;
   sample.total_ns = now_ns() - started;
   m.samples.push(sample);
+  // Everybody's words; zeros of inactive ranks.
   for (int r = 0; r < m.ranks; ++r) {
     int64_t* row = all + r * kExchangeWords;
     if (m.is_active(r)) {
@@ -129,6 +132,7 @@ static Status enter(Member& m, uint64_t mask, uint64_t tag) {
 // All have entered: counters go on from the largest of each, and slots of the old membership are free.
 template <typename Entry>
 static Status agree(Member& m, Want want, Entry entry) {
+  // The largest number that any rank has come to, for each kind of operation.
   for (uint64_t left = m.peers(); left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
     const Resync* theirs = entry(r);
@@ -139,6 +143,7 @@ static Status agree(Member& m, Want want, Entry entry) {
     }
     for (int i = 0; i < 4; ++i) m.set_upcoming(Op(i), std::max(m.next[i], theirs->counters[i]));
   }
+  // Slots are free, whatever was in them; peers may know.
   for (int i = 0; i < 4; ++i) m.base[i] = m.next[i] - 1;
   m.forget();
   m.agreed = true;
@@ -166,6 +171,7 @@ static Status meet(Member& m, Want want, Seen seen) {
 Status resync(Member& m, uint64_t mask, uint64_t epoch, int64_t limit_ns) {
   const uint64_t tag = epoch + 1;
   Status status = kOk;
+  // Enter, once, though a wait may end early and be taken up again.
   if (m.entered != tag || m.active != mask) status = enter(m, mask, tag);
   const auto entry = [&](int r) -> const Resync* {
     for (const Resync& e : m.meeting[r]->resync) {
@@ -174,10 +180,12 @@ Status resync(Member& m, uint64_t mask, uint64_t epoch, int64_t limit_ns) {
     return nullptr;
   };
   const Want want{Op::set_active, Phase::arrival, tag, m.entered_ns, limit_ns ? now_ns() + limit_ns : 0};
+  // First meeting: all have entered with their numbers.
   if (status == kOk && !m.agreed) {
     status = meet(m, want, [&](int r) { return entry(r) ? tag : uint64_t(0); });
     if (status == kOk) status = agree(m, want, entry);
   }
+  // Second meeting: all have agreed.
   if (status == kOk) {
     status = meet(m, want, [&](int r) { return m.meeting[r]->membership.v.load(std::memory_order_acquire); });
     if (status == kOk) status = m.confirm(Op::set_active);  // one that is further has left this rank out

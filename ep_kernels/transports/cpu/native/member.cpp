@@ -51,6 +51,7 @@ void Member::attach_own_region(uint8_t* region) {
 }
 
 int Member::attach_peer_region(int r, int region_fd, int process_fd, uint64_t nonce) {
+  // All of it to read; its first page, where a waiter is woken, to write.
   void* all = mmap(nullptr, region_bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, region_fd, 0);
   if (all == MAP_FAILED) return errno;
   void* events = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, region_fd, 0);
@@ -63,6 +64,7 @@ int Member::attach_peer_region(int r, int region_fd, int process_fd, uint64_t no
   mapped[r] = static_cast<const uint8_t*>(all);
   meeting[r] = reinterpret_cast<const Meeting*>(mapped[r] + kPage);
   pidfd[r] = process_fd;
+  // Is it the region that the ticket means, of the same geometry?
   const Meeting& theirs = *meeting[r];
   const bool ours = theirs.magic == kMagic && theirs.nonce == nonce && theirs.rank == r &&
                     theirs.total_bytes == uint64_t(region_bytes);

@@ -115,6 +115,7 @@ struct RegionMap {
   int64_t mirror;  // bytes of a mirror: all but the expert outputs
 
   explicit RegionMap(const Geometry& g) {
+    // A dispatch slot: head, places, weights, rows, scales.
     const int64_t mk = int64_t(g.max_tokens) * g.topk;
     d_dest = sizeof(SlotMeta);
     d_weights = d_dest + mk * 4;
@@ -122,6 +123,7 @@ struct RegionMap {
     d_scales = page_up(d_rows + g.max_tokens * g.row_bytes);
     d_size = page_up(d_scales + g.max_tokens * g.scale_bytes);
 
+    // A combine slot: head, table of partials, row weights, partials, scales.
     partials = int64_t(g.ranks) * g.max_tokens * (g.exact ? g.topk : 1);
     c_row_bytes = g.hidden * size_of(g.combine_type);
     c_scale_bytes = g.combine_type == Type::e4m3 ? blocks_of(g.hidden) * 4 : 0;
@@ -134,6 +136,7 @@ struct RegionMap {
     y_row_bytes = g.hidden * size_of(g.out_type);
     y_size = page_up(g.y_rows * y_row_bytes);
 
+    // The region: event page, control words, dispatch slots, combine slots, expert outputs.
     dispatch = kPage + page_up(sizeof(Control));
     combine = dispatch + g.in_flight * d_size;
     outputs = combine + g.in_flight * c_size;

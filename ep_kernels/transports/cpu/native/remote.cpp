@@ -292,6 +292,7 @@ Status send_word(Comm& c, Imm kind, int slot, Want want) { return send_bytes(c, 
 Status send_routes(Comm& c, const DispatchOp& op, int slot) {
   const int64_t tokens = op.routing.tokens, records = tokens * c.g.topk * 4;
   if (c.num_rails == 0) return kOk;
+  // The hosts that each token goes to.
   for (int64_t t = 0; t < tokens; ++t) {
     uint64_t hosts = 0;
     for (const int32_t *p = op.routing.dest + t * c.g.topk, *end = p + c.g.topk; p < end; ++p) {
@@ -299,6 +300,7 @@ Status send_routes(Comm& c, const DispatchOp& op, int slot) {
     }
     c.goes_to[t] = hosts;
   }
+  // To each host, by its rail: the head, which says how many messages will come; then places and weights.
   SlotMeta& meta = *c.own.dispatch_meta(slot);
   const uint64_t at = uint64_t(c.own.d(slot)), places = at + uint64_t(c.map.d_dest);
   const uint64_t weights = at + uint64_t(c.map.d_weights);
@@ -338,12 +340,14 @@ Status send_tables(Comm& c, const CombineOp& op, int slot) {
   Sender sender(c, {Op::combine, Phase::credit, op.seq});
   for (int i = 0; i < c.num_rails; ++i) {
     const int to = c.rails[i];
+    // The head says how many messages will come: chunks of partials, and records.
     Parts& parts = c.own.combine_meta(slot)->parts[c.host[to]] = {};
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       for_each_partials(c, op, slot, to, chunk, [&](uint64_t offset, int64_t bytes) {
         parts.rows[chunk] += messages_of(*c.outbox, offset, bytes);
       });
     }
+    // Records of each source that lives there: its table, and its row weights.
     const auto for_each_record = [&](auto fn) {
       for_each_source(c, to, [&](int s) {
         const uint64_t begin = at + uint64_t(int64_t(s) * g.max_tokens * g.topk * 4);
@@ -353,6 +357,7 @@ Status send_tables(Comm& c, const CombineOp& op, int slot) {
       });
     };
     for_each_record([&](uint64_t offset, int64_t bytes) { parts.others += messages_of(*c.outbox, offset, bytes); });
+    // The head first.
     sender.post(to, Kind::records, at, head_bytes(g.ranks), imm_of(Imm::combine_head, slot, op.seq));
     for_each_record([&](uint64_t offset, int64_t bytes) { sender.post(to, Kind::records, offset, bytes, part); });
   }

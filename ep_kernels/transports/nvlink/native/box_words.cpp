@@ -65,16 +65,19 @@ void tell_slices(Words& w, uint32_t flag, int rank, uint64_t done) {
 }
 
 void arrived(Words& w, int rank, uint32_t imm) {
+  // What the immediate value says: which flag, of which operation, which part of how many.
   const uint32_t low = imm & ((1u << kSeqBits) - 1), what = imm >> kSeqBits & ((1u << kPartBits) - 1);
   uint32_t flag = imm >> 28;
   const bool is_slice = flag == kFlags || flag == kFlags + 1;
   if (is_slice) flag = flag == kFlags ? kPayload : kCombine;
   if (flag >= kFlags || flag == kLeftOut) return;
   std::atomic<uint64_t>& word = w.at(flag, rank);
+  // A word that is not counted is there at once.
   uint64_t now = word.load(std::memory_order_relaxed);
   const int64_t ahead = int32_t((low - uint32_t(now)) << (32 - kSeqBits)) >> (32 - kSeqBits);
   if (ahead <= 0) return;
   if (flag != kPayload && flag != kCombine) return word.store(now + uint64_t(ahead), std::memory_order_release);
+  // Of a counted one a part has come: of a slice, or of the rest.
   if (uint64_t(ahead) >= kWindow) return;
   Count* counts = w.counts[flag][rank];
   Count& count = counts[(now + uint64_t(ahead)) % kWindow];
@@ -87,6 +90,7 @@ void arrived(Words& w, int rank, uint32_t imm) {
   } else {
     count.of = uint16_t(what + 1);
   }
+  // Operations that are whole now, in order.
   const uint64_t before = now;
   for (Count* next; next = &counts[(now + 1) % kWindow], next->of && next->come == next->of; ++now) *next = {};
   if ((now == before && !is_whole) || !flushed(w)) return;
@@ -140,6 +144,7 @@ CD_API cd::NetHandler cd_boxes_handler() { return &on_network; }
 CD_API void cd_boxes_restart(Words* w, uint64_t dispatch, uint64_t combine, uint64_t barrier) {
   pthread_mutex_lock(&w->mutex);
   for (int rank = 0; rank < w->ranks; ++rank) {
+    // The words of each rank.
     const auto set = [&](uint32_t flag, uint64_t seq) { w->at(flag, rank).store(seq, std::memory_order_release); };
     set(kStarted, dispatch);
     set(kPayload, dispatch);
@@ -147,6 +152,7 @@ CD_API void cd_boxes_restart(Words* w, uint64_t dispatch, uint64_t combine, uint
     set(kCombine, combine);
     set(kBarrier, barrier);
     set(kLeftOut, 0);
+    // Parts of operations that were under way count no more.
     for (auto& counts : w->counts) {
       for (Count& count : counts[rank]) count = {};
     }

@@ -114,11 +114,13 @@ CD_API void cd_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 CD_API const char* cd_open(const char* driver) {
   void* library = dlopen(driver, RTLD_NOW);
   if (!library) return dlerror();
+  // What every driver must have.
   auto launch = reinterpret_cast<LaunchFn>(dlsym(library, "cuLaunchKernelEx"));
   auto name = reinterpret_cast<TextFn>(dlsym(library, "cuGetErrorName"));
   auto text = reinterpret_cast<TextFn>(dlsym(library, "cuGetErrorString"));
   if (!launch || !name || !text) return "it has no cuLaunchKernelEx, so the driver is older than CUDA 12.0";
   launch_kernel = launch;
+  // What older drivers may lack: its callers see null.
   find(library, "cuStreamIsCapturing", &is_capturing);
   find(library, "cuCtxGetCurrent", &get_context);
   find(library, "cuStreamQuery", &query_stream);

@@ -212,6 +212,7 @@ python::Object* call(python::Object* self, python::Object* const* given, python:
   python::Object* none = (py.keep(py.none), py.none);
   void* stream;
   if (count != plan->num_tensors + 2 || !is_undisturbed(plan, &stream)) return none;
+  // The record of the plan, and the state of the dispatch that a combine belongs to.
   Kept kept;
   State& op = kept.op = {0, 0, 0, 0, -1, plan->rows};
   memcpy(kept.record, plan->record, plan->record_bytes);
@@ -222,6 +223,7 @@ python::Object* call(python::Object* self, python::Object* const* given, python:
     memcpy(&op, former, sizeof(op));
     memcpy(bases + kFormer, former, 4 * sizeof(uint64_t));
   }
+  // The tensors are what the plan was made for; int64 ids go through memory of the plan's.
   uint64_t wide = 0, wide_base = 0;
   for (uint32_t i = 0; i < plan->num_tensors; ++i) {
     const uint64_t before = wide;
@@ -229,16 +231,19 @@ python::Object* call(python::Object* self, python::Object* const* given, python:
     if (wide != before) wide_base = kTensors + i;
   }
   if (wide) bases[wide_base] = at(bases, plan->narrow_to);
+  // Fill the record.
   if (op.tokens < 0 || op.tokens > plan->most_tokens) return none;
   kept.set(plan->num_tokens_at, static_cast<int32_t>(op.tokens));
   kept.set(plan->num_tokens_at + sizeof(int32_t), static_cast<int32_t>(py.as_integer(given[0])));
   for (uint32_t i = 0; i < plan->num_addresses; ++i)
     kept.set(plan->addresses_at + i * sizeof(uint64_t), at(bases, plan->addresses[i]));
+  // Launch, while other threads run Python.
   void* thread = py.leave();
   const int status = start(plan, bases, wide, stream, &kept);
   py.enter(thread);
   py.drop(none);
   if (status || !(plan->makes_state || plan->phases_at)) return py.new_integer(status);
+  // What Python keeps of it.
   uint64_t made[4];
   for (int i = 0; i < 4; ++i) made[i] = at(bases, plan->state[i]);
   memcpy(&op, made, sizeof(made));
