@@ -169,22 +169,9 @@ class StandardFinalizer(Finalizer):
             num_experts=shape.num_experts, topk=shape.topk, hidden_size=shape.hidden, **scaled,
         )  # fmt: skip
 
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> Prepared:
+    def prepare(self, *args: Any, **named: Any) -> Prepared:
         """As `prepare_async`, with its result."""
-        return self.prepare_async(
-            a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config,
-            defer_input_quant,
-        )()  # fmt: skip
+        return self.prepare_async(*args, **named)()
 
     def finalize_async(
         self,

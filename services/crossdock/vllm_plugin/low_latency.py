@@ -203,22 +203,9 @@ class BatchedFinalizer(Finalizer):
         )  # fmt: skip
         return q.view(num_local, -1, q.shape[-1]), _batched_scales(scale, num_local), metadata, None, None
 
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> Prepared:
+    def prepare(self, *args: Any, **named: Any) -> Prepared:
         """Both halves."""
-        hook, rows = self.prepare_async(
-            a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config,
-            defer_input_quant,
-        )  # fmt: skip
+        hook, rows = self.prepare_async(*args, **named)
         hook()
         return rows()
 
@@ -250,20 +237,9 @@ class BatchedFinalizer(Finalizer):
 
         return hook, _nothing
 
-    def finalize(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None:
+    def finalize(self, *args: Any, **named: Any) -> None:
         """Both halves."""
-        hook, _ = self.finalize_async(
-            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        )
-        hook()
+        self.finalize_async(*args, **named)[0]()
 
 
 def _nothing() -> None:
