@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
+import os
 import re
 import subprocess
-import tempfile
+import time
 from pathlib import Path
 
 from ep_kernels import jit
@@ -23,7 +25,10 @@ FLAGS = (
 
 PTX = {"common/ptx.cuh": f'#include "types.h"\n#include <{FOLDER}/ptx.h>'}
 """The emulator's instructions in place of a GPU's."""
-_SCRATCH = tempfile.TemporaryDirectory(prefix="emulated-")
+MADE = FOLDER.parents[1] / "build" / "emulated"
+"""Libraries, those of earlier runs too, by all that they are made of."""
+_KEPT_S = 7 * 24 * 3600
+"""After the last use of one."""
 _ARGUMENTS = {"dispatch": "ep::DispatchArgs", "combine": "ep::CombineArgs", "barrier": "ep::BarrierArgs"}
 _COLLECTIVE = "ep::CollectiveArgs"
 _FLAGS_LAST = """  for (int turn = 0; turn < 2; ++turn) {{
@@ -86,11 +91,29 @@ def build(variant: jit.Variant) -> ctypes.CDLL:
 
 def compiled(text: str, name: str) -> ctypes.CDLL:
     """The library of a `program`. Raises RuntimeError with what the compiler says."""
-    path = Path(_SCRATCH.name) / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.cpp"
-    path.write_text(text, encoding="utf-8")
-    library = path.with_suffix(".so")
-    command = ["g++", *FLAGS, str(path), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name}: {done.stderr[:4000]}")
+    library = MADE / f"{name}-{hashlib.sha256(_surroundings() + text.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        staged = MADE / f".{library.stem}.{os.getpid()}.so"
+        written = staged.with_suffix(".cpp")
+        written.write_text(text, encoding="utf-8")
+        command = ["g++", *FLAGS, str(written), "-o", str(staged)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        written.unlink()
+        if done.returncode:
+            raise RuntimeError(f"{name}: {done.stderr[:4000]}")
+        staged.replace(library)
+    os.utime(library)
     return ctypes.CDLL(str(library))
+
+
+@functools.cache
+def _surroundings() -> bytes:
+    """What a library is made of beside its text. Drops those that nobody has used for long."""
+    MADE.mkdir(parents=True, exist_ok=True)
+    for old in MADE.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process does the same
+            if old.stat().st_mtime < time.time() - _KEPT_S:
+                old.unlink()
+    version = subprocess.run(["g++", "--version"], capture_output=True, timeout=60, check=True).stdout
+    headers = [path.read_bytes() for path in sorted(FOLDER.glob("*.h"))]
+    return b"\0".join([version, " ".join(FLAGS).encode(), *headers])
