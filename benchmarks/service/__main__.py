@@ -7,8 +7,9 @@ and open loop (`load.py`). Beside them, in the same run: the same experts in one
 bytes, and tokens per second of a `transformers` model with its own experts and through `attach`. Two shapes: `model`
 has experts that cost something, `path` wide rows and experts that cost nearly nothing, so that the way to them is what
 is measured. Where the time goes is from the workers' own metrics: means of a request. With `far` among `--paths`, the
-group and an echo are also put into another network namespace, behind a pair of virtual devices, and reached as a client
-picks it, which is a TCP connection of its own, and by gRPC. `tcp` is that connection on one host.
+group and an echo are also put into another network namespace, behind a pair of virtual devices, and reached by frames
+over TCP and by gRPC. `unix` is what clients of a worker's host do, `tcp` frames over TCP on one host, and `grpc` a
+client that has nothing of ours but the messages.
 """
 
 from __future__ import annotations
@@ -33,11 +34,10 @@ from benchmarks.service.beside import EchoProcess, InProcess, tokens_per_s
 from benchmarks.service.control import ControlProcess
 from benchmarks.service.counters import PHASES, Counters
 from benchmarks.service.goals import Goal, goals_of
-from benchmarks.service.load import Job, LoadProcesses, Measured, Sizes
+from benchmarks.service.load import Job, LoadProcesses, Measured, Sizes, Way
 from benchmarks.service.model import write_experts
 from benchmarks.service.rolling import load_checkpoint
 from benchmarks.service.rows import Row
-from crossdock.client.buffer_pool import Way
 from crossdock.common.config import WorkerConfig
 from crossdock.demo.hosts import HostPlace, become, namespaces
 from crossdock.host.supervisor import Supervisor, usable_cpus
@@ -51,7 +51,7 @@ OPEN_SHARE = 0.6
 FORM_S = 120.0
 Places = tuple[HostPlace, HostPlace]
 INSIDE = "--inside"
-WAYS: dict[str, Way] = {"shared": "auto", "tcp": "tcp", "grpc": "grpc", "far tcp": "auto", "far grpc": "grpc"}
+WAYS: dict[str, Way] = {"unix": "auto", "tcp": "tcp", "grpc": "grpc", "far tcp": "auto", "far grpc": "grpc"}
 """Of the clients, by path."""
 ROLLING_CLIENTS, ROLLING_TOKENS, ROLLING_S = 4, 8, 5.0
 
@@ -88,7 +88,7 @@ class Bench:
             yield from self._in_process(seconds)
         if "echo" in self._arguments.paths:
             yield from self._echo("echo", EchoProcess(), seconds)
-        paths = [path for path in ("shared", "tcp", "grpc", "rolling") if path in self._arguments.paths.split(",")]
+        paths = [path for path in ("unix", "tcp", "grpc", "rolling") if path in self._arguments.paths.split(",")]
         if paths:
             with self._group("127.0.0.1", HostPlace("127.0.0.1")) as target:
                 for path in paths:
@@ -141,8 +141,8 @@ class Bench:
                 if self._arguments.open:
                     rate = OPEN_SHARE * closed.rows_per_s / tokens
                     yield self._measured(path, replace(job, rate=rate))
-        if self.shape == "model" and self._arguments.attach:
-            own, attached = tokens_per_s(self.model, target, WAYS[path])
+        if self.shape == "model" and self._arguments.attach and path == "unix":
+            own, attached = tokens_per_s(self.model, target)
             yield Row(self.shape, "own experts, tokens/s", "", 1, 0, 0, 0, round(own, 1))
             yield Row(self.shape, f"attached by {path}, tokens/s", "", 1, 0, 0, 0, round(attached, 1))
 
@@ -195,7 +195,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--commit", help="where the tree has no history of its own")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each case")
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--paths", default="in-process,echo,shared,tcp,grpc,rolling,far")
+    parser.add_argument("--paths", default="in-process,echo,unix,tcp,grpc,rolling,far")
     parser.add_argument("--tokens", type=numbers, default=TOKENS)
     parser.add_argument("--clients", type=numbers, default=CLIENTS)
     parser.add_argument("--open", type=int, default=1, help="0: no open loop")

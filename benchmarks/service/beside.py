@@ -16,7 +16,6 @@ import torch
 
 from benchmarks.service.load import Sizes
 from crossdock.client import Client, attach
-from crossdock.client.buffer_pool import Way
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
 
@@ -108,7 +107,7 @@ class InProcess:
         return took[2:]
 
 
-def tokens_per_s(model: Path, target: str, way: Way) -> tuple[float, float]:
+def tokens_per_s(model: Path, target: str) -> tuple[float, float]:
     """Of a `transformers` model that generates: with its own experts, and attached to the service."""
     from transformers import AutoModelForCausalLM
 
@@ -124,6 +123,6 @@ def tokens_per_s(model: Path, target: str, way: Way) -> tuple[float, float]:
 
     generate()
     own = generate()
-    with Client(target, way=way) as client, attach(made, client, verify=False, keep_local=True):
+    with Client(target) as client, attach(made, client, verify=False, keep_local=True):
         generate()
         return own, generate()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.service.rows import Row
 
 ABOVE_MS = {1: 0.15, 128: 1.0}
-"""By tokens: p50 of a call by request buffer, less that of the experts in one process."""
+"""By tokens: p50 of a call over a UNIX socket, less that of the experts in one process."""
 MANY, TIMES, OF_ECHO = 128, 5.0, 0.8
 """Rows per second at that many tokens, of those by gRPC; speed of a call to another host, of an echo's."""
 PICKED = "far tcp"
@@ -41,21 +41,21 @@ def _above(rows: Sequence[Row]) -> list[Goal]:
     found = []
     for tokens, most in ABOVE_MS.items():
         inside = [row.p50_ms for row in _of(rows, "in-process", tokens)]
-        for row in _of(rows, "shared", tokens):
+        for row in _of(rows, "unix", tokens):
             if inside and row.clients == 1:
                 value = round(row.p50_ms - min(inside), 3)
-                what = "request buffer above the experts in one process"
+                what = "unix: above the experts in one process"
                 found.append(Goal(what, tokens, value, "ms", most, value <= most))
-                found.append(Goal("request buffer less its own experts", tokens, _apart_ms(row), "ms"))
+                found.append(Goal("unix: less its own experts", tokens, _apart_ms(row), "ms"))
     return found
 
 
 def _times(rows: Sequence[Row]) -> list[Goal]:
-    shared, grpc = _rate(rows, "shared", MANY), _rate(rows, "grpc", MANY)
-    if not (shared and grpc):
+    unix, grpc = _rate(rows, "unix", MANY), _rate(rows, "grpc", MANY)
+    if not (unix and grpc):
         return []
-    value = round(shared / grpc, 2)
-    return [Goal("request buffer: rows/s of those by gRPC", MANY, value, "x", TIMES, value >= TIMES)]
+    value = round(unix / grpc, 2)
+    return [Goal("unix: rows/s of those by gRPC", MANY, value, "x", TIMES, value >= TIMES)]
 
 
 def _of_echo(rows: Sequence[Row], path: str, tokens: int) -> list[Goal]:

@@ -28,7 +28,7 @@ from crossdock.common.config import ControlConfig, WorkerConfig
 from crossdock.host.supervisor import Supervisor
 
 HIDDEN, INNER, TOPK = 7168, 2048, 8
-MOST_TOKENS, SHARED_BYTES, FORM_S = 2048, 1 << 30, 180.0
+MOST_TOKENS, QUEUED_BYTES, FORM_S = 2048, 1 << 30, 180.0
 CASES = ((1, 32), (1, 64), (1, 128), (16, 512))
 """Clients, tokens of a call: 256, 512, 1024 rows in a step, and up to 16,384."""
 PROCESSES = 8
@@ -58,13 +58,14 @@ def serve(format: str, folder: Path, experts: int, load: LoadProcesses, seconds:
     anywhere = "127.0.0.1:0"
     control = ControlConfig(listen=anywhere, http_listen=anywhere, world_size=1)
     worker = WorkerConfig(
-        model=str(model), transport="nvlink", max_tokens_per_step=MOST_TOKENS, max_shared_bytes=SHARED_BYTES
-    )
+        model=str(model), transport="nvlink", max_tokens_per_step=MOST_TOKENS, max_queued_bytes=QUEUED_BYTES,
+        max_queued_bytes_per_client=QUEUED_BYTES,
+    )  # fmt: skip
     with Supervisor(control, [worker], folder / f"{format}-logs") as supervisor:
         pages = [member.http_address for member in supervisor.wait_serving(FORM_S).members]
         for clients, tokens in CASES:
             job = Job(supervisor.control_address, Sizes(HIDDEN, experts, TOPK), tokens, 0, clients, seconds)
-            load.run(job)  # compiles, opens buffers
+            load.run(job)  # compiles, connects
             before = Counters(pages)
             got = load.run(job)
             parts = Counters(pages).means_since(before)

@@ -16,17 +16,21 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import grpc
 import torch
 
-from crossdock.client import AsyncClient, Client
-from crossdock.client.buffer_pool import Way
+from benchmarks.service.foreign import ForeignClient
+from crossdock.client import AsyncClient, Client, dialling
+from crossdock.protocol.same_host import host_identity
+
+Way = Literal["auto", "tcp", "grpc"]
+"""How rows go: as `crossdock.client` picks it; over TCP, on the same host too; by gRPC, as from any other client."""
 
 DEADLINE_S = 600.0
 WARM_CALLS, FEW_WARM_CALLS, MANY_CLIENTS, WARM_PAUSE_S = 5, 2, 16, 0.02
-"""Warm-up calls of each client (the first go by gRPC while buffers open), FEW_ from MANY_CLIENTS on; pause."""
+"""Warm-up calls of each client, FEW_ from MANY_CLIENTS on; pause."""
 ECHO = "/Bench/Echo"
 
 
@@ -61,7 +65,7 @@ class Job:
         seconds: no call begins after that, but for one of an open loop whose first was to begin later.
         rate: calls a second of all clients, open loop; 0: closed loop.
         echo: send bytes to the bare gRPC echo.
-        way: of the tensors, as of `crossdock.client.Client`.
+        way: of the rows.
     """
 
     target: str
@@ -120,11 +124,17 @@ class LoadProcesses:
         return Measured([took for one in measured for took in one.took], max(one.elapsed for one in measured))
 
 
+def choose(way: Way) -> None:
+    """Clients of this process connect in that way from now on."""
+    dialling._own_host = str if way == "tcp" else host_identity  # "" is the identity of no host
+
+
 def _serve(pipe: Connection, index: int) -> None:
     torch.set_num_threads(1)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # grpc.aio polls for a loop that has ended, and says so
     while True:
         job, clients, parts = pipe.recv()
+        choose(job.way)
         try:
             pipe.send(asyncio.run(_echo(job, clients)) if job.echo else _asked(job, clients, parts))
         except Exception as error:
@@ -165,7 +175,7 @@ def _closed(job: Job, clients: int) -> Measured:
 
 class _Caller:
     def __init__(self, job: Job) -> None:
-        self._client = Client(job.target, way=job.way)
+        self._client = ForeignClient(job.target) if job.way == "grpc" else Client(job.target)
         self._layer, self._drawn = job.layer, itertools.cycle([job.sizes.draw(job.tokens) for _ in range(4)])
 
     def call(self) -> None:
@@ -210,7 +220,7 @@ def _asked(job: Job, clients: int, parts: int) -> Measured:
 
 
 async def _at_random_times(job: Job, clients: int, rate: float) -> Measured:
-    made = [AsyncClient(job.target, way=job.way) for _ in range(clients)]
+    made = [AsyncClient(job.target) for _ in range(clients)]
     drawn, took = itertools.cycle([job.sizes.draw(job.tokens) for _ in range(4)]), list[float]()
     for _ in range(_warm_calls(clients)):
         for client in made:

@@ -3,7 +3,7 @@
     python -m benchmarks.service.path [--out DIR] [--tokens 1,128] [--seconds S] [--way tcp]
 
 Real workers and a real control plane of this host, with time stamps around the parts of a call: all processes have one
-clock. One client, closed loop, through request buffers in shared memory or, by `--way tcp`, behind a connection; all
+clock. One client, closed loop, over a UNIX socket or, by `--way tcp`, over TCP; all
 rows go to one worker, and each chooses an expert of either rank. `floor` is what two ranks cannot do without: the same
 exchange, dispatch and combine in a tight loop, without experts, queue, client or other threads.
 """
@@ -34,17 +34,15 @@ from benchmarks import facts
 from benchmarks.parts import Parts
 from benchmarks.service.beside import InProcess
 from benchmarks.service.control import ControlProcess, free_port
-from benchmarks.service.load import Sizes
+from benchmarks.service.load import Sizes, Way, choose
 from benchmarks.service.model import write_experts
 from crossdock.client import Client
-from crossdock.client.buffer_pool import Way
 from crossdock.common import rpc
 from crossdock.common.config import LogConfig, WorkerConfig
 from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1.control_pb2 import SERVING
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from crossdock.worker.process import run_worker
-from crossdock.worker.requests.served_buffer import ServedBuffer
 from crossdock.worker.requests.served_connection import ServedConnection
 from crossdock.worker.steps.engine import Engine
 from ep_kernels import Layout, Mode, MoECommunicator, MoEConfig, StoreGroup
@@ -85,14 +83,13 @@ def _work(pipe: Connection, config: WorkerConfig) -> None:
     """A worker process that answers each message of the pipe with its stamps since the last."""
     stamps: Stamps = []
     for owner, name, part in (
-        (ServedBuffer, "read", "read"),
+        (ServedConnection, "read", "read"),
         (Engine, "submit", "submit"),
         (MoECommunicator, "exchange", "exchange"),
         (MoECommunicator, "begin_step", "dispatch"),
         (ExpertMLPs, "forward", "experts"),
         (MoECommunicator, "end_step", "combine"),
-        (ServedBuffer, "_send_packet", "answer"),
-        (ServedConnection, "_send_packet", "answer"),
+        (ServedConnection, "_send", "answer"),
     ):
         stamp(stamps, owner, name, part)
 
@@ -151,7 +148,8 @@ def of_both_ranks(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def calls(group: Group, tokens: int, seconds: float, way: Way) -> list[tuple[float, float]]:
     """(begin, end) of each call of one client, which is warm."""
     found, own = list[tuple[float, float]](), of_both_ranks(tokens)
-    with Client(group.address, min_tokens_per_worker=tokens, way=way) as client:
+    choose(way)
+    with Client(group.address, min_tokens_per_worker=tokens) as client:
         for _ in range(100):
             client.forward(0, *own)
         group.taken()

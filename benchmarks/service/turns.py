@@ -1,6 +1,6 @@
 """Two states of the source tree in turns: the same calls to a group of each, both alive side by side.
 
-    python -m benchmarks.service.turns BEFORE AFTER [--rounds N] [--ways buffer,tcp,grpc] [--tokens 1,128] [--out FILE]
+    python -m benchmarks.service.turns BEFORE AFTER [--rounds N] [--ways unix,tcp,grpc] [--tokens 1,128] [--out FILE]
 
 BEFORE and AFTER are trees with their libraries built. Each has a process of its own with the group of `path.py`, its
 own client and its own service; all else is this tree's. A round asks each of them for the same number of calls, in
@@ -25,30 +25,28 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Self
 
 import torch
 
 from benchmarks.service import path
-from benchmarks.service.load import Job, LoadProcesses
+from benchmarks.service.foreign import ForeignClient
+from benchmarks.service.load import Job, LoadProcesses, Way, choose
 from crossdock.client import Client
-from crossdock.client.buffer_pool import Way
 from crossdock.common.config import WorkerConfig
 from crossdock.worker.process import run_worker
 
 SERVE, WARM_CALLS = "--serve", 40
 CALLS = {1: 300, 128: 40}
 """Of one client in a round; others: 100."""
-EIGHT_S = 1.5
+EIGHT_S, CALL_S = 1.5, 60.0
 AGAIN, PAUSE_S = 200, 0.5
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _IDLE, _WAIT = 3, 4
 """Columns of /proc/stat that are no one's time."""
 _PARENT, _USER, _SYSTEM = 1, 11, 12
 """Columns of a process's stat, after its name."""
-WAYS: dict[str, dict[str, Any]] = {"buffer": {}, "tcp": {"way": "tcp"}, "grpc": {"way": "grpc"}}
-"""Arguments of a client, which may be of an older tree."""
-JOB_WAYS: dict[str, Way] = {"buffer": "auto", "tcp": "tcp", "grpc": "grpc"}
+WAYS: dict[str, Way] = {"unix": "auto", "tcp": "tcp", "grpc": "grpc"}
 
 
 def _work(_: object, config: WorkerConfig) -> None:
@@ -59,10 +57,12 @@ def _work(_: object, config: WorkerConfig) -> None:
 def one_client(group: path.Group, tokens: int, way: str) -> list[float]:
     """Seconds of each call; all rows go to one worker and choose experts of either rank."""
     own, took = path.of_both_ranks(tokens), list[float]()
-    with Client(group.address, min_tokens_per_worker=tokens, **WAYS[way]) as client:
+    choose(WAYS[way])
+    made = ForeignClient(group.address) if way == "grpc" else Client(group.address, min_tokens_per_worker=tokens)
+    with contextlib.closing(made) as client:
         for number in range(WARM_CALLS + CALLS.get(tokens, 100)):
             begin = time.monotonic()
-            client.forward(0, *own)
+            client.forward(0, *own, timeout_s=CALL_S)
             if number >= WARM_CALLS:
                 took.append(time.monotonic() - begin)
     return took
@@ -87,7 +87,7 @@ def serve() -> None:
                     took = one_client(group, int(tokens), way)
                     elapsed = sum(took)
                 else:
-                    job = Job(group.address, path.SIZES, int(tokens), 0, 8, EIGHT_S, way=JOB_WAYS[way])
+                    job = Job(group.address, path.SIZES, int(tokens), 0, 8, EIGHT_S, way=WAYS[way])
                     got = load.run(job)
                     took, elapsed = got.took, got.elapsed
                 us = sorted(1e6 * each for each in took)
@@ -187,7 +187,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Calls to the services of two trees, in turns.")
     parser.add_argument("trees", type=Path, nargs="+")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--ways", default="buffer,tcp,grpc")
+    parser.add_argument("--ways", default="unix,tcp,grpc")
     parser.add_argument("--tokens", default="1,128")
     parser.add_argument("--clients", default="one")
     parser.add_argument("--out", type=Path, help="file for the table")

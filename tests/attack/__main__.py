@@ -33,7 +33,6 @@ from benchmarks import facts
 from crossdock.common import rpc
 from crossdock.protocol.v1 import expert_pb2_grpc
 from tests.attack.attacks import ATTACKS, Attack
-from tests.attack.buffers import request_buffers
 from tests.attack.connections import request_connections
 from tests.attack.rogue import tickets
 from tests.attack.scene import NUM_WORKERS, Meter, Scene
@@ -77,8 +76,7 @@ class Row:
 
 
 EVERYTHING = ATTACKS | {
-    "request buffers": Attack(request_buffers, short=True),
-    "request connections": Attack(request_connections, mtls=False, short=True),
+    "request connections": Attack(request_connections, short=True),
     "false tickets": Attack(tickets, kills=True, mtls=False, short=True),
 }
 

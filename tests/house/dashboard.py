@@ -127,15 +127,13 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel("Time in the queue", "s", _quantiles("crossdock_queue_duration_seconds")),
         Panel(
-            "Open streams and request buffers",
+            "Open streams and request connections",
             "none",
             (
                 ("crossdock_open_streams{}", f"{_NAME} streams"),
-                ("crossdock_open_request_buffers{}", f"{_NAME} buffers"),
                 ("crossdock_open_request_connections{}", f"{_NAME} connections"),
             ),
         ),
-        Panel("Shared with clients", "bytes", (("crossdock_shared_bytes{}", _NAME),)),
         Panel("Answers by code", "reqps", _rate("crossdock_requests_total", "code")),
         Panel("Queued requests", "none", (("crossdock_queued_requests{}", _NAME),)),
         Panel("Queued bytes", "bytes", (("crossdock_queued_bytes{}", _NAME),)),

@@ -10,19 +10,16 @@ import pytest
 
 from tests.house.tree import PRODUCT, imports_of, module_of, name_of, python_files
 
-WIRE = {
-    f"crossdock.protocol.{name}" for name in ("v1", "wire", "request_buffer", "request_connection", "tensor_messages")
-}
-"""Messages with tensors."""
+WIRE = {f"crossdock.protocol.{name}" for name in ("v1", "wire", "frames", "same_host")}
+"""Messages and frames with tensors."""
 FLOORS: dict[str, set[str]] = {
     "ep_kernels": set(),
     "ep_kernels.tools": {"ep_kernels"},
     "crossdock.protocol": set(),
     "crossdock.protocol.v1": set(),
     "crossdock.protocol.wire": {"crossdock.protocol.v1"},
-    "crossdock.protocol.request_buffer": {"crossdock.protocol.v1", "crossdock.protocol.wire"},
-    "crossdock.protocol.request_connection": {"crossdock.protocol.request_buffer"},
-    "crossdock.protocol.tensor_messages": {"crossdock.protocol.v1", "crossdock.protocol.wire"},
+    "crossdock.protocol.frames": set(),
+    "crossdock.protocol.same_host": set(),
     "crossdock.common": {"crossdock.protocol.v1"},
     "crossdock.control": {"crossdock.common", "crossdock.protocol.v1"},
     "crossdock.topo": {"crossdock.common", "crossdock.control", "crossdock.protocol.v1"},

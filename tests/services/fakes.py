@@ -7,7 +7,9 @@ given. For tests of the client, which must not care who is at the other end.
 # ruff: noqa: N802  (the methods of a servicer are named in the protos)
 from __future__ import annotations
 
+import contextlib
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,8 @@ import grpc
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from crossdock.protocol import wire
+from crossdock.protocol import frames, wire
+from crossdock.protocol.frames import Frame, FrameKind, FrameSocket
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, expert_pb2, expert_pb2_grpc
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
@@ -67,19 +70,34 @@ class _Served:
 
 
 class FakeWorker(_Served, expert_pb2_grpc.ExpertServiceServicer):
-    """Serves `description`. `behave` may be replaced at any time; `seen` and `cancelled` record what came."""
+    """Serves `given` as its description. `behave` may be replaced at any time; `seen` and `cancelled` record what came;
+    `num_streams` counts connections and streams. Without `pongs` it says nothing to who asks whether it is there."""
+
+    pongs = True
 
     def __init__(
-        self, description: expert_pb2.DescribeResponse, behave: Behaviour, max_message_bytes: int = 64 << 20
+        self,
+        given: expert_pb2.DescribeResponse,
+        behave: Behaviour,
+        max_message_bytes: int = 64 << 20,
+        max_request_bytes: int = 16 << 20,
     ) -> None:
-        self.description, self.behave = description, behave
+        self.behave, self.max_request_bytes = behave, max_request_bytes
         self.seen: list[expert_pb2.ForwardRequest] = []
         self.cancelled: queue.Queue[int] = queue.Queue()
         self.num_streams = 0
+        self._front = FrameFront(self)
+        description = self.description = expert_pb2.DescribeResponse()
+        description.CopyFrom(given)
+        description.request_port = self._front.port
         super().__init__(max_message_bytes)
 
     def _add(self, server: grpc.Server) -> None:
         expert_pb2_grpc.add_ExpertServiceServicer_to_server(self, server)
+
+    def kill(self) -> None:
+        self._front.kill()
+        super().kill()
 
     @property
     def num_tokens(self) -> int:
@@ -100,6 +118,91 @@ class FakeWorker(_Served, expert_pb2_grpc.ExpertServiceServicer):
             if answer is not None:
                 answer.id = request.id
                 yield answer
+
+
+class FrameFront:
+    """Request connections of a `FakeWorker`, each served by its `Forward`, which sees messages."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker, self._sock = worker, socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._sock.getsockname()[1])
+        self._open: list[FrameSocket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def kill(self) -> None:
+        """End all connections, and take no more."""
+        for sock in (self._sock, *(line.sock for line in self._open)):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._sock.accept()
+                self._open.append(FrameSocket(sock, 64 << 20))
+                threading.Thread(target=self._serve, args=(self._open[-1],), daemon=True).start()
+
+    def _serve(self, line: FrameSocket) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            frames.hello_of(self._next(line))
+            line.send([frames.welcome(32, self._worker.max_request_bytes)])
+            for answer in self._worker.Forward(self._requests(line), None):
+                self._answer(line, answer)
+
+    @staticmethod
+    def _next(line: FrameSocket) -> Frame:
+        while (frame := line.next()) is None:
+            pass
+        return frame
+
+    def _requests(self, line: FrameSocket) -> Iterator[expert_pb2.ForwardRequest]:
+        while True:
+            try:
+                frame = self._next(line)
+            except EOFError:
+                return
+            if frame.kind == FrameKind.CANCEL:
+                yield expert_pb2.ForwardRequest(id=frame.id, cancel=True)
+            elif frame.kind == FrameKind.FORWARD:
+                rows = memoryview(bytearray(frame.num_rows_bytes))
+                line.rows_into(rows)
+                while not line.fill():
+                    pass
+                yield message_of(frames.forward_of(frame), rows)
+            elif frame.kind == FrameKind.PING and self._worker.pongs:
+                line.send([frames.plain(FrameKind.PONG, frame.id)])
+
+    @staticmethod
+    def _answer(line: FrameSocket, answer: Answer) -> None:
+        if answer.HasField("error"):
+            error = answer.error
+            about = frames.Error(error.code, error.epoch, tuple(error.lost_ranks), error.message)
+            line.send([frames.error(answer.id, about)])
+            return
+        y = wire.decode(answer.y, name="y", dtypes=FLOATS, ndim=2)
+        told = frames.Answer(0, 0, 0, 0, 1, y.shape[0], y.shape[1], y.dtype, answer.model)
+        line.send([frames.answer(answer.id, told), wire.bytes_of(y)])
+
+
+def message_of(request: frames.Forward, rows: memoryview) -> expert_pb2.ForwardRequest:
+    """A request in a frame, as the message that says the same."""
+    tokens, hidden, topk, dtype = request.num_tokens, request.hidden, request.topk, request.dtype
+    x_end, ids_end = tokens * hidden * dtype.itemsize, tokens * (hidden * dtype.itemsize + 4 * topk)
+
+    def tensor(begin: int, end: int, kind: torch.dtype, columns: int) -> expert_pb2.Tensor:
+        return expert_pb2.Tensor(data=bytes(rows[begin:end]), dtype=wire.NAMES[kind], shape=(tokens, columns))
+
+    return expert_pb2.ForwardRequest(
+        id=request.id,
+        layer=request.layer,
+        x=tensor(0, x_end, dtype, hidden),
+        topk_ids=tensor(x_end, ids_end, torch.int32, topk),
+        topk_weights=tensor(ids_end, len(rows), torch.float32, topk),
+        timeout_ms=request.timeout_ms,
+        model=request.model,
+        traceparent=request.traceparent,
+    )
 
 
 class FakeControl(_Served, control_pb2_grpc.ControlPlaneServicer):

@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 from torch.nn.utils import parametrize
 
-from crossdock.client import Client, ClientError, InvalidRequest, ModelMismatch, RemoteExperts, attach, stream
+from crossdock.client import Client, ClientError, InvalidRequest, ModelMismatch, RemoteExperts, attach, connection
 from crossdock.client.sites import find_experts
 from crossdock.demo.models import FAMILIES, VOCAB_SIZE, write_checkpoint
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
@@ -47,7 +47,7 @@ def _ids(num_tokens: int = 24) -> torch.Tensor:
 def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same prompts each time; a worker that is only slow to say that it is there is not given up."""
     torch.manual_seed(0)
-    monkeypatch.setattr(stream, "_ALIVE_S", 120.0)
+    monkeypatch.setattr(connection, "ALIVE_S", 120.0)
 
 
 @pytest.fixture(scope="module")

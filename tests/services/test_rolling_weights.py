@@ -14,21 +14,39 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from crossdock.client import Client, ModelMismatch
-from crossdock.client.buffer_pool import Way
+from crossdock.client.dialling import KnownWorker
 from crossdock.common import rpc
 from crossdock.protocol.v1 import control_pb2 as pb
-from crossdock.protocol.v1 import control_pb2_grpc
+from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from tests.services.cluster import ANSWER_S, FORM_S, LAYERS, TEST_S, Batch, Cluster, cluster, write_model
 
 pytestmark = pytest.mark.timeout(TEST_S)
 Tensors = dict[str, torch.Tensor]
-WAYS: tuple[Way, ...] = ("shared", "tcp", "grpc")
+PLACES = ("here", "elsewhere")
+"""Where clients are, of their workers' host."""
+
+
+class Elsewhere(KnownWorker):
+    """A worker as clients of another host know it."""
+
+    def _is_here(self, about: expert_pb2.DescribeResponse) -> bool:
+        return False
+
+
+def client_at(place: str, target: str, **settings: Any) -> Client:
+    client = Client(target, **settings)
+    if place == "elsewhere":
+        client._requests._worker = lambda service, number: Elsewhere(  # type: ignore[method-assign]
+            service.workers[number][1], service.workers[number][0], service.epoch, None
+        )
+    return client
 
 
 class World:
@@ -82,11 +100,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 class Asking:
-    """Threads that ask without a pause, by each way; every answer must be that of one of two checkpoints, as a whole.
+    """Threads that ask without a pause, at each place; every answer must be that of one of two checkpoints, as a whole.
     Many need more than one step, or both workers."""
 
     def __init__(self, target: str, before: Tensors, after: Tensors) -> None:
-        self._clients = [Client(target, way=way, min_tokens_per_worker=16) for way in WAYS]
+        self._clients = [client_at(place, target, min_tokens_per_worker=16) for place in PLACES]
         self._known, self._stop = (before, after), threading.Event()
         self.counts, self.wrong = [0, 0], list[object]()
         self._threads = [threading.Thread(target=self._ask, args=(client,)) for client in self._clients]
@@ -142,15 +160,15 @@ def test_no_request_fails_and_none_is_wrong_while_weights_change(world: World) -
 
 def test_who_expects_a_checkpoint_gets_no_rows_of_another(world: World) -> None:
     old, (path, tensors) = world.tensors, world.checkpoint()
-    refused, wrong = dict[Way, str](), list[object]()
+    refused, wrong = dict[str, str](), list[object]()
 
-    def ask(way: Way, client: Client) -> None:
-        while way not in refused and not wrong:
+    def ask(place: str, client: Client) -> None:
+        while place not in refused and not wrong:
             batch = Batch.random(9, LAYERS - 1)
             try:
                 y = client.forward(batch.layer, batch.x, batch.ids, batch.weights, timeout_s=ANSWER_S).double()
             except ModelMismatch as error:
-                refused[way] = str(error)
+                refused[place] = str(error)
             except Exception as error:
                 wrong.append(error)
             else:
@@ -159,7 +177,8 @@ def test_who_expects_a_checkpoint_gets_no_rows_of_another(world: World) -> None:
 
     with Client(world.group.supervisor.control_address) as client:
         fingerprint = client.describe().model
-    clients = {way: Client(world.group.supervisor.control_address, way=way, model=fingerprint) for way in WAYS}
+    target = world.group.supervisor.control_address
+    clients = {place: client_at(place, target, model=fingerprint) for place in PLACES}
     threads = [threading.Thread(target=ask, args=each) for each in clients.items()]
     for thread in threads:
         thread.start()

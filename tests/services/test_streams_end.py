@@ -22,10 +22,11 @@ from crossdock.common.config import WorkerConfig
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
-from crossdock.worker.requests import service as service_module
+from crossdock.worker.requests import budget as budget_module
 from crossdock.worker.requests.admission import RequestValidator
 from crossdock.worker.requests.backend import Backend
 from crossdock.worker.requests.budget import Budget
+from crossdock.worker.requests.request_server import RequestServer
 from crossdock.worker.requests.service import ExpertService
 from crossdock.worker.steps.engine import Engine
 from crossdock.worker.steps.work import Done, Failure, Work
@@ -47,7 +48,7 @@ def service_of(
     async def drain() -> None:
         raise AssertionError("nobody asks for it")
 
-    return ExpertService(backend, expert_pb2.DescribeResponse, drain)
+    return ExpertService(backend, RequestServer(backend), expert_pb2.DescribeResponse, drain)
 
 
 async def test_a_stream_ends_after_its_answers_and_no_other_begins(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ async def test_unread_answers_of_many_streams_hold_no_more_than_a_client_may(tmp
 async def test_the_stream_that_reads_least_is_given_up_where_room_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "_STALLED_S", 0.0)
+    monkeypatch.setattr(budget_module, "STALLED_S", 0.0)
     async with served(tmp_path, max_bytes_per_client=5 << 20) as (address, metrics), tight(address) as channel:
         stub = expert_pb2_grpc.ExpertServiceStub(channel)
         unread, reading = stub.Forward(timeout=TIMEOUT_S), stub.Forward(timeout=TIMEOUT_S)

@@ -162,16 +162,16 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("served")
 def test_the_service_beside_its_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    words = ["--paths", "in-process,echo,shared,grpc", "--tokens", "1", "--clients", "1", "--seconds", "0.01"]
+    words = ["--paths", "in-process,echo,unix,grpc", "--tokens", "1", "--clients", "1", "--seconds", "0.01"]
     words += ["--attach", "0", "--out", str(tmp_path)]
     assert service.main(words) == 0
     for shape in service.SHAPES:
         found = [(line["path"], line["loop"]) for line in read(tmp_path, "service") if line["shape"] == shape]
         assert [path for path, loop in found if not loop] == [f"in-process, threads={n}" for n in threads()]
         assert [one for one in found if one[1]] == [
-            ("echo", "closed"), ("shared", "closed"), ("shared", "open"), ("grpc", "closed"), ("grpc", "open"),
+            ("echo", "closed"), ("unix", "closed"), ("unix", "open"), ("grpc", "closed"), ("grpc", "open"),
         ]  # fmt: skip
-    assert any(line["what"].startswith("request buffer") for line in read(tmp_path, "goals"))
+    assert any(line["what"].startswith("unix") for line in read(tmp_path, "goals"))
     in_process = service.Bench._in_process
 
     def broken(bench: service.Bench, seconds: float) -> Iterator[Any]:

@@ -22,28 +22,28 @@ ROWS = [
     row("in-process, threads=1", 1, 0.5, 2000, ""),
     row("in-process, threads=2", 1, 0.4, 2500, ""),
     row("in-process, threads=2", 128, 4, 32000, ""),
-    row("shared", 1, 0.5, 1900, experts_ms=0.2),
-    row("shared", 1, 9, 100, clients=8),
-    row("shared", 128, 6, 15000, experts_ms=2.0),
-    row("shared", 128, 0.1, 90000, "open"),
+    row("unix", 1, 0.5, 1900, experts_ms=0.2),
+    row("unix", 1, 9, 100, clients=8),
+    row("unix", 128, 6, 15000, experts_ms=2.0),
+    row("unix", 128, 0.1, 90000, "open"),
     row("grpc", 128, 20, 4000),
     row("grpc", 128, 90, 5000, clients=8),
     row("far echo", 128, 4, 40000),
     row("far grpc", 128, 20, 8000, experts_ms=4.0),
     row("far tcp", 128, 9, 14000, experts_ms=4.0),
     row("far tcp", 128, 30, 20000, clients=8, experts_ms=9.0),
-    Row("model", "shared", "closed", 1, 128, 0.0, 0.0, 1e6),
+    Row("model", "unix", "closed", 1, 128, 0.0, 0.0, 1e6),
 ]
 
 
 def test_each_goal_is_of_the_rows_that_it_names() -> None:
-    above, apart = "request buffer above the experts in one process", "request buffer less its own experts"
+    above, apart = "unix: above the experts in one process", "unix: less its own experts"
     assert goals_of(ROWS) == [
         Goal(above, 1, 0.1, "ms", 0.15, True),
         Goal(apart, 1, 0.3, "ms"),
         Goal(above, 128, 2, "ms", 1.0, False),
         Goal(apart, 128, 4.0, "ms"),
-        Goal("request buffer: rows/s of those by gRPC", 128, 3.0, "x", 5.0, False),
+        Goal("unix: rows/s of those by gRPC", 128, 3.0, "x", 5.0, False),
         Goal("far tcp: rows/s of the echo", 128, 0.5, "x", 0.8, False),
         Goal("far tcp: of the echo's speed, without the experts", 128, 0.8, "x", 0.8, True),
         Goal("far tcp: of the speed of the echo and the experts in one process", 128, 0.889, "x", 0.8, True),

@@ -61,13 +61,43 @@ def test_a_stream_that_has_nothing_here_may_bring_one_request() -> None:
     assert not second.has_room(10)
 
 
-def test_streams_hear_of_room() -> None:
+def test_streams_hear_of_room_in_the_order_in_which_they_began_to_wait() -> None:
     budget = Budget(max_bytes_per_client=100, max_bytes=1000)
     heard: list[str] = []
     first = budget.open("a", lambda: heard.append("first"))
-    budget.open("a", lambda: heard.append("second"))
-    budget.open("b", lambda: heard.append("other"))
-    first.charge(10)
+    second, third, large, other = (
+        budget.open(client, lambda name=name: heard.append(name))  # type: ignore[misc]
+        for client, name in (("a", "second"), ("a", "third"), ("a", "large"), ("b", "other"))
+    )
+    other.wait(10)
+    first.charge(150)
+    for quota, size in ((large, 60), (third, 40), (second, 40), (third, 40)):
+        quota.wait(size)
     assert heard == []
+    first.release(10)
+    assert heard == ["large"], "it has nothing here, and fits twice the limit"
+    large.stop_waiting()
+    first.release(40)
+    assert heard == ["large", "third"]
+    third.stop_waiting()
+    third.charge(40)
+    assert heard == ["large", "third", "second"], "there is room for another one"
+    second.close()
     first.close()
-    assert heard == ["first", "second"]
+    first.release(10)
+    assert (heard, budget.num_bytes) == (["large", "third", "second"], 40)
+
+
+def test_the_stream_that_is_blocked_longest_makes_room() -> None:
+    budget = Budget(max_bytes_per_client=100, max_bytes=1000)
+    given_up: list[tuple[str, float]] = []
+
+    def opened(client: str, stalled_s: float) -> StreamQuota:
+        return budget.open(client, lambda: None, lambda: stalled_s, lambda why: given_up.append((client, stalled_s)))
+
+    refused, slow = opened("a", 1.0), opened("a", 3.0)
+    opened("b", 9.0)
+    budget.make_room(refused, of_client=True)
+    budget.make_room(refused, of_client=False)
+    budget.make_room(slow, of_client=True)
+    assert given_up == [("a", 3.0), ("b", 9.0)], "one that moves is given up for nobody"

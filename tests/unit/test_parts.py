@@ -183,8 +183,7 @@ def test_each_port_0_becomes_one_that_is_free(model: Path) -> None:
 def test_ports_that_are_given_stay(model: Path) -> None:
     for worker in (
         {"request_port": 7800},
-        {"request_port": None},
-        {"security": SecurityConfig(cert_file="c", key_file="k", ca_file="a")},
+        {"request_port": 7800, "security": SecurityConfig(cert_file="c", key_file="k", ca_file="a")},
     ):
         config = host(model, worker)
         assert with_ports(config) == config

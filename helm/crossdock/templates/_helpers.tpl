@@ -196,11 +196,9 @@ http: {{ .Values.tls.http }}
 {{- define "crossdock.workerConfig" -}}
 {{- $control := printf "%s-control:7400" (include "crossdock.name" .) -}}
 {{- $model := printf "/models/%s" .Values.worker.model.path | trimSuffix "/" -}}
-{{- $own := dict "model" $model "control" $control "uid" (include "crossdock.name" .) "listen" "0.0.0.0:7500" "http_listen" "0.0.0.0:7600" "group" (include "crossdock.group" .) -}}
+{{- $own := dict "model" $model "control" $control "uid" (include "crossdock.name" .) "listen" "0.0.0.0:7500" "http_listen" "0.0.0.0:7600" "request_port" 7800 "group" (include "crossdock.group" .) -}}
 {{- if .Values.tls.enabled -}}
 {{- $own = merge $own (dict "security" (include "crossdock.security" . | fromYaml)) -}}
-{{- else -}}
-{{- $own = merge $own (dict "request_port" 7800) -}}
 {{- end -}}
 {{- $worker := merge $own .Values.worker.config -}}
 {{- if and .Values.worker.gpus (not (hasKey $worker "transport")) -}}

@@ -39,9 +39,7 @@ spec:
         - {name: health, containerPort: 7402}
         {{- range $i := until (int .Values.worker.numWorkers) }}
         - {name: grpc-{{ $i }}, containerPort: {{ add 7500 $i }}}
-        {{- if not $.Values.tls.enabled }}
         - {name: requests-{{ $i }}, containerPort: {{ add 7800 $i }}}
-        {{- end }}
         {{- if include "crossdock.network" $ }}
         - {name: data-{{ $i }}, containerPort: {{ add 7700 $i }}}
         {{- end }}

@@ -113,13 +113,12 @@ def _networks(view: GroupView) -> list[Text]:
 
 
 def _clients(view: GroupView) -> list[Text]:
-    """How requests come: through memory shared with clients of a worker's host, TCP connections, or gRPC streams."""
-    names = ("request_buffers", "request_connections", "streams")
-    buffers, connections, streams = (sum(getattr(member.stats, name) for member in view.members) for name in names)
-    if not (buffers or connections or streams):
+    """How requests come: by request connections, or gRPC streams."""
+    names = ("request_connections", "streams")
+    connections, streams = (sum(getattr(member.stats, name) for member in view.members) for name in names)
+    if not (connections or streams):
         return []
-    ways = f"{buffers} request buffers (shared memory), {connections} request connections (TCP), {streams} gRPC streams"
-    return [Text(f"clients: {ways}", style="dim")]
+    return [Text(f"clients: {connections} request connections, {streams} gRPC streams", style="dim")]
 
 
 def _models(view: GroupView) -> list[Text]:
@@ -185,7 +184,6 @@ def _member(member: Member) -> dict[str, object]:
         "queued_requests": stats.queued_requests,
         "weights": stats.weights,
         "models": {one.fingerprint: one.layers for one in stats.models},
-        "request_buffers": stats.request_buffers,
         "request_connections": stats.request_connections,
         "streams": stats.streams,
     }

@@ -1,24 +1,18 @@
-"""The client for threads: AsyncClient in the event loop that all of them share.
-
-A call that goes through request buffers stays in its caller's thread; of one by gRPC only the writing and the matching
-of answers are done in the loop.
-"""
+"""The client for threads. A call stays in its caller's thread; the event loop that all clients share finds the workers
+and connects to them."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import torch
 
-from crossdock.client.buffer_pool import Way
-from crossdock.client.client import MIN_TOKENS_PER_WORKER, AsyncClient
-from crossdock.client.direct import QUIET_S, DirectCall
-from crossdock.client.errors import ClientError, Overloaded, Unavailable
-from crossdock.client.shares import ForwardCall, check, on_host
+from crossdock.client.client import MIN_TOKENS_PER_WORKER, Landing, Requests, Step
+from crossdock.client.errors import ClientError
+from crossdock.client.shares import check, on_host
 from crossdock.client.threaded import SharedLoop
 from crossdock.common.settings import SecurityConfig
 from crossdock.protocol.v1 import expert_pb2
@@ -38,18 +32,10 @@ class Client:
         min_tokens_per_worker: int = MIN_TOKENS_PER_WORKER,
         model: str = "",
         security: SecurityConfig | None = None,
-        way: Way = "auto",
     ) -> None:
-        self._client = AsyncClient(
-            target,
-            retry=retry,
-            min_tokens_per_worker=min_tokens_per_worker,
-            model=model,
-            security=security,
-            way=way,
-        )
-        self._loop, self._open = SharedLoop.borrow(), set[concurrent.futures.Future[Any]]()
-        self._lock, self._closed, self._ended = threading.Lock(), False, threading.Event()
+        self._requests = Requests(target, retry, min_tokens_per_worker, model, security, read_by_loop=False)
+        self._loop, self._changed = SharedLoop.borrow(), threading.Condition()
+        self._num_calls, self._closed, self._ended = 0, False, threading.Event()
 
     def __enter__(self) -> Client:
         return self
@@ -60,12 +46,15 @@ class Client:
     @property
     def target(self) -> str:
         """The target it was made with."""
-        return self._client.target
+        return self._requests.target
 
     def describe(self, timeout_s: float = 60.0) -> expert_pb2.DescribeResponse:
         """See AsyncClient.describe."""
-        self._check_process()
-        return self._run(self._client.describe(timeout_s))
+        self._begin()
+        try:
+            return self._run(self._requests.describe(timeout_s))
+        finally:
+            self._end()
 
     def forward(
         self,
@@ -80,84 +69,67 @@ class Client:
         check(layer, x, topk_ids, topk_weights, timeout_s)
         if x.shape[0] == 0:
             return x.new_empty(x.shape)
-        self._check_process()
-        batch = self._client.batch_of(layer, on_host(x, topk_ids, topk_weights), timeout_s)
-        call = self._client.begin(batch)
-        out = self._read(call) if call is not None else self._streamed(batch)
-        if out is None:
-            out = self._run(self._client.by_stream(batch, call.refused if call is not None else None))
-        if batch.stale():
-            self._run(self._client.unmix(batch, out))
-        return out if x.is_cpu else out.to(x.device)
-
-    def _check_process(self) -> None:
-        if self._loop.is_parents:
-            raise ClientError("client: expected a process that spawn or forkserver started, got one that forked")
-
-    def _streamed(self, batch: ForwardCall) -> torch.Tensor | None:
-        """The rows of a batch by streams that are open. None: one is not."""
-        with self._under_way():
-            call = self._client.begin_stream(batch)
-            failed = call.read() if call is not None else {}
-        if call is None:
-            return None
-        if failed:
-            self._run(self._client.again(batch, failed, call.out))
-        return call.out
-
-    @contextlib.contextmanager
-    def _under_way(self) -> Iterator[None]:
-        """A call in the block is one that `close` waits for."""
-        call = concurrent.futures.Future[None]()
-        with self._lock:
-            if self._closed:
-                raise ClientError("the client is closed")
-            self._open.add(call)
+        self._begin()
+        steps = self._requests.steps(self._requests.batch_of(layer, on_host(x, topk_ids, topk_weights), timeout_s))
         try:
-            yield
+            step = next(steps)
+            while True:
+                try:
+                    got = self._wait(step)
+                except ClientError as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(got)
+        except StopIteration as end:
+            out: torch.Tensor = end.value
+            return out if x.is_cpu else out.to(x.device)
         finally:
-            self._open.discard(call)
-            call.set_result(None)
-
-    def _read(self, call: DirectCall) -> torch.Tensor | None:
-        """The rows of a call, waited for in this thread at first. None: as `AsyncClient.finish`."""
-        try:
-            if call.read(QUIET_S):
-                return call.out
-        except (Unavailable, Overloaded):
-            if not self._client.retries:
-                raise
-            return None
-        return self._run(self._client.finish(call))
+            steps.close()
+            self._end()
 
     def close(self) -> None:
         """Close all connections. Idempotent. In a process that forked they stay, and its parent's calls go on."""
         if self._loop.is_parents:
             return
-        with self._lock:
+        with self._changed:
             first, self._closed = not self._closed, True
-            end = self._loop.start(self._client.close()) if first else None
-        if end is None:
+        if not first:
             self._ended.wait()
             return
         try:
-            end.result()
-            concurrent.futures.wait(set(self._open))
+            self._loop.start(self._requests.close()).result()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._num_calls)
         finally:
             self._loop.give_back()
             self._ended.set()
 
-    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        with self._lock:  # a call that is begun is one that `close` waits for
+    def _begin(self) -> None:
+        """A call that `close` waits for. Raises ClientError."""
+        if self._loop.is_parents:
+            raise ClientError("client: expected a process that spawn or forkserver started, got one that forked")
+        with self._changed:
             if self._closed:
-                coroutine.close()
                 raise ClientError("the client is closed")
-            future = self._loop.start(coroutine)
-            self._open.add(future)
+            self._num_calls += 1
+
+    def _end(self) -> None:
+        with self._changed:
+            self._num_calls -= 1
+            if self._closed:
+                self._changed.notify_all()
+
+    def _wait(self, step: Step) -> Any:
+        if isinstance(step, Landing):
+            return step.connection.wait(step.flight, step.until)
+        return self._run(step)
+
+    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        future = self._loop.start(coroutine)
         try:
             return future.result()
-        except BaseException:
+        except concurrent.futures.CancelledError:
+            raise ClientError("the client is closed") from None
+        except BaseException:  # a signal in this thread, say: nobody waits for it any more
             future.cancel()
             raise
-        finally:
-            self._open.discard(future)

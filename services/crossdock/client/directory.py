@@ -52,7 +52,7 @@ class Directory:
     """
 
     def __init__(self, target: str, security: Security | None = None) -> None:
-        self._target = target
+        self._target, self.loop = target, asyncio.get_running_loop()
         self._channel = ControlPlaneChannel(target, security)
         self._changed = asyncio.Condition()
         self._service: ServingWorkers | None = None

@@ -12,17 +12,9 @@ from typing import NamedTuple, SupportsIndex
 
 import torch
 
-from crossdock.client.errors import ClientError, InvalidRequest
-from crossdock.protocol import wire
-from crossdock.protocol.tensor_messages import Received
-from crossdock.protocol.v1 import expert_pb2
+from crossdock.client.errors import InvalidRequest
 
 Parts = Sequence[torch.Tensor]
-Response = Received[expert_pb2.ForwardResponse]
-
-REQUEST_BYTES = (2 << 20) - (64 << 10)
-"""A larger share is sent as several requests: a worker can start before all of it has arrived, and accepts messages of
-at most its `max_message_bytes`, 2 MiB by default."""
 
 MAX_TIMEOUT_S = 1e6
 """Longer ones, infinity too, mean this: what a request can carry as milliseconds."""
@@ -38,6 +30,7 @@ class ForwardCall(NamedTuple):
         parts: x [T, H], topk_ids [T, K], topk_weights float32 [T, K] on the host; T > 0.
         deadline: monotonic seconds.
         turn: number of the call, which says where its first share goes.
+        model: fingerprint of the checkpoint that is wanted; empty: any.
         models: fingerprint of the checkpoint that made each share, in the order of the answers.
     """
 
@@ -45,6 +38,7 @@ class ForwardCall(NamedTuple):
     parts: Parts
     deadline: float
     turn: int
+    model: str
     models: dict[Share, str]
 
     def stale(self) -> list[Share]:
@@ -61,22 +55,18 @@ class Share(NamedTuple):
     stop: int
 
 
-def split(num_tokens: int, num_workers: int, first: int, max_tokens: int, min_tokens: int) -> list[Share]:
-    """Cut a batch into even shares, one per worker, and shares into requests. Pure.
+def split(num_tokens: int, num_workers: int, first: int, min_tokens: int) -> list[Share]:
+    """Cut a batch into even shares, one per worker. Pure.
 
     Args:
         num_tokens: T > 0.
         num_workers: number of workers.
         first: worker of the first share.
-        max_tokens: limit of one request.
         min_tokens: smallest share; fewer workers are used if necessary.
     """
     parts = max(1, min(num_workers, num_tokens // min_tokens))
-    if parts == 1 and num_tokens <= max_tokens:
-        return [Share(first % num_workers, 0, num_tokens)]
     bounds = [part * num_tokens // parts for part in range(parts + 1)]
-    shares = [Share((first + part) % num_workers, bounds[part], bounds[part + 1]) for part in range(parts)]
-    return [request for share in shares for request in cut(share, max_tokens)]
+    return [Share((first + part) % num_workers, bounds[part], bounds[part + 1]) for part in range(parts)]
 
 
 def cut(share: Share, max_tokens: int) -> list[Share]:
@@ -85,10 +75,10 @@ def cut(share: Share, max_tokens: int) -> list[Share]:
     return [Share(share.worker, start, min(start + max_tokens, share.stop)) for start in starts]
 
 
-def most_tokens(parts: Sequence[torch.Tensor]) -> int:
-    """Rows that fit in one request."""
-    row_bytes = sum(part.shape[1] * part.element_size() for part in parts)
-    return max(1, REQUEST_BYTES // max(1, row_bytes))
+def row_bytes(parts: Parts) -> int:
+    """Of one token in a request, whose ids are int32."""
+    x, ids, _ = parts
+    return x.shape[1] * x.element_size() + 8 * ids.shape[1]
 
 
 def check(layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, timeout_s: float) -> None:
@@ -160,18 +150,6 @@ def rows_like(x: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(False):
             return rows_like(x)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def read_rows(response: Response, out: torch.Tensor) -> None:
-    """Copy y of an answer into out [T, H]. Raises ClientError: it is not of that shape and dtype."""
-    y, data = response.message.y, response.data.get("y")
-    try:
-        _, shape = wire.check(y, name="y", dtypes=[out.dtype], ndim=2)
-        if shape != tuple(out.shape):
-            raise wire.WireError("y", str(list(out.shape)), list(shape))
-        wire.read_into(out, y.data if data is None else data, name="y")
-    except wire.WireError as error:
-        raise ClientError(f"answer: {error}") from error
 
 
 def on_host(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, ...]:

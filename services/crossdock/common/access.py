@@ -32,7 +32,7 @@ from crossdock.common.call_errors import (
     ResourceExhausted,
     Unauthenticated,
 )
-from crossdock.common.call_limits import STREAM_WAIT_S, WAIT_S, CallLimits, CallPermits, LimitReached, PermitPool
+from crossdock.common.call_limits import CallLimits, CallPermits, LimitReached, PermitPool
 from crossdock.common.metrics import GuardedMetrics
 from crossdock.common.security import Security
 
@@ -68,7 +68,6 @@ METHODS: Mapping[str, frozenset[Role]] = {
     "/crossdock.v1.ControlPlane/Postmortems": ANYBODY,
     "/crossdock.v1.ExpertService/Describe": ANYBODY,
     "/crossdock.v1.ExpertService/Forward": ANYBODY,
-    "/crossdock.v1.ExpertService/OpenBuffer": ANYBODY,
     "/crossdock.v1.ExpertService/Drain": OPERATORS,
     "/crossdock.v1.ExpertService/Trace": OPERATORS,
 }
@@ -208,21 +207,31 @@ class CallAuthorizer:
             CallError: Unauthenticated, PermissionDenied or ResourceExhausted.
         """
         ours = method.startswith(OUR_METHODS)
+        caller = self.admit(method, context)
         try:
-            caller = self.caller_of(context) if ours else self._unrestricted_caller(context)
-            if ours:
-                self._check_role(method, caller)
-            self._count(self._hosts if ours else self._others, (caller.host, caller.names))
             pool = self.calls if ours else self.others
             reading, peer = self.streaming if streams else self.reading, (caller.host, caller.names)
-            wait_s = STREAM_WAIT_S if streams else WAIT_S
-            permits = CallPermits(pool, reading, self._waiting, peer, str(context.peer()), wait_s)
+            permits = CallPermits(pool, reading, self._waiting, peer, str(context.peer()))
         except CallError as error:
             self._refuse(method, error, context)
             raise
         CALLER.set(caller)
         CALL_PERMITS.set(permits)
         return permits
+
+    def admit(self, method: str, context: Any) -> Caller:
+        """The caller, which may call the method, and not too often. context: of a call, or of a connection with its
+        `peer`, `auth_context` and `invocation_metadata`. Any thread. Raises as `authorize`."""
+        ours = method.startswith(OUR_METHODS)
+        try:
+            caller = self.caller_of(context) if ours else self._unrestricted_caller(context)
+            if ours:
+                self._check_role(method, caller)
+            self._count(self._hosts if ours else self._others, (caller.host, caller.names))
+        except CallError as error:
+            self._refuse(method, error, context)
+            raise
+        return caller
 
     async def acquire_reading(self, permits: CallPermits, method: str, context: Any) -> None:
         """Wait for a permit to read the request. Raises ResourceExhausted."""

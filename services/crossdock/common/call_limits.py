@@ -2,9 +2,8 @@
 
 A peer is a host together with the names of its certificate. In plain text all processes of a host are one peer, and
 one of them must not lock out the others. When no permit is left, the pool revokes the permit of a call on the
-connection that holds the most, or else of a call without traffic for `IDLE_S`. Where all others are busy, a call with a
-stream of requests waits for its turn: the server asks the caller of another stream to end it after its last request.
-Other calls wait for a call to end. Each is refused after its longest wait.
+connection that holds the most, or else of a call without traffic for `IDLE_S`. Where all others are busy, a call waits
+for one to end, and is refused after its longest wait.
 """
 
 from __future__ import annotations
@@ -19,18 +18,13 @@ from dataclasses import dataclass
 from crossdock.common.call_errors import ResourceExhausted
 
 IDLE_S = 1.0
-TURN_S = 0.25
-"""Shortest turn of a stream where others wait; it does not end before a request was read. Opening a stream takes 1 to
-3 ms."""
 UNFINISHED_BYTES_PER_PEER = 48 << 20
 MIN_READING_PER_PEER = 12
 """Enough for a host of eight engines and its monitoring."""
 WAITING_PER_PEER = 64
 """Calls that wait for a permit to read: each holds up to 64 KiB of its request, the window of its stream."""
-STREAM_WAIT_S = 10.0
-"""Longest wait of a stream of requests for its turn."""
 WAIT_S, _POLL_S = 2 * IDLE_S, 0.02
-"""Longest wait of another call for a permit to read its request, and the polling interval."""
+"""Longest wait of a call for a permit to read its request, and the polling interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +66,6 @@ class Permit:
         since, at: time of its acquisition, and of the last traffic.
         pinned: it cannot be revoked.
         revoked: another call has taken it.
-        end_turn: asks the caller to end its stream of requests; None: the call has none, or it was asked.
-        asked_at: when it was asked; None: it was not.
     """
 
     peer: Hashable
@@ -83,8 +75,6 @@ class Permit:
     at: float
     pinned: bool = False
     revoked: bool = False
-    end_turn: Callable[[], None] | None = None
-    asked_at: float | None = None
 
 
 class PermitPool:
@@ -156,20 +146,6 @@ class PermitPool:
         """Whether a call of that peer waits for a permit."""
         return peer in self._waiters
 
-    def end_turns(self, peer: Hashable) -> None:
-        """Ask as many callers to end their streams as calls of that peer wait, the longest turn first. One that goes on
-        after `IDLE_S` no longer counts."""
-        own, now = self._candidates(self._peers.get(peer, {})), self._clock()
-        ending = sum(permit.asked_at is not None and now - permit.asked_at < IDLE_S for permit in own)
-        wanted = len(self._waiters.get(peer, ())) - ending
-        for permit in own:
-            if wanted <= 0:
-                return
-            if permit.end_turn is not None and permit.at > permit.since and now - permit.since >= TURN_S:
-                end_turn, permit.end_turn, permit.asked_at = permit.end_turn, None, now
-                end_turn()
-                wanted -= 1
-
     def progress(self, permit: Permit) -> None:
         """Record traffic on the call."""
         permit.at = self._clock()
@@ -190,18 +166,8 @@ class PermitPool:
         if held[victim.connection] > held[connection] + 1:
             return victim
         now = self._clock()
-        idle = [permit for permit in movable if _stands_still(permit, now)]
+        idle = [permit for permit in movable if now - permit.at >= IDLE_S]
         return min(idle, key=lambda permit: permit.at, default=None)
-
-
-def _stands_still(permit: Permit, now: float) -> bool:
-    """Whether a call without traffic may lose its permit. A stream whose request was read, and may be in work, is asked
-    to end first."""
-    if now - permit.at < IDLE_S:
-        return False
-    if permit.asked_at is not None:
-        return now - permit.asked_at >= IDLE_S
-    return permit.end_turn is None or permit.at <= permit.since
 
 
 class LimitReached(ResourceExhausted):
@@ -217,7 +183,6 @@ class CallPermits:
         waiting: until it has a permit of `reading`.
         peer: of the call.
         connection: of the call.
-        wait_s: longest wait for a permit of `reading`.
 
     Raises:
         LimitReached: too many calls are open.
@@ -230,10 +195,9 @@ class CallPermits:
         waiting: PermitPool,
         peer: Hashable,
         connection: str,
-        wait_s: float = WAIT_S,
     ) -> None:
         self._task = asyncio.current_task()
-        self._peer, self._connection, self._wait_s = peer, connection, wait_s
+        self._peer, self._connection = peer, connection
         self._permits: dict[PermitPool, Permit] = {}
         self._open, self._reading, self._waiting = open_pool, reading, waiting
         if not self._acquire(open_pool):
@@ -259,10 +223,9 @@ class CallPermits:
         """The request is complete."""
         self._release(self._reading)
 
-    def on_loss(self, end_turn: Callable[[], None], end: Callable[[], None]) -> None:
-        """Set, for a call with a stream of requests, how to ask its caller to end it, and how to end it when a permit
-        is revoked. By default its task is cancelled; cancelled in a write of grpc's, a call ends without a status."""
-        self._permits[self._reading].end_turn = end_turn
+    def on_loss(self, end: Callable[[], None]) -> None:
+        """Set how to end the call when a permit is revoked. By default its task is cancelled; cancelled in a write of
+        grpc's, a call ends without a status."""
         for permit in self._permits.values():
             permit.cancel = end
 
@@ -281,14 +244,12 @@ class CallPermits:
             self._release(pool)
 
     async def _wait(self) -> bool:
-        last_at = time.monotonic() + self._wait_s
+        last_at = time.monotonic() + WAIT_S
         with self._reading.waiter(self._peer) as released:
             while time.monotonic() <= last_at:
                 is_first = self._reading.is_first(self._peer, released)
-                if is_first:
-                    self._reading.end_turns(self._peer)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_POLL_S if is_first else self._wait_s):
+                    async with asyncio.timeout(_POLL_S if is_first else WAIT_S):
                         await released.wait()
                 released.clear()
                 if self._reading.is_first(self._peer, released) and self._acquire(self._reading):

@@ -213,12 +213,10 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     its streams are not read (flow control), except one request of each, up to twice this."""
     max_queued_bytes: Count = 256 << 20
     """Limit of the bytes of all clients together; above it requests are refused with RESOURCE_EXHAUSTED."""
-    max_shared_bytes: Annotated[int, msgspec.Meta(ge=0)] = 128 << 20
-    """Memory of request buffers; one client gets a quarter, and uses gRPC beyond it. 0: none."""
-    request_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = 0
-    """TCP port beside `listen` for request buffers of other hosts; closed with `security`. 0: any. Null: gRPC alone."""
+    request_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """TCP port beside `listen` for rows of clients (docs/request-protocol.md). 0: any, named by `Describe`."""
     max_message_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] = 2 << 20
-    """Largest message of a client; a larger one ends its stream. `crossdock.client` cuts batches to fit the default."""
+    """Largest gRPC message; a larger one ends its stream."""
     max_calls_per_s: Rate = 100.0
     """Calls (streams, not requests) of one client per second; more end with RESOURCE_EXHAUSTED. 0: any."""
     max_requests_per_s: Rate = 0.0

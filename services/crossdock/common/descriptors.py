@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import resource
 
-CONNECTIONS, CALLS, HTTP, TICKETS = 4, 4, 32, 64
-"""Divisors of the soft limit: gRPC connections may hold limit / CONNECTIONS descriptors. A call may hold a request
-buffer. TICKETS is for the connections of one listener that have sent no ticket; a worker has two listeners."""
+CONNECTIONS, REQUESTS, HTTP, STRANGERS = 4, 4, 32, 64
+"""Divisors of the soft limit: gRPC connections may hold limit / CONNECTIONS descriptors, request connections limit /
+REQUESTS. STRANGERS is for those of one listener that have not said who they are; a worker has two listeners."""
 _MOST = 1 << 20
 """Highest soft limit that `raise_limit` sets."""
 

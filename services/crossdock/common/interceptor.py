@@ -1,8 +1,7 @@
 """Server interceptor: authorizes each call, turns handler errors into statuses, and counts finished calls.
 
 Unary handlers are registered as streaming ones, so that the authorizer runs before the request is read and an
-incomplete request holds its permit for at most `REQUEST_S`. A method with an attribute `parse` has its requests parsed
-by that.
+incomplete request holds its permit for at most `REQUEST_S`.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         method = getattr(handler, kind + answers)
         guarded = self._guard(method, handler_call_details.method, handler.request_streaming)
         make = getattr(grpc, f"stream_{answers}_rpc_method_handler")
-        parse, plain = getattr(method, "parse", handler.request_deserializer), handler.response_serializer
+        parse, plain = handler.request_deserializer, handler.response_serializer
         if parse is not None and not handler.request_streaming:
             parse = _returning_failure(parse)
         # a handler may return bytes, serialized once for many callers

@@ -313,13 +313,11 @@ class WorkerMetrics(GuardedMetrics):
             "telemetry_records_dropped_total", "records", "Telemetry records dropped: queue full, or malformed"
         )
         self.open_streams = self._gauge("open_streams", "streams", "Forward streams that are open")
-        self.open_request_buffers = self._gauge("open_request_buffers", "buffers", "Open request buffers (same host)")
         self.open_request_connections = self._gauge(
-            "open_request_connections", "connections", "Open request buffers of clients of other hosts (TCP)"
+            "open_request_connections", "connections", "Request connections that are open"
         )
-        self.shared_bytes = self._gauge("shared_bytes", "bytes", "Bytes of request buffers, offered or open")
         self.streams_dropped_total = self._counter(
-            "streams_dropped_total", "streams", "Forward streams closed because their client did not read its answers"
+            "streams_dropped_total", "streams", "Connections and streams closed: their client did not read its answers"
         )
 
     def _declare_membership(self) -> None:

@@ -53,7 +53,9 @@ class _Pems:
     not_after: float
     """Expiry of the first certificate of the chain, Unix seconds; 0 without one."""
     context: ssl.SSLContext | None = field(repr=False)
-    """A server's, with that certificate; None without one."""
+    """Of the HTTP server, with that certificate; None without one."""
+    requests: ssl.SSLContext | None = field(repr=False)
+    """The same of request connections."""
 
 
 class TokenFile:
@@ -153,6 +155,19 @@ class Security:
     def http_server(self) -> ssl.SSLContext | None:
         """For a new connection to the HTTP server; None: plain text, as configured."""
         return None if self.config.http == "plain" else self._current().context
+
+    def request_server(self) -> ssl.SSLContext | None:
+        """For a new request connection to this worker; None: plain text, because no certificate is configured."""
+        return self._current().requests
+
+    def request_caller(self) -> ssl.SSLContext | None:
+        """For a request connection to a worker; None: plain text, because no authority is configured. Raises as
+        `http_caller`."""
+        return self.http_caller() if self.config.ca_file else None
+
+    def token(self) -> str:
+        """What this process sends to be known by; empty: nothing."""
+        return self._token.tokens[0] if self._token is not None else ""
 
     def http_caller(self) -> ssl.SSLContext:
         """For a connection to the HTTP server of another process. Without a `ca_file` the system's authorities are
@@ -269,10 +284,10 @@ def _bytes_of(path: str) -> bytes:
 
 
 def _read(config: SecurityConfig) -> _Pems:
-    cert = key = ca = context = None
+    cert = key = ca = context = requests = None
     not_after = 0.0
     if config.cert_file:
-        context = _server_context(config.cert_file, config.key_file)
+        context, requests = (_server_context(config.cert_file, config.key_file) for _ in range(2))
         cert, key = _bytes_of(config.cert_file), _bytes_of(config.key_file)
         not_after = end_of(cert, config.cert_file)
     if config.ca_file:
@@ -283,7 +298,10 @@ def _read(config: SecurityConfig) -> _Pems:
         except (ssl.SSLError, ValueError):  # a file that is empty, just being written, is a ValueError
             raise SecurityError(f"{config.ca_file}: expected certificates in PEM, got something else") from None
         judging.verify_mode = ssl.CERT_OPTIONAL if config.http == "mtls" else ssl.CERT_NONE
-    return _Pems(cert, key, ca, not_after, context)
+        if requests is not None and config.requires_certs:
+            requests.load_verify_locations(cadata=ca.decode("ascii"))
+            requests.verify_mode = ssl.CERT_REQUIRED
+    return _Pems(cert, key, ca, not_after, context, requests)
 
 
 def _server_context(cert_file: str, key_file: str) -> ssl.SSLContext:

@@ -69,7 +69,7 @@ def judge_system(facts: SystemFacts, *, num_ranks: int, has_gpus: bool, has_nics
     """Findings for a number of ranks on this host."""
     files = "unlimited" if facts.open_files < 0 else f"{facts.open_files}"
     enough = facts.open_files < 0 or facts.open_files >= _ENOUGH_FILES
-    cause = f"servers take fewer clients with less than {_ENOUGH_FILES}: each connection and request buffer is one"
+    cause = f"servers take fewer clients with less than {_ENOUGH_FILES}: each connection is one"
     cure = "ulimit -Hn 65536; LimitNOFILE= of a unit"
     yield _reserve("open-files", enough, files, cause, cure)
     yield _memory(facts)

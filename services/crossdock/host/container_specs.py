@@ -141,9 +141,7 @@ def _listens(worker: WorkerConfig) -> list[str]:
 
 
 def _request_address(worker: WorkerConfig) -> str:
-    """Address at which the worker takes request connections; empty: none."""
-    if worker.request_port is None or worker.security.is_on:
-        return ""
+    """Address at which the worker takes request connections."""
     return format_address(split_address(worker.listen)[0], worker.request_port)
 
 
@@ -171,12 +169,11 @@ def with_ports(config: HostConfig) -> HostConfig:
             config.control, listen=fix(config.control.listen), http_listen=fix(config.control.http_listen)
         )
         shared, count = config.worker, config.num_workers
-        requests = _request_address(shared)
         worker = msgspec.structs.replace(
             shared,
             listen=fix(shared.listen, count),
             http_listen=fix(shared.http_listen, count),
-            request_port=split_address(fix(requests, count))[1] if requests else shared.request_port,
+            request_port=split_address(fix(_request_address(shared), count))[1],
             network=shared.network
             and msgspec.structs.replace(shared.network, listen=fix(shared.network.listen, count)),
         )

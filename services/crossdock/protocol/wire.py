@@ -6,7 +6,6 @@ may be, and how many dimensions there are, is the caller's to say; that the byte
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Collection
 
@@ -68,14 +67,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def move(tensor: torch.Tensor, address: int) -> None:
-    """Copy the elements of a host tensor that has memory to there, one after the other. In this thread: torch's own
-    copies of many wait for the threads of its pool, on a busy host for turns of the scheduler."""
-    if not tensor.is_contiguous() or tensor.is_neg():
-        tensor = _plain(tensor)
-    ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
-
-
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements on the host, contiguous, without gradient; copied in this thread, by numpy."""
     host = tensor.detach().cpu().resolve_neg()
@@ -90,13 +81,11 @@ def decode(
     name: str,
     dtypes: Collection[torch.dtype],
     ndim: int,
-    data: memoryview | None = None,
 ) -> torch.Tensor:
     """Unpack a tensor into memory of its own (writable, contiguous, on the CPU).
 
     Args:
         message: what came in.
-        data: its bytes, where they are not in the message.
         name: the field's name, for errors.
         dtypes: what the dtype may be.
         ndim: number of dimensions it must have.
@@ -105,23 +94,13 @@ def decode(
         WireError: as `check`, or a byte count that does not fit.
     """
     dtype, shape = check(message, name=name, dtypes=dtypes, ndim=ndim)
-    num_bytes, got = math.prod(shape) * dtype.itemsize, message.data if data is None else data
+    num_bytes, got = math.prod(shape) * dtype.itemsize, message.data
     if len(got) != num_bytes:
         expected = f"{num_bytes} bytes for {message.dtype} {list(shape)}"
         raise WireError(name, expected, f"{len(got)} bytes")
     if num_bytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(got), dtype=dtype).view(shape)
-
-
-def read_into(out: torch.Tensor, data: bytes | memoryview, *, name: str) -> None:
-    """Copy bytes into a contiguous tensor on the host. Raises WireError: it is another, or has not as many."""
-    into = bytes_of(out)
-    if out.numel() and not (out.is_contiguous() and out.is_cpu and not out.is_neg()):
-        raise WireError(name, "a contiguous tensor on the host to read into", f"strides {list(out.stride())}")
-    if len(data) != len(into):
-        raise WireError(name, f"{len(into)} bytes for {list(out.shape)}", f"{len(data)} bytes")
-    into[:] = data
 
 
 def check(

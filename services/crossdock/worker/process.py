@@ -51,6 +51,7 @@ from crossdock.worker.group.worker_status import WorkerStatus
 from crossdock.worker.requests.admission import RequestValidator
 from crossdock.worker.requests.backend import Backend
 from crossdock.worker.requests.budget import Budget
+from crossdock.worker.requests.request_server import RequestServer
 from crossdock.worker.requests.service import SERVICE_NAME, ExpertService
 from crossdock.worker.steps.engine import Engine
 from crossdock.worker.telemetry.freed_memory import bound_freed_memory
@@ -65,8 +66,7 @@ _FLUSH_S = 3.0
 """Time for clients to read the last answers after this worker has left."""
 _STOP_GRACE_S = 1.0
 _MAX_CALLS = 1024
-"""Concurrent streams, request buffers and other calls, fewer where descriptors are (descriptors.py); one peer gets a
-quarter."""
+"""Concurrent streams and other calls; one peer gets a quarter."""
 
 _log = log.get(__name__)
 
@@ -230,8 +230,7 @@ class _Process:
         return is_ready, text if self._status.is_serving else self._spare() or text
 
     async def _listen(self) -> tuple[grpc.aio.Server, str]:
-        # Server and authorizer.
-        limits = CallLimits.of(self._config.max_message_bytes, descriptors.share(_MAX_CALLS, descriptors.CALLS))
+        limits = CallLimits.of(self._config.max_message_bytes, _MAX_CALLS)
         authorizer = authorizer_of(self._security, self._config.max_calls_per_s, self._metrics, limits)
         server = await rpc.server(
             self._config.max_message_bytes, self._health, observe=self._metrics.observe_rpc, authorizer=authorizer
@@ -246,14 +245,11 @@ class _Process:
             RateLimiter(self._config.max_requests_per_s),
             self._tracer,
         )
-        self._service = ExpertService(backend, self._describe, self._drain)
-        # Gauges that read it at each scrape.
+        requests = RequestServer(backend, self._security, authorizer)
+        requests.listen()
+        self._service = ExpertService(backend, requests, self._describe, self._drain)
         self._metrics.open_streams.set_function(lambda: self._service.num_streams)
-        buffers = self._service.buffers
-        buffers.listen()
-        self._metrics.open_request_buffers.set_function(lambda: len(buffers) - buffers.num_connections)
-        self._metrics.open_request_connections.set_function(lambda: buffers.num_connections)
-        self._metrics.shared_bytes.set_function(lambda: buffers.num_bytes)
+        self._metrics.open_request_connections.set_function(lambda: len(requests))
         expert_pb2_grpc.add_ExpertServiceServicer_to_server(self._service, server)
         return server, rpc.bind(server, self._config.listen, self._security)
 
@@ -302,9 +298,7 @@ class _Process:
 
     def _stats(self) -> control_pb2.WorkerStats:
         stats = self._telemetry.stats(self._engine.num_queued())
-        stats.streams, buffers = self._service.num_streams, self._service.buffers
-        stats.request_connections = buffers.num_connections
-        stats.request_buffers = len(buffers) - stats.request_connections
+        stats.streams, stats.request_connections = self._service.num_streams, len(self._service.requests)
         stats.weights = self._session.comparison.weights(self._mover.version if self._mover else None)
         for fingerprint, layers in self._fingerprints().items():
             stats.models.add(fingerprint=fingerprint, layers=layers)

@@ -277,7 +277,7 @@ class ReadyResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("tokens_total", "requests_total", "steps_total", "tokens_per_s", "queued_requests", "first_expert", "num_experts", "expert_bytes", "streams", "request_buffers", "request_connections", "models", "weights", "scattered", "latency")
+    __slots__ = ("tokens_total", "requests_total", "steps_total", "tokens_per_s", "queued_requests", "first_expert", "num_experts", "expert_bytes", "streams", "request_connections", "models", "weights", "scattered", "latency")
     TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -287,7 +287,6 @@ class WorkerStats(_message.Message):
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
     STREAMS_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_BUFFERS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
@@ -302,13 +301,12 @@ class WorkerStats(_message.Message):
     num_experts: int
     expert_bytes: int
     streams: int
-    request_buffers: int
     request_connections: int
     models: _containers.RepeatedCompositeFieldContainer[HeldModel]
     weights: str
     scattered: bool
     latency: LatencyReport
-    def __init__(self, tokens_total: _Optional[int] = ..., requests_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., first_expert: _Optional[int] = ..., num_experts: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., request_buffers: _Optional[int] = ..., request_connections: _Optional[int] = ..., models: _Optional[_Iterable[_Union[HeldModel, _Mapping]]] = ..., weights: _Optional[str] = ..., scattered: bool = ..., latency: _Optional[_Union[LatencyReport, _Mapping]] = ...) -> None: ...
+    def __init__(self, tokens_total: _Optional[int] = ..., requests_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., first_expert: _Optional[int] = ..., num_experts: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., request_connections: _Optional[int] = ..., models: _Optional[_Iterable[_Union[HeldModel, _Mapping]]] = ..., weights: _Optional[str] = ..., scattered: bool = ..., latency: _Optional[_Union[LatencyReport, _Mapping]] = ...) -> None: ...
 
 class HeldModel(_message.Message):
     __slots__ = ("fingerprint", "layers")

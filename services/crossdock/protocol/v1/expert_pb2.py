@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63rossdock/v1/expert.proto\x12\x0c\x63rossdock.v1\"4\n\x06Tensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"\x11\n\x0f\x44\x65scribeRequest\"\x90\x02\n\x10\x44\x65scribeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x12\n\nmoe_layers\x18\x04 \x03(\r\x12\x13\n\x0bnum_experts\x18\x05 \x01(\r\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\x0c\n\x04topk\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x1b\n\x13max_tokens_per_step\x18\t \x01(\r\x12\r\n\x05\x65poch\x18\n \x01(\x04\x12\x0c\n\x04rank\x18\x0b \x01(\r\x12\x12\n\nworld_size\x18\x0c \x01(\r\x12\x0f\n\x07serving\x18\r \x01(\x08\x12\x0f\n\x07\x66ormats\x18\x0e \x03(\t\"\xe8\x01\n\x0e\x46orwardRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x1f\n\x01x\x18\x03 \x01(\x0b\x32\x14.crossdock.v1.Tensor\x12&\n\x08topk_ids\x18\x04 \x01(\x0b\x32\x14.crossdock.v1.Tensor\x12*\n\x0ctopk_weights\x18\x05 \x01(\x0b\x32\x14.crossdock.v1.Tensor\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\x0e\n\x06\x63\x61ncel\x18\x07 \x01(\x08\x12\r\n\x05model\x18\x08 \x01(\t\x12\x13\n\x0btraceparent\x18\t \x01(\t\"\xaa\x01\n\x0f\x46orwardResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x1f\n\x01y\x18\x02 \x01(\x0b\x32\x14.crossdock.v1.Tensor\x12\"\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.crossdock.v1.Error\x12$\n\x06timing\x18\x04 \x01(\x0b\x32\x14.crossdock.v1.Timing\x12\x11\n\tturn_over\x18\x05 \x01(\x08\x12\r\n\x05model\x18\x06 \x01(\t\"A\n\x11OpenBufferRequest\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0b\n\x03tcp\x18\x03 \x01(\x08\"U\n\x12OpenBufferResponse\x12\x0e\n\x06socket\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04port\x18\x04 \x01(\r\"I\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nlost_ranks\x18\x03 \x03(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"f\n\x06Timing\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x13\n\x0b\x64ispatch_ns\x18\x02 \x01(\x04\x12\x12\n\nexperts_ns\x18\x03 \x01(\x04\x12\x12\n\ncombine_ns\x18\x04 \x01(\x04\x12\r\n\x05steps\x18\x05 \x01(\r\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x1d\n\x0cTraceRequest\x12\r\n\x05steps\x18\x01 \x01(\r\"Y\n\rTraceResponse\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12+\n\noperations\x18\x03 \x03(\x0b\x32\x17.crossdock.v1.Operation\"\x88\x01\n\tOperation\x12\n\n\x02op\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x10\n\x08start_ns\x18\x05 \x01(\x03\x12\x0f\n\x07send_ns\x18\x06 \x01(\x03\x12\x10\n\x08total_ns\x18\x07 \x01(\x03\x12\x0f\n\x07wait_ns\x18\x08 \x03(\x03\x32\xfd\x02\n\rExpertService\x12I\n\x08\x44\x65scribe\x12\x1d.crossdock.v1.DescribeRequest\x1a\x1e.crossdock.v1.DescribeResponse\x12J\n\x07\x46orward\x12\x1c.crossdock.v1.ForwardRequest\x1a\x1d.crossdock.v1.ForwardResponse(\x01\x30\x01\x12Q\n\nOpenBuffer\x12\x1f.crossdock.v1.OpenBufferRequest\x1a .crossdock.v1.OpenBufferResponse0\x01\x12@\n\x05\x44rain\x12\x1a.crossdock.v1.DrainRequest\x1a\x1b.crossdock.v1.DrainResponse\x12@\n\x05Trace\x12\x1a.crossdock.v1.TraceRequest\x1a\x1b.crossdock.v1.TraceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63rossdock/v1/expert.proto\x12\x0c\x63rossdock.v1\"4\n\x06Tensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"\x11\n\x0f\x44\x65scribeRequest\"\xd4\x02\n\x10\x44\x65scribeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x12\n\nmoe_layers\x18\x04 \x03(\r\x12\x13\n\x0bnum_experts\x18\x05 \x01(\r\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\x0c\n\x04topk\x18\x07 \x01(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x1b\n\x13max_tokens_per_step\x18\t \x01(\r\x12\r\n\x05\x65poch\x18\n \x01(\x04\x12\x0c\n\x04rank\x18\x0b \x01(\r\x12\x12\n\nworld_size\x18\x0c \x01(\r\x12\x0f\n\x07serving\x18\r \x01(\x08\x12\x0f\n\x07\x66ormats\x18\x0e \x03(\t\x12\x14\n\x0crequest_port\x18\x0f \x01(\r\x12\x16\n\x0erequest_socket\x18\x10 \x01(\t\x12\x14\n\x0crequest_host\x18\x11 \x01(\t\"\xe8\x01\n\x0e\x46orwardRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x1f\n\x01x\x18\x03 \x01(\x0b\x32\x14.crossdock.v1.Tensor\x12&\n\x08topk_ids\x18\x04 \x01(\x0b\x32\x14.crossdock.v1.Tensor\x12*\n\x0ctopk_weights\x18\x05 \x01(\x0b\x32\x14.crossdock.v1.Tensor\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\x0e\n\x06\x63\x61ncel\x18\x07 \x01(\x08\x12\r\n\x05model\x18\x08 \x01(\t\x12\x13\n\x0btraceparent\x18\t \x01(\t\"\x9d\x01\n\x0f\x46orwardResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x1f\n\x01y\x18\x02 \x01(\x0b\x32\x14.crossdock.v1.Tensor\x12\"\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.crossdock.v1.Error\x12$\n\x06timing\x18\x04 \x01(\x0b\x32\x14.crossdock.v1.Timing\x12\r\n\x05model\x18\x06 \x01(\tJ\x04\x08\x05\x10\x06\"I\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nlost_ranks\x18\x03 \x03(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"f\n\x06Timing\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x13\n\x0b\x64ispatch_ns\x18\x02 \x01(\x04\x12\x12\n\nexperts_ns\x18\x03 \x01(\x04\x12\x12\n\ncombine_ns\x18\x04 \x01(\x04\x12\r\n\x05steps\x18\x05 \x01(\r\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x1d\n\x0cTraceRequest\x12\r\n\x05steps\x18\x01 \x01(\r\"Y\n\rTraceResponse\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12+\n\noperations\x18\x03 \x03(\x0b\x32\x17.crossdock.v1.Operation\"\x88\x01\n\tOperation\x12\n\n\x02op\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x10\n\x08start_ns\x18\x05 \x01(\x03\x12\x0f\n\x07send_ns\x18\x06 \x01(\x03\x12\x10\n\x08total_ns\x18\x07 \x01(\x03\x12\x0f\n\x07wait_ns\x18\x08 \x03(\x03\x32\xaa\x02\n\rExpertService\x12I\n\x08\x44\x65scribe\x12\x1d.crossdock.v1.DescribeRequest\x1a\x1e.crossdock.v1.DescribeResponse\x12J\n\x07\x46orward\x12\x1c.crossdock.v1.ForwardRequest\x1a\x1d.crossdock.v1.ForwardResponse(\x01\x30\x01\x12@\n\x05\x44rain\x12\x1a.crossdock.v1.DrainRequest\x1a\x1b.crossdock.v1.DrainResponse\x12@\n\x05Trace\x12\x1a.crossdock.v1.TraceRequest\x1a\x1b.crossdock.v1.TraceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,29 +36,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_start=97
   _globals['_DESCRIBEREQUEST']._serialized_end=114
   _globals['_DESCRIBERESPONSE']._serialized_start=117
-  _globals['_DESCRIBERESPONSE']._serialized_end=389
-  _globals['_FORWARDREQUEST']._serialized_start=392
-  _globals['_FORWARDREQUEST']._serialized_end=624
-  _globals['_FORWARDRESPONSE']._serialized_start=627
-  _globals['_FORWARDRESPONSE']._serialized_end=797
-  _globals['_OPENBUFFERREQUEST']._serialized_start=799
-  _globals['_OPENBUFFERREQUEST']._serialized_end=864
-  _globals['_OPENBUFFERRESPONSE']._serialized_start=866
-  _globals['_OPENBUFFERRESPONSE']._serialized_end=951
-  _globals['_ERROR']._serialized_start=953
-  _globals['_ERROR']._serialized_end=1026
-  _globals['_TIMING']._serialized_start=1028
-  _globals['_TIMING']._serialized_end=1130
-  _globals['_DRAINREQUEST']._serialized_start=1132
-  _globals['_DRAINREQUEST']._serialized_end=1146
-  _globals['_DRAINRESPONSE']._serialized_start=1148
-  _globals['_DRAINRESPONSE']._serialized_end=1163
-  _globals['_TRACEREQUEST']._serialized_start=1165
-  _globals['_TRACEREQUEST']._serialized_end=1194
-  _globals['_TRACERESPONSE']._serialized_start=1196
-  _globals['_TRACERESPONSE']._serialized_end=1285
-  _globals['_OPERATION']._serialized_start=1288
-  _globals['_OPERATION']._serialized_end=1424
-  _globals['_EXPERTSERVICE']._serialized_start=1427
-  _globals['_EXPERTSERVICE']._serialized_end=1808
+  _globals['_DESCRIBERESPONSE']._serialized_end=457
+  _globals['_FORWARDREQUEST']._serialized_start=460
+  _globals['_FORWARDREQUEST']._serialized_end=692
+  _globals['_FORWARDRESPONSE']._serialized_start=695
+  _globals['_FORWARDRESPONSE']._serialized_end=852
+  _globals['_ERROR']._serialized_start=854
+  _globals['_ERROR']._serialized_end=927
+  _globals['_TIMING']._serialized_start=929
+  _globals['_TIMING']._serialized_end=1031
+  _globals['_DRAINREQUEST']._serialized_start=1033
+  _globals['_DRAINREQUEST']._serialized_end=1047
+  _globals['_DRAINRESPONSE']._serialized_start=1049
+  _globals['_DRAINRESPONSE']._serialized_end=1064
+  _globals['_TRACEREQUEST']._serialized_start=1066
+  _globals['_TRACEREQUEST']._serialized_end=1095
+  _globals['_TRACERESPONSE']._serialized_start=1097
+  _globals['_TRACERESPONSE']._serialized_end=1186
+  _globals['_OPERATION']._serialized_start=1189
+  _globals['_OPERATION']._serialized_end=1325
+  _globals['_EXPERTSERVICE']._serialized_start=1328
+  _globals['_EXPERTSERVICE']._serialized_end=1626
 # @@protoc_insertion_point(module_scope)

@@ -21,7 +21,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("model", "family", "num_layers", "moe_layers", "num_experts", "hidden_size", "topk", "dtype", "max_tokens_per_step", "epoch", "rank", "world_size", "serving", "formats")
+    __slots__ = ("model", "family", "num_layers", "moe_layers", "num_experts", "hidden_size", "topk", "dtype", "max_tokens_per_step", "epoch", "rank", "world_size", "serving", "formats", "request_port", "request_socket", "request_host")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,9 @@ class DescribeResponse(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
     FORMATS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_PORT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_HOST_FIELD_NUMBER: _ClassVar[int]
     model: str
     family: str
     num_layers: int
@@ -50,7 +53,10 @@ class DescribeResponse(_message.Message):
     world_size: int
     serving: bool
     formats: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., num_layers: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., num_experts: _Optional[int] = ..., hidden_size: _Optional[int] = ..., topk: _Optional[int] = ..., dtype: _Optional[str] = ..., max_tokens_per_step: _Optional[int] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., serving: bool = ..., formats: _Optional[_Iterable[str]] = ...) -> None: ...
+    request_port: int
+    request_socket: str
+    request_host: str
+    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., num_layers: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., num_experts: _Optional[int] = ..., hidden_size: _Optional[int] = ..., topk: _Optional[int] = ..., dtype: _Optional[str] = ..., max_tokens_per_step: _Optional[int] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., serving: bool = ..., formats: _Optional[_Iterable[str]] = ..., request_port: _Optional[int] = ..., request_socket: _Optional[str] = ..., request_host: _Optional[str] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
     __slots__ = ("id", "layer", "x", "topk_ids", "topk_weights", "timeout_ms", "cancel", "model", "traceparent")
@@ -75,42 +81,18 @@ class ForwardRequest(_message.Message):
     def __init__(self, id: _Optional[int] = ..., layer: _Optional[int] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., topk_ids: _Optional[_Union[Tensor, _Mapping]] = ..., topk_weights: _Optional[_Union[Tensor, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., cancel: bool = ..., model: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
-    __slots__ = ("id", "y", "error", "timing", "turn_over", "model")
+    __slots__ = ("id", "y", "error", "timing", "model")
     ID_FIELD_NUMBER: _ClassVar[int]
     Y_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
-    TURN_OVER_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     id: int
     y: Tensor
     error: Error
     timing: Timing
-    turn_over: bool
     model: str
-    def __init__(self, id: _Optional[int] = ..., y: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., turn_over: bool = ..., model: _Optional[str] = ...) -> None: ...
-
-class OpenBufferRequest(_message.Message):
-    __slots__ = ("host", "num_bytes", "tcp")
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    TCP_FIELD_NUMBER: _ClassVar[int]
-    host: str
-    num_bytes: int
-    tcp: bool
-    def __init__(self, host: _Optional[str] = ..., num_bytes: _Optional[int] = ..., tcp: bool = ...) -> None: ...
-
-class OpenBufferResponse(_message.Message):
-    __slots__ = ("socket", "ticket", "num_bytes", "port")
-    SOCKET_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    PORT_FIELD_NUMBER: _ClassVar[int]
-    socket: str
-    ticket: bytes
-    num_bytes: int
-    port: int
-    def __init__(self, socket: _Optional[str] = ..., ticket: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., port: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., y: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "lost_ranks", "epoch")

@@ -44,11 +44,6 @@ class ExpertServiceStub(object):
                 request_serializer=crossdock_dot_v1_dot_expert__pb2.ForwardRequest.SerializeToString,
                 response_deserializer=crossdock_dot_v1_dot_expert__pb2.ForwardResponse.FromString,
                 _registered_method=True)
-        self.OpenBuffer = channel.unary_stream(
-                '/crossdock.v1.ExpertService/OpenBuffer',
-                request_serializer=crossdock_dot_v1_dot_expert__pb2.OpenBufferRequest.SerializeToString,
-                response_deserializer=crossdock_dot_v1_dot_expert__pb2.OpenBufferResponse.FromString,
-                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/crossdock.v1.ExpertService/Drain',
                 request_serializer=crossdock_dot_v1_dot_expert__pb2.DrainRequest.SerializeToString,
@@ -72,17 +67,8 @@ class ExpertServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Forward(self, request_iterator, context):
-        """Many requests on one stream, answered in any order. A request may have `max_message_bytes` of the
-        worker, 2 MiB by default; T may exceed the step size.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def OpenBuffer(self, request, context):
-        """Memory for the tensors of one request and its answer while the call is open: shared with a client of this host
-        (request_buffer.py), behind a TCP connection for another (request_connection.py). FAILED_PRECONDITION: neither is to
-        be had; RESOURCE_EXHAUSTED: max_shared_bytes.
+        """Many requests on one stream, answered in any order. A request may have `max_message_bytes` of the worker, 2 MiB by
+        default; T may exceed the step size. `crossdock.client` sends frames instead (docs/request-protocol.md).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,11 +100,6 @@ def add_ExpertServiceServicer_to_server(servicer, server):
                     servicer.Forward,
                     request_deserializer=crossdock_dot_v1_dot_expert__pb2.ForwardRequest.FromString,
                     response_serializer=crossdock_dot_v1_dot_expert__pb2.ForwardResponse.SerializeToString,
-            ),
-            'OpenBuffer': grpc.unary_stream_rpc_method_handler(
-                    servicer.OpenBuffer,
-                    request_deserializer=crossdock_dot_v1_dot_expert__pb2.OpenBufferRequest.FromString,
-                    response_serializer=crossdock_dot_v1_dot_expert__pb2.OpenBufferResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -185,33 +166,6 @@ class ExpertService(object):
             '/crossdock.v1.ExpertService/Forward',
             crossdock_dot_v1_dot_expert__pb2.ForwardRequest.SerializeToString,
             crossdock_dot_v1_dot_expert__pb2.ForwardResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def OpenBuffer(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/crossdock.v1.ExpertService/OpenBuffer',
-            crossdock_dot_v1_dot_expert__pb2.OpenBufferRequest.SerializeToString,
-            crossdock_dot_v1_dot_expert__pb2.OpenBufferResponse.FromString,
             options,
             channel_credentials,
             insecure,

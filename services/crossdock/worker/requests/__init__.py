@@ -1,1 +1,1 @@
-"""How rows of clients come in and answers go out: gRPC, request buffers, connections; what each client may use."""
+"""How rows of clients come in and answers go out: frames, gRPC; what each client may use."""

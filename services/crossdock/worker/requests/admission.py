@@ -1,5 +1,5 @@
-"""Validation of requests: a ForwardRequest becomes tensors that no step can fail on, or a Failure with field, expected
-and got.
+"""Validation of requests: a ForwardRequest, or a frame with its rows, becomes tensors that no step can fail on, or a
+Failure with field, expected and got.
 
 Nothing is checked again later: a rank that fails alone in the middle of a step would break the whole group.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,9 +16,10 @@ import grpc
 import torch
 
 from crossdock.protocol import wire
-from crossdock.protocol.request_buffer import Places, RequestMemory, RequestRows
+from crossdock.protocol.frames import Forward
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker.checkpoints.checkpoint import ModelSpec
+from crossdock.worker.requests.request_slots import RequestSlot
 from crossdock.worker.steps.work import Failure, Refused
 
 REQUEST_BYTES = 1024
@@ -36,7 +37,7 @@ class Tokens(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the request while it waits; its answer is as large as x."""
+        """Bytes of a request in a message while it waits; its answer is as large as x."""
         return REQUEST_BYTES + 2 * self.x.nbytes + self.topk_ids.nbytes + self.topk_weights.nbytes
 
 
@@ -48,65 +49,41 @@ class RequestValidator:
     spec: ModelSpec
     dtype: torch.dtype
 
-    def validate(self, request: expert_pb2.ForwardRequest, data: Mapping[str, memoryview] | None = None) -> Tokens:
-        """Check and unpack. Raises Refused: INVALID_ARGUMENT.
-
-        Args:
-            request: what came in.
-            data: bytes of its tensors, by field; None: those in the message.
-        """
-        self._check_layer(request)
+    def validate(self, request: expert_pb2.ForwardRequest) -> Tokens:
+        """Check and unpack a message. Raises Refused: INVALID_ARGUMENT."""
+        self._check_layer(request.layer)
         try:
-            x, ids, weights = self._in_message(request, data or {})
+            x, ids, weights = self._in_message(request)
         except wire.WireError as error:
             raise _invalid(str(error)) from None
         self._check_values(ids, weights)
         return Tokens(x, ids if ids.dtype is torch.int32 else ids.to(torch.int32), weights)
 
-    def rows_in(self, request: expert_pb2.ForwardRequest, memory: RequestMemory) -> RequestRows:
-        """Places of a request's tensors in its buffer's memory; the request is checked but for what is in
-        them. Raises Refused, as `validate`."""
-        self._check_layer(request)
-        try:
-            return self._in_memory(request, memory)
-        except wire.WireError as error:
-            raise _invalid(str(error)) from None
+    def check_frame(self, request: Forward) -> None:
+        """Check what a frame says of its rows, before they come. Raises Refused, as `validate`."""
+        self._check_layer(request.layer)
+        if request.dtype is not self.dtype:
+            raise _invalid(f"x: expected dtype {wire.NAMES[self.dtype]}, got {wire.NAMES[request.dtype]}")
+        shapes = (request.num_tokens, request.hidden), (request.num_tokens, request.topk)
+        self._check_shapes(shapes[0], shapes[1], shapes[1])
 
-    def taken(self, shared: RequestRows) -> Tokens:
-        """Those tensors. x stays where it is, and its sender may change it; ids and weights are copied before they are
-        checked, to one of two places (`RoutingCopy`). Raises Refused."""
-        routing = shared.routing
-        routing.take()
-        if routing.count <= _FEW:
-            self._check_few(routing.id_values.tolist(), routing.weight_values.tolist())
-        else:
-            self._check_values(routing.ids, routing.weights)
-        return Tokens(shared.x, routing.ids, routing.weights)
+    def taken(self, slot: RequestSlot) -> Tokens:
+        """Rows that came with a checked frame. ids are copied: telemetry reads them when the slot may have other rows.
+        Raises Refused."""
+        self._check_values(slot.ids, slot.weights)
+        return Tokens(slot.x, slot.ids.clone(), slot.weights)
 
-    def _check_layer(self, request: expert_pb2.ForwardRequest) -> None:
-        if request.layer not in self.spec.moe_layers:
-            raise _invalid(f"layer: expected one of {_ranges(self.spec.moe_layers)}, got {request.layer}")
+    def _check_layer(self, layer: int) -> None:
+        if layer not in self.spec.moe_layers:
+            raise _invalid(f"layer: expected one of {_ranges(self.spec.moe_layers)}, got {layer}")
 
-    def _in_message(
-        self, request: expert_pb2.ForwardRequest, data: Mapping[str, memoryview]
-    ) -> tuple[torch.Tensor, ...]:
+    def _in_message(self, request: expert_pb2.ForwardRequest) -> tuple[torch.Tensor, ...]:
         wanted = {"x": (self.dtype,), "topk_ids": (torch.int32, torch.int64), "topk_weights": (torch.float32,)}
         x, ids, weights = (
-            wire.decode(getattr(request, name), name=name, dtypes=dtypes, ndim=2, data=data.get(name))
-            for name, dtypes in wanted.items()
+            wire.decode(getattr(request, name), name=name, dtypes=dtypes, ndim=2) for name, dtypes in wanted.items()
         )
         self._check_shapes(tuple(x.shape), tuple(ids.shape), tuple(weights.shape))
         return x, ids, weights
-
-    def _in_memory(self, request: expert_pb2.ForwardRequest, memory: RequestMemory) -> RequestRows:
-        _, rows = wire.check(request.x, name="x", dtypes=(self.dtype,), ndim=2)
-        _, ids = wire.check(request.topk_ids, name="topk_ids", dtypes=(torch.int32,), ndim=2)
-        _, weights = wire.check(request.topk_weights, name="topk_weights", dtypes=(torch.float32,), ndim=2)
-        self._check_shapes(rows, ids, weights)
-        hidden, topk = self.spec.hidden_size, self.spec.topk
-        if not rows[0] or Places.of(rows[0], hidden, topk, self.dtype.itemsize).num_bytes > memory.num_bytes:
-            raise _invalid(f"x: expected 1 to as many rows as {memory.num_bytes} bytes hold, got {rows[0]}")
-        return memory.rows(rows[0], hidden, topk, self.dtype)
 
     def _check_shapes(self, x: tuple[int, ...], ids: tuple[int, ...], weights: tuple[int, ...]) -> None:
         if x[1] != self.spec.hidden_size:

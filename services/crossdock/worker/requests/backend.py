@@ -1,4 +1,4 @@
-"""Where requests go, whichever way they come: a gRPC stream or a request buffer."""
+"""Where requests go, whichever way they come: frames or a gRPC stream."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ import grpc
 from crossdock.common.access import RateLimiter
 from crossdock.common.config import WorkerConfig
 from crossdock.common.tracing import RequestTrace, Tracer
-from crossdock.protocol.request_buffer import RequestRows
+from crossdock.protocol.frames import Forward
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker.requests.admission import RequestValidator, Tokens
 from crossdock.worker.requests.budget import Budget
+from crossdock.worker.requests.request_slots import RequestSlot
 from crossdock.worker.steps.engine import Engine
 from crossdock.worker.steps.work import Done, Failure, Refused, Work
 from crossdock.worker.telemetry.worker_telemetry import WorkerTelemetry
 
+Asked = expert_pb2.ForwardRequest | Forward
+"""A request, without its tensors."""
+
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Shared parts of all streams and request buffers."""
+    """Shared parts of all connections and streams."""
 
     config: WorkerConfig
     validator: RequestValidator
@@ -39,25 +43,25 @@ class Backend:
             limit = f"requests: expected at most {self.limiter.rate:g} a second of one client, got more"
             raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, limit))
 
-    def timeout_s(self, request: expert_pb2.ForwardRequest) -> float:
+    def timeout_s(self, request: Asked) -> float:
         """Deadline of a request: its own, or the configured one."""
         return request.timeout_ms * 1e-3 or self.config.request_timeout_s
 
     def work_of(
         self,
-        request: expert_pb2.ForwardRequest,
+        request: Asked,
         tokens: Tokens,
         client: Hashable,
         stream: Hashable,
         reply: Callable[[Done | Failure], None],
         trace: RequestTrace | None,
-        shared: RequestRows | None = None,
+        slot: RequestSlot | None = None,
     ) -> Work:
-        """A checked request that arrives now. shared: its answer goes there."""
+        """A checked request that arrives now. slot: its answer goes there."""
         now_ns, (x, ids, weights) = time.monotonic_ns(), tokens
         timeout_ms = request.timeout_ms
         deadline_ns = now_ns + (timeout_ms * 1_000_000 if timeout_ms else int(self.config.request_timeout_s * 1e9))
-        y, first_column = (None, None) if shared is None else (shared.y, shared.first_column)
+        y, first_column = (None, None) if slot is None else (slot.x, slot.first_column)
         return Work(
             client, request.layer, x, ids, weights, deadline_ns, now_ns, reply, stream,
             y=y, first_column=first_column, trace=trace, model=request.model,

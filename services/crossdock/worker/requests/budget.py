@@ -1,15 +1,19 @@
-"""Accounting of the bytes of requests and answers, per client and in total. Pure: no clock, no lock, no socket.
+"""Accounting of the bytes of requests and answers, per client and in total. No clock, no socket; any thread.
 
-All streams of a client share one account. Bytes count from a request's admission until its answer was written. Below
-`max_bytes_per_client` its streams are read; past that, and up to twice that, a stream that has nothing here may still
-bring one request, so that one stream of a client does not hold up the others. What is left of `max_bytes` stays for
-other clients.
+All streams of a client, of gRPC or of frames, share one account. Bytes count from a request's admission until its
+answer was written. Below `max_bytes_per_client` its streams are read; past that, and up to twice that, a stream that
+has nothing here may still bring one request, so that one stream of a client does not hold up the others. What is left
+of `max_bytes` stays for other clients.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+
+STALLED_S = 2.0
+"""Time blocked in a write after which a stream may be given up if its bytes are needed."""
 
 
 class BudgetExceeded(Exception):
@@ -21,7 +25,8 @@ class _Account:
     """One client: bytes of all its streams."""
 
     client: Hashable
-    quotas: list[StreamQuota] = field(default_factory=list)
+    quotas: dict[StreamQuota, None] = field(default_factory=dict)
+    waiting: dict[StreamQuota, int] = field(default_factory=dict)
     num_bytes: int = 0
 
 
@@ -39,26 +44,54 @@ class Budget:
     def __init__(self, max_bytes_per_client: int, max_bytes: int) -> None:
         self.max_bytes_per_client, self.max_bytes = max_bytes_per_client, max_bytes
         self._accounts: dict[Hashable, _Account] = {}
+        self._lock = threading.RLock()
         self.num_bytes = 0
 
-    def open(self, client: Hashable, on_room: Callable[[], None]) -> StreamQuota:
-        """The quota of a new stream of `client`; close it. `on_room` is called when there may be room again."""
-        account = self._accounts.setdefault(client, _Account(client))
-        quota = StreamQuota(self, account, on_room)
-        account.quotas.append(quota)
+    def open(
+        self,
+        client: Hashable,
+        on_room: Callable[[], None],
+        stalled_s: Callable[[], float] = lambda: 0.0,
+        give_up: Callable[[str], None] = lambda why: None,
+    ) -> StreamQuota:
+        """The quota of a new stream of `client`; close it.
+
+        Args:
+            client: whose stream it is.
+            on_room: called when there is room for what `wait` was told, by any thread.
+            stalled_s: how long the stream's current write has been blocked.
+            give_up: ends the stream, with the reason; any thread.
+        """
+        with self._lock:
+            account = self._accounts.setdefault(client, _Account(client))
+            quota = StreamQuota(self, account, on_room, stalled_s, give_up)
+            account.quotas[quota] = None
         return quota
 
-    def forget(self, client: Hashable) -> None:
-        """Remove the account of a client without streams."""
-        self._accounts.pop(client, None)
+    def make_room(self, refused: StreamQuota, *, of_client: bool) -> None:
+        """Give up another stream, the one blocked longest in a write, of the same client or of all."""
+        with self._lock:
+            accounts = [refused._account] if of_client else list(self._accounts.values())
+            others = [quota for account in accounts for quota in account.quotas if quota is not refused]
+        slowest = max(others, key=lambda quota: quota.stalled_s(), default=None)
+        if slowest is not None and slowest.stalled_s() > STALLED_S:
+            slowest.give_up("its bytes are needed")
 
 
 class StreamQuota:
     """Bytes of one stream in its client's account. Made by `Budget.open`."""
 
-    def __init__(self, budget: Budget, account: _Account, on_room: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        account: _Account,
+        on_room: Callable[[], None],
+        stalled_s: Callable[[], float],
+        give_up: Callable[[str], None],
+    ) -> None:
         self._budget, self._account, self._on_room = budget, account, on_room
-        self.num_bytes = 0
+        self.stalled_s, self.give_up = stalled_s, give_up
+        self.num_bytes, self._closed = 0, False
 
     @property
     def client(self) -> Hashable:
@@ -71,30 +104,58 @@ class StreamQuota:
         held, limit = self._account.num_bytes, self._budget.max_bytes_per_client
         return held < limit or (self.num_bytes == 0 and held + num_bytes <= 2 * limit)
 
+    def wait(self, num_bytes: int) -> None:
+        """Call `on_room` when there is room for a request of that size: streams of a client in the order in which they
+        began to wait."""
+        with self._budget._lock:
+            self._account.waiting.setdefault(self, num_bytes)
+
+    def stop_waiting(self) -> None:
+        """What it waited for is not wanted any more."""
+        with self._budget._lock:
+            self._account.waiting.pop(self, None)
+
     def charge(self, num_bytes: int) -> None:
         """Add `num_bytes`. Raises BudgetExceeded without charging anything."""
-        most, size = self._budget.max_bytes, self._budget.num_bytes + num_bytes
+        with self._budget._lock:
+            most, size = self._budget.max_bytes, self._budget.num_bytes + num_bytes
+            if size <= most:
+                self._add(num_bytes)
+        self._wake_next()
         if size > most:
             raise BudgetExceeded(
                 f"queue: expected at most {most} bytes waiting here, this request would make it {size}"
             )
-        self._add(num_bytes)
 
     def release(self, num_bytes: int) -> None:
-        """Release charged bytes."""
-        if num_bytes:
+        """Release charged bytes; ignored after `close`, which has done it."""
+        with self._budget._lock:
+            if not num_bytes or self._closed:
+                return
             self._add(-num_bytes)
-            for quota in self._account.quotas:
-                quota._on_room()
+        self._wake_next()
 
     def close(self) -> None:
         """Release everything: the stream has ended. Idempotent."""
-        if self not in self._account.quotas:
+        with self._budget._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._add(-self.num_bytes)
+            self._account.waiting.pop(self, None)
+            del self._account.quotas[self]
+            if not self._account.quotas:
+                self._budget._accounts.pop(self.client, None)
+        self._wake_next()
+
+    def _wake_next(self) -> None:
+        if not self._account.waiting:  # as a rule
             return
-        self.release(self.num_bytes)
-        self._account.quotas.remove(self)
-        if not self._account.quotas:
-            self._budget.forget(self.client)
+        with self._budget._lock:
+            waiting = self._account.waiting.items()
+            found = next((quota for quota, num_bytes in waiting if quota.has_room(num_bytes)), None)
+        if found is not None:
+            found._on_room()
 
     def _add(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes

@@ -1,127 +1,305 @@
-"""A worker's end of a request buffer whose client is on another host (request_connection.py of the protocol).
+"""A worker's end of a request connection (frames.py of the protocol).
 
-The message of a request is checked before its tensors are received, where a step reads them. What of an answer the
-socket does not take at once is sent by the thread that waits for sockets: a client that does not read keeps no step
-waiting. A request or an answer that is not whole within `request_timeout_s` ends the connection.
+It is read by one thread at a time (`request_sockets.py`), and answers by the thread that has the answer; what the
+socket does not take at once is sent when it can be written. A request is checked before its rows are received, where a
+step reads them, and is not read at all while its client's account is full. Rows of a refused one are dropped.
 """
 
 from __future__ import annotations
 
+import functools
+import select
+import socket
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
-from google.protobuf.message import DecodeError
+import grpc
 
-from crossdock.protocol.request_buffer import RequestMemory, RequestRows
-from crossdock.protocol.request_connection import Receiver, Sender
-from crossdock.protocol.v1 import expert_pb2
+from crossdock.common import log, rpc
+from crossdock.common.tracing import RequestTrace
+from crossdock.protocol import frames
+from crossdock.protocol.frames import Forward, Frame, FrameError, FrameKind, FrameSocket
+from crossdock.worker.requests.admission import REQUEST_BYTES
 from crossdock.worker.requests.backend import Backend
-from crossdock.worker.requests.served_buffer import Offer, ServedBuffer, end
+from crossdock.worker.requests.budget import BudgetExceeded
+from crossdock.worker.requests.request_slots import RequestSlot, RequestSlots
+from crossdock.worker.steps import request_trace
 from crossdock.worker.steps.request_sockets import RequestSockets
-from crossdock.worker.steps.work import Refused
+from crossdock.worker.steps.work import Done, Failure, Refused, Work
 
+_log = log.get(__name__)
+
+MAX_IN_FLIGHT = 32
+"""Requests of one connection whose answer has not left."""
+_MANY = 64
+"""Frames that are read before other connections have their turn."""
+_GONE = Failure(grpc.StatusCode.CANCELLED, "the client hung up")
+_MOST_OTHERS = 1000
+"""Frames a second of one connection that are no requests."""
 _NEVER = float("inf")
-_MANY = 16
-"""Messages that no client sends at once: it waits for each answer."""
 
 
-class ServedConnection(ServedBuffer):
-    """One client's connection. Arguments as ServedBuffer; request_sockets: that read it."""
+class _Coming(NamedTuple):
+    """A request whose rows are being received; without a slot, they are dropped."""
+
+    request: Forward
+    slot: RequestSlot | None
+    num_bytes: int
+    received_ns: int
+    trace: RequestTrace | None
+
+
+class ServedConnection:
+    """One client's connection.
+
+    Args:
+        backend: where requests go.
+        slots: memory of their rows.
+        sockets: which read this.
+        client: whose it is; its connections share one account.
+        line: carries the frames; it was welcomed.
+        drop: called once when it has ended.
+    """
 
     def __init__(
         self,
         backend: Backend,
-        offer: Offer,
-        memory: RequestMemory,
-        drop: Callable[[ServedBuffer], None],
-        request_sockets: RequestSockets,
+        slots: RequestSlots,
+        sockets: RequestSockets,
+        client: Hashable,
+        line: FrameSocket,
+        drop: Callable[[ServedConnection], None],
     ) -> None:
-        super().__init__(backend, offer, memory, drop)
-        self._sender, self._receiver = Sender(self.sock), Receiver(self.sock)
-        self._request_sockets = request_sockets
-        self._asked: expert_pb2.ForwardRequest | None = None
-        self._is_full = False
-        self._read_until = self._sent_until = _NEVER
+        self.client, self.line = client, line
+        self.opened_at = self.used_at = time.monotonic()
+        self._backend, self._slots, self._sockets, self._drop = backend, slots, sockets, drop
+        self._quota = backend.budget.open(client, self._on_room, self.stalled_s, self.give_up)
+        self._works: dict[int, Work] = {}
+        self._coming: _Coming | None = None
+        self._waiting: Frame | None = None
+        self._lock, self._watched, self._closed = threading.Lock(), (True, False), False
+        self._until, self._num_leaving, self._others = _NEVER, 0, (0.0, 0)
+        self.was_sent_away = False
 
     @property
-    def is_sending(self) -> bool:
-        """Whether a part of an answer is not sent yet."""
-        return self._sender.pending
+    def is_idle(self) -> bool:
+        """Whether no request is here and no answer waits."""
+        return not (self._works or self._coming or self._waiting or self.line.is_sending)
+
+    def stalled_s(self) -> float:
+        """How long the client has taken nothing of what waits for it."""
+        return time.monotonic() - self.line.moved_at if self.line.is_sending else 0.0
+
+    def read(self) -> None:
+        """The socket has something, can be written, is at its end, or there is room again."""
+        if self._closed:
+            return
+        try:
+            self.line.push()
+            if self._waiting is not None and _is_hung_up(self.line.sock):
+                raise EOFError
+            self._read()
+            self._watch()
+            return
+        except FrameError as error:
+            _log.seldom("request connection ended: not our protocol", why=str(error), client=self.client)
+        except (EOFError, OSError):
+            pass
+        except Exception:  # the client would wait for an answer
+            _log.seldom("request connection ended; this is a bug", traceback=traceback.format_exc().strip())
+        self._close()
 
     def expire(self, now: float) -> None:
-        """Also end the connection if its other end takes too long."""
-        super().expire(now)
-        if now > min(self._read_until, self._sent_until):
-            end(self.sock)
+        """Answer requests that are past their deadline, and end the connection if its other end takes too long; any
+        thread. now: monotonic seconds."""
+        late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline: not served in time")
+        for work in [work for work in tuple(self._works.values()) if work.deadline_ns <= now * 1e9]:
+            self._backend.engine.withdraw(work, late)
+        limit = self._backend.config.request_timeout_s
+        if now > self._until:
+            self.end()
+        elif self.stalled_s() > limit:
+            self.give_up(f"an answer was not taken within {limit:g} s")
+        elif self._waiting is not None:
+            self._backend.budget.make_room(self._quota, of_client=True)
+            if not self._num_leaving:  # its own questions are not read now
+                self._send([frames.plain(FrameKind.PONG)])
 
-    def _receive(self) -> None:
-        if self._is_full and not self._push():
-            return
-        for _ in range(_MANY):
-            if self._asked is None and not self._next():
-                break
-            if not self._receiver.fill():
-                break
-            request, self._asked = self._asked, None
-            if request is not None:
-                self._serve(request)
-            if not self._receiver.has_more:
-                break
-        else:  # or else it could keep this thread, which may be that of the steps
-            raise DecodeError(f"message: expected fewer than {_MANY} at once")
-        if self._asked is None and not self._receiver.has_more:
-            self._read_until = _NEVER
-        elif self._read_until == _NEVER:
-            self._read_until = self._deadline()
+    def give_up(self, why: str) -> None:
+        """End a connection whose client does not read its answers."""
+        if not self._closed:
+            self._backend.telemetry.dropped_stream()
+            _log.debug("request connection given up: its answers are not read", client=self.client, why=why)
+            self.end()
 
-    def _next(self) -> bool:
-        """Whether there is another message. Raises EOFError, DecodeError."""
-        packet = self._receiver.message()
-        if packet is None:
-            return False
-        request = self._parsed(packet)
-        if request.cancel:
-            self._receiver.begin()
-            self._cancel()
-            return True
-        if self._work is not None:
-            raise DecodeError("id: expected no request before the last one is answered")
-        try:
-            self._receiver.begin(self._rows_of(request).sent)
-        except Refused as refused:  # how many bytes follow is not known
-            self._refused(request.id, refused.failure)
-            raise EOFError from None
-        self._asked = request
-        return True
+    def go_away(self) -> None:
+        """Ask the client to send no more here."""
+        self.was_sent_away = True
+        self._send([frames.plain(FrameKind.GOAWAY)])
 
-    def _send_packet(self, packet: bytes, rows: RequestRows | None = None) -> None:
-        with self._sending:
-            if self._closed or self._sender.pending:  # a client that does not wait for answers
-                end(self.sock)
-                return
-            try:
-                if not self._sender.start(packet, () if rows is None else (rows.answered,)):
-                    self._is_full, self._sent_until = True, self._deadline()
-                    self._request_sockets.watch(self.sock, writable=True)
-            except OSError:
-                self._sender.drop()
-                end(self.sock)
+    def welcome(self, frame: bytes) -> None:
+        """Greet the client."""
+        self._send([frame])
 
-    def _push(self) -> bool:
-        """Whether the answer is sent now. Raises EOFError."""
-        with self._sending:
-            try:
-                if not self._sender.push():
-                    return False
-            except OSError as error:
-                raise EOFError from error
-            self._is_full, self._sent_until = False, _NEVER
-            self._request_sockets.watch(self.sock, writable=False)
-            return True
+    def end(self) -> None:
+        """Let the reading thread see the end of it."""
+        self.line.shut_down()
 
     def _close(self) -> None:
-        super()._close()
-        self._sender.drop()
+        with self._lock:  # no other thread sends from now on
+            if self._closed:
+                return
+            self._closed = True
+        self._drop(self)
+        for work in tuple(self._works.values()):
+            self._backend.engine.withdraw(work, _GONE)
+        self._quota.close()
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self._backend.config.request_timeout_s
+    def _watch(self) -> None:
+        """Have this read when there is something to do."""
+        with self._lock:
+            wanted = self._waiting is None, self.line.is_sending
+            if wanted != self._watched and not self._closed:
+                self._watched = wanted
+                self._sockets.watch(self.line.sock, readable=wanted[0], writable=wanted[1])
+
+    def _on_room(self) -> None:
+        self._sockets.again(self.read)
+
+    def _read(self) -> None:
+        for _ in range(_MANY):
+            if self._coming is not None:
+                if not self.line.fill():
+                    return
+                coming, self._coming, self._until = self._coming, None, _NEVER
+                if coming.slot is not None:
+                    self._serve(coming, coming.slot)
+            frame, self._waiting = self._waiting or self.line.next(), None
+            if frame is None or not self._take(frame):
+                return
+        self._sockets.again(self.read)
+
+    def _take(self, frame: Frame) -> bool:
+        """Whether a frame was dealt with; else it waits for room. Raises FrameError."""
+        self.used_at = now = time.monotonic()
+        if frame.kind == FrameKind.FORWARD:
+            return self._forward(frame)
+        since, count = self._others
+        self._others = (since, count + 1) if now - since < 1 else (now, 1)
+        if self._others[1] > _MOST_OTHERS or self._num_leaving > _MANY:
+            raise FrameError("frames: expected fewer that are no requests, and a client that reads its answers")
+        if frame.kind == FrameKind.CANCEL:
+            if (work := self._works.get(frame.id)) is not None:
+                cancelled = Failure(grpc.StatusCode.CANCELLED, "cancelled by the client")
+                self._backend.engine.withdraw(work, cancelled)
+        elif frame.kind == FrameKind.PING:
+            self._send([frames.plain(FrameKind.PONG, frame.id)])
+        else:
+            raise FrameError(f"kind: expected one of a client, got {frame.kind}")
+        return True
+
+    def _forward(self, frame: Frame) -> bool:
+        """A request whose rows are to come. False: there is no room for them yet."""
+        request, backend, received_ns = frames.forward_of(frame), self._backend, time.monotonic_ns()
+        if len(self._works) + self._num_leaving >= MAX_IN_FLIGHT:
+            raise FrameError(f"forward: expected at most {MAX_IN_FLIGHT} requests in flight")
+        num_bytes, slot = REQUEST_BYTES + frame.num_rows_bytes, None
+        if not self._quota.has_room(num_bytes):
+            self._waiting = frame
+            self._quota.wait(num_bytes)
+            if not self._quota.has_room(num_bytes):  # none was made in between
+                return False
+            self._waiting = None
+        self._quota.stop_waiting()
+        trace = request_trace.begin(backend.tracer, request, None, received_ns)
+        try:
+            backend.check_rate(self.client)
+            backend.engine.expect()  # not before: it wakes all ranks
+            if request.id in self._works:
+                raise Refused(Failure(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight here"))
+            backend.validator.check_frame(request)
+            self._charge(num_bytes)
+            slot = self._slots.take(request.num_tokens)
+        except Refused as refused:
+            self._refuse(request, refused.failure, trace)
+        self.line.rows_into(None if slot is None else slot.sent)
+        self._coming = _Coming(request, slot, num_bytes, received_ns, trace)
+        self._until = time.monotonic() + backend.config.request_timeout_s
+        return True
+
+    def _charge(self, num_bytes: int) -> None:
+        """Raises Refused."""
+        try:
+            self._quota.charge(num_bytes)
+        except BudgetExceeded as error:
+            self._backend.budget.make_room(self._quota, of_client=False)
+            raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))) from None
+
+    def _serve(self, coming: _Coming, slot: RequestSlot) -> None:
+        """A request whose rows are here."""
+        request, _, num_bytes, received_ns, trace = coming
+        backend, reply = self._backend, functools.partial(self._reply, request.id, slot, num_bytes)
+        work: Work | None = None
+        try:
+            tokens = backend.validator.taken(slot)
+            self._works[request.id] = work = backend.work_of(request, tokens, self.client, self, reply, trace, slot)
+            request_trace.admitted(work, received_ns)
+            backend.engine.submit(work)
+        except Refused as refused:
+            if work is not None and self._works.pop(request.id, None) is None:
+                return  # answered meanwhile: it was late
+            self._slots.give_back(slot)
+            self._quota.release(num_bytes)
+            self._refuse(request, refused.failure, trace)
+
+    def _refuse(self, request: Forward, failure: Failure, trace: RequestTrace | None) -> None:
+        self._send([_error(request.id, failure)])
+        self._backend.telemetry.answered(failure.code, 0, 0.0, trace=trace, why=failure.message)
+
+    def _reply(self, number: int, slot: RequestSlot, num_bytes: int, answer: Done | Failure) -> None:
+        """Any thread. After a failure a step may still read and write the slot, so no other request gets it."""
+        work = self._works.pop(number)
+        if isinstance(answer, Done):
+            tokens, hidden = work.x.shape
+            about = frames.Answer(*answer.timing, tokens, hidden, work.x.dtype, answer.model)
+            self._send([frames.answer(number, about), slot.answered], slot, num_bytes)
+        else:
+            self._send([_error(number, answer)])
+            self._quota.release(num_bytes)
+        code, why = (grpc.StatusCode.OK, "") if isinstance(answer, Done) else (answer.code, answer.message)
+        queue_s = answer.timing.queue_ns * 1e-9 if isinstance(answer, Done) else 0.0
+        seconds = (time.monotonic_ns() - work.arrived_ns) * 1e-9
+        self._backend.telemetry.answered(code, work.num_tokens, seconds, queue_s, work.trace, why)
+
+    def _send(self, parts: list[bytes | memoryview], slot: RequestSlot | None = None, num_bytes: int = 0) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._num_leaving += 1
+        try:
+            if not self.line.send(parts, functools.partial(self._left, slot, num_bytes)):
+                self._watch()
+        except OSError:
+            self.end()
+
+    def _left(self, slot: RequestSlot | None, num_bytes: int) -> None:
+        """A frame has left."""
+        with self._lock:
+            self._num_leaving -= 1
+        if slot is not None:
+            self._slots.give_back(slot)
+        self._quota.release(num_bytes)
+
+
+def _is_hung_up(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def _error(number: int, failure: Failure) -> bytes:
+    about = frames.Error(rpc.code_number(failure.code), failure.epoch, failure.lost_ranks, failure.message)
+    return frames.error(number, about)

@@ -1,4 +1,5 @@
-"""ExpertService over gRPC: streams of requests become `Work` for the engine; answers are sent in any order.
+"""ExpertService over gRPC, for any client: streams of requests become `Work` for the engine; answers are sent in any
+order. Ours sends frames (request_server.py).
 
 An invalid request is answered in the stream (`Error` with a grpc status code) and the stream stays open; only invalid
 bytes or a message over the size limit end it.
@@ -6,12 +7,11 @@ bytes or a message over the size limit end it.
 A client is the names in its certificate, or else its host: all its streams share one account (budget.py). A stream is
 read while its client has less than `max_queued_bytes_per_client` here; then one more request is read and kept in hand,
 and the client feels gRPC's flow control (cancel messages behind that one wait too, but deadlines and hanging up work at
-once). Where more streams of one host want to be read than may be at once, they take turns (call_limits.py). Past
-`max_queued_bytes` of all clients together, requests are refused with RESOURCE_EXHAUSTED.
+once). Past `max_queued_bytes` of all clients together, requests are refused with RESOURCE_EXHAUSTED.
 
 Bytes count until the answer was written, that is until flow control let all of it go. A stream whose client takes no
 answer for `request_timeout_s` is given up: all but the answer that is being written is dropped. Where a request waits
-or is refused for want of room, the stream that has waited longest to write is given up after `_STALLED_S`.
+or is refused for want of room, the one that has waited longest to write is given up after `STALLED_S`.
 """
 # ruff: noqa: N802  (the methods of a servicer are named in expert.proto)
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass
@@ -30,26 +31,23 @@ from crossdock.common import log, rpc
 from crossdock.common.access import CALL_PERMITS, CALLER, host_of
 from crossdock.common.tasks import call_in_loop
 from crossdock.common.tracing import RequestTrace, TraceContext, context_of_call
-from crossdock.protocol import tensor_messages
+from crossdock.protocol import wire
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker.requests.admission import REQUEST_BYTES, Tokens
 from crossdock.worker.requests.answers import response_of
 from crossdock.worker.requests.backend import Backend
-from crossdock.worker.requests.budget import BudgetExceeded
-from crossdock.worker.requests.buffer_server import RequestBuffers
+from crossdock.worker.requests.budget import STALLED_S, BudgetExceeded
+from crossdock.worker.requests.request_server import RequestServer
 from crossdock.worker.steps import request_trace
 from crossdock.worker.steps.work import Done, Failure, Refused, Work
 from crossdock.worker.telemetry.operations import trace_of
 
-Request = tensor_messages.Received[expert_pb2.ForwardRequest]
 SERVICE_NAME = expert_pb2.DESCRIPTOR.services_by_name["ExpertService"].full_name
 
 _log = log.get(__name__)
 
 _MAX_UNREAD = 1024
 """Unread answers of a client before its stream is no longer read; errors cost no bytes of the budget."""
-_STALLED_S = 2.0
-"""Time blocked in a write after which a stream may be closed if its bytes are needed."""
 
 
 class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
@@ -57,6 +55,7 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
 
     Args:
         backend: where requests go.
+        requests: request connections of this worker.
         describe: returns the answer to Describe.
         drain: serves queued requests and leaves the group.
     """
@@ -64,12 +63,13 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
     def __init__(
         self,
         backend: Backend,
+        requests: RequestServer,
         describe: Callable[[], expert_pb2.DescribeResponse],
         drain: Callable[[], Awaitable[None]],
     ) -> None:
         self._backend, self._describe, self._drain = backend, describe, drain
         self._streams: set[_Stream] = set()
-        self.buffers = RequestBuffers(backend)
+        self.requests = requests
         self._none_left = asyncio.Event()
         self._ended: rpc.CallError | None = None
 
@@ -87,16 +87,17 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         """End every stream with `error` once its client has taken the answers that are there already. Returns when no
         stream is left, or after `timeout_s`; a stream that comes later ends at once."""
         self._ended = error
-        self.buffers.close()
         for stream in self._streams:
             stream.end(error)
+        until = time.monotonic() + timeout_s
+        await self.requests.end(timeout_s)
         if self._streams:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._none_left.wait(), timeout_s)
+                await asyncio.wait_for(self._none_left.wait(), max(0.0, until - time.monotonic()))
 
     async def Describe(self, request: expert_pb2.DescribeRequest, context: Any) -> expert_pb2.DescribeResponse:
         """The served model and the state of the group."""
-        return self._describe()
+        return self.requests.describe(self._describe())
 
     async def Drain(self, request: expert_pb2.DrainRequest, context: Any) -> expert_pb2.DrainResponse:
         """Answered when the queue is empty and the group was left; the process ends then."""
@@ -110,15 +111,17 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
             raise rpc.FailedPrecondition("trace: this worker has no rank yet")
         return trace_of(self._backend.telemetry.recent(), request, state.rank, state.epoch)
 
-    async def Forward(self, requests: AsyncIterator[Request], context: Any) -> AsyncIterator[bytes]:
+    async def Forward(
+        self, requests: AsyncIterator[expert_pb2.ForwardRequest], context: Any
+    ) -> AsyncIterator[expert_pb2.ForwardResponse]:
         """Many requests in flight, answered in any order: ForwardResponse messages."""
         if self._ended is not None:
             raise self._ended
         parent = context_of_call(context) if self._backend.tracer is not None else None
-        stream = _Stream(self._backend, _client_of(context), self._make_room, parent)
+        stream = _Stream(self._backend, _client_of(context), parent)
         self._streams.add(stream)
         if (permits := CALL_PERMITS.get(None)) is not None:
-            permits.on_loss(stream.end_turn, stream.lose)
+            permits.on_loss(stream.lose)
         stream.reader = asyncio.create_task(stream.read(requests))
         try:
             async for response in stream.answers():
@@ -130,27 +133,6 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
             self._streams.discard(stream)
             if self._ended is not None and not self._streams:
                 self._none_left.set()
-
-    Forward.parse = staticmethod(tensor_messages.request_of)  # type: ignore[attr-defined]  # see interceptor.py
-
-    async def OpenBuffer(
-        self, request: expert_pb2.OpenBufferRequest, context: Any
-    ) -> AsyncIterator[expert_pb2.OpenBufferResponse]:
-        """A request buffer for a client of this host, until either end closes it."""
-        permits = CALL_PERMITS.get(None)
-        progress = permits.progress if permits is not None else lambda: None
-        async with self.buffers.offered(_client_of(context), request, progress) as (offer, ended):
-            yield offer
-            await ended.wait()
-
-    def _make_room(self, refused: _Stream, *, of_client: bool) -> None:
-        """Close another stream, the one blocked longest in a write, of the same client or of all."""
-        streams = [
-            each for each in self._streams if each is not refused and (each.client == refused.client or not of_client)
-        ]
-        slowest = max(streams, key=_Stream.stalled_s, default=None)
-        if slowest is not None and slowest.stalled_s() > _STALLED_S:
-            slowest.give_up("its bytes are needed")
 
 
 @dataclass(slots=True)
@@ -171,38 +153,39 @@ class _Answer:
     num_bytes: int = 0
 
 
-_TURN_OVER = expert_pb2.ForwardResponse(turn_over=True).SerializeToString()
-
-
 class _Stream:
     """One client's stream. Lives on the event loop; only `reply` callbacks come from the engine's thread."""
 
-    def __init__(
-        self, backend: Backend, client: Hashable, make_room: Callable[..., None], parent: TraceContext | None = None
-    ) -> None:
-        self._backend, self._make_room, self._parent = backend, make_room, parent
+    def __init__(self, backend: Backend, client: Hashable, parent: TraceContext | None = None) -> None:
+        self._backend, self._parent = backend, parent
         self._loop = asyncio.get_running_loop()
         self.reader: asyncio.Task[None] | None = None
         self._pending: dict[int, _Pending] = {}
-        self._events: asyncio.Queue[_Answer | rpc.CallError | bytes | None] = asyncio.Queue()
+        self._events: asyncio.Queue[_Answer | rpc.CallError | None] = asyncio.Queue()
         self._room = asyncio.Event()
-        self.client, self._quota = client, backend.budget.open(client, self._room.set)
+        in_loop = functools.partial(call_in_loop, self._loop)
+        self._quota = backend.budget.open(
+            client, lambda: in_loop(self._room.set), self.stalled_s, lambda why: in_loop(self.give_up, why)
+        )
+        self.client = client
         self._read_all = self._given_up = False
         self._writing_since: float | None = None
         self._writing_bytes = 0
         self._alarm: asyncio.TimerHandle | None = None
 
-    async def read(self, requests: AsyncIterator[Request]) -> None:
+    async def read(self, requests: AsyncIterator[expert_pb2.ForwardRequest]) -> None:
         """Read requests until the client has no more. Invalid bytes end the stream."""
-        request: Request | None = None
+        request: expert_pb2.ForwardRequest | None = None
         try:
             async for request in requests:
-                while not (request.message.cancel or self._has_room(request)):
-                    self._make_room(self, of_client=True)
+                while not (request.cancel or self._has_room(request)):
+                    self._backend.budget.make_room(self._quota, of_client=True)
                     self._room.clear()
+                    self._quota.wait(_num_bytes(request))
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_STALLED_S):  # wait_for can lose the end of this task
+                        async with asyncio.timeout(STALLED_S):  # wait_for can lose the end of this task
                             await self._room.wait()
+                self._quota.stop_waiting()
                 self._take(request)
                 request = None  # noqa: PLW2901  (the next one may take long)
         except Exception as error:
@@ -213,16 +196,14 @@ class _Stream:
         self._read_all = True
         self._events.put_nowait(None)
 
-    async def answers(self) -> AsyncIterator[bytes]:
+    async def answers(self) -> AsyncIterator[expert_pb2.ForwardResponse]:
         """Answers as they come, until the client has sent everything and has every answer. Each is requested
         after the previous one was written."""
         while not (self._read_all and not self._pending and self._events.empty()):
             event = await self._events.get()
             if isinstance(event, rpc.CallError):
                 raise event
-            if isinstance(event, bytes):
-                yield event
-            elif event is not None:
+            if event is not None:
                 message, num_bytes = _message(event), event.num_bytes
                 del event  # keep one copy only while the client reads
                 self._writing_since, self._writing_bytes = self._loop.time(), num_bytes
@@ -276,10 +257,6 @@ class _Stream:
         self._events.put_nowait(error)
         self._quota.release(self._quota.num_bytes - self._writing_bytes)
 
-    def end_turn(self) -> None:
-        """Ask the client to end the stream: others of its host wait to be read."""
-        self._events.put_nowait(_TURN_OVER)
-
     def end(self, error: rpc.CallError) -> None:
         """Raise `error` from `answers`, after the answers that are ready."""
         self._events.put_nowait(error)
@@ -298,8 +275,7 @@ class _Stream:
             self._backend.engine.withdraw(each.work, Failure(grpc.StatusCode.CANCELLED, why))
             self._backend.telemetry.answered(grpc.StatusCode.CANCELLED, 0, 0.0, trace=each.work.trace, why=why)
 
-    def _take(self, received: Request) -> None:
-        request = received.message
+    def _take(self, request: expert_pb2.ForwardRequest) -> None:
         if request.cancel:
             self._withdraw(request.id, Failure(grpc.StatusCode.CANCELLED, "cancelled by the client"))
             return
@@ -310,7 +286,7 @@ class _Stream:
             self._backend.engine.expect()  # not before: it wakes all ranks
             if request.id in self._pending:
                 raise _refused(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
-            tokens = self._backend.validator.validate(request, received.data)
+            tokens = self._backend.validator.validate(request)
             self._submit(request, tokens, received_ns, trace)
         except Refused as refused:
             code, why = refused.failure.code, refused.failure.message
@@ -332,7 +308,7 @@ class _Stream:
         try:
             self._quota.charge(num_bytes)
         except BudgetExceeded as error:
-            self._make_room(self, of_client=False)
+            backend.budget.make_room(self._quota, of_client=False)
             raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
         late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, f"deadline: not served within {timeout_s:g} s")
         timer = self._loop.call_later(timeout_s, self._withdraw, request_id, late)
@@ -371,13 +347,20 @@ class _Stream:
         count = self._backend.telemetry.answered  # once the answer was written
         self._loop.call_soon(count, code, pending.work.num_tokens, seconds, queue_s, trace, why)
 
-    def _has_room(self, request: Request) -> bool:
-        return self._events.qsize() < _MAX_UNREAD and self._quota.has_room(2 * request.num_bytes + REQUEST_BYTES)
+    def _has_room(self, request: expert_pb2.ForwardRequest) -> bool:
+        return self._events.qsize() < _MAX_UNREAD and self._quota.has_room(_num_bytes(request))
 
 
-def _message(event: _Answer) -> bytes:
-    rows = {"y": event.answer.y} if isinstance(event.answer, Done) else {}
-    return tensor_messages.packed(response_of(event.request_id, event.answer), rows)
+def _num_bytes(request: expert_pb2.ForwardRequest) -> int:
+    """What it will count, about."""
+    return 2 * request.ByteSize() + REQUEST_BYTES
+
+
+def _message(event: _Answer) -> expert_pb2.ForwardResponse:
+    message = response_of(event.request_id, event.answer)
+    if isinstance(event.answer, Done):
+        message.y.CopyFrom(wire.encode(event.answer.y))
+    return message
 
 
 def _refused(code: grpc.StatusCode, message: str) -> Refused:

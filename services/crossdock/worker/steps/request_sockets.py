@@ -8,10 +8,13 @@ this object finds it readable, and reads them.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import threading
 import traceback
+import weakref
+from collections import deque
 from collections.abc import Callable
 
 from crossdock.common import log
@@ -30,6 +33,10 @@ class RequestSockets:
         self._outer.register(self._sockets, select.EPOLLIN)
         self._armed, self._reading = True, threading.Lock()
         self._readers: dict[int, Callable[[], None]] = {}
+        self._again, self._alarm = deque[Callable[[], None]](), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._sockets.register(self._alarm, select.EPOLLIN)
+        self._readers[self._alarm] = self._hear
+        weakref.finalize(self, os.close, self._alarm)
 
     def fileno(self) -> int:
         """For selectors."""
@@ -44,10 +51,16 @@ class RequestSockets:
         self._readers[sock.fileno()] = read
         self._sockets.register(sock, select.EPOLLIN)
 
-    def watch(self, sock: socket.socket, *, writable: bool) -> None:
-        """Call `read` when `sock` can be written, or again when it has something to read."""
+    def watch(self, sock: socket.socket, *, readable: bool, writable: bool) -> None:
+        """Call `read` when `sock` has something to read, or can be written; at its end in any case."""
+        events = select.EPOLLIN * readable | select.EPOLLOUT * writable | select.EPOLLRDHUP
         with contextlib.suppress(OSError):
-            self._sockets.modify(sock, select.EPOLLOUT if writable else select.EPOLLIN)
+            self._sockets.modify(sock, events)
+
+    def again(self, read: Callable[[], None]) -> None:
+        """Call `read` in the next poll, which is due: there is more for it than its socket says."""
+        self._again.append(read)
+        os.eventfd_write(self._alarm, 1)
 
     def remove(self, sock: socket.socket) -> None:
         """Before the socket is closed."""
@@ -60,15 +73,23 @@ class RequestSockets:
         if not self._readers or not self._reading.acquire(blocking=wait):
             return
         try:
+            for _ in range(len(self._again)):
+                self._call(self._again.popleft())
             for number, _ in self._sockets.poll(0, _MANY):
-                read = self._readers.get(number)
-                try:
-                    if read is not None:
-                        read()
-                except Exception:  # one socket must not end the others
-                    _log.seldom("a request socket failed", traceback=traceback.format_exc().strip())
+                self._call(self._readers.get(number))
         finally:
             self._reading.release()
+
+    def _call(self, read: Callable[[], None] | None) -> None:
+        try:
+            if read is not None:
+                read()
+        except Exception:  # one socket must not end the others
+            _log.seldom("a request socket failed", traceback=traceback.format_exc().strip())
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._alarm)
 
     def poll_selected(self) -> None:
         """As `poll`, by the thread that has found this object readable."""

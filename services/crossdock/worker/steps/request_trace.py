@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from crossdock.common.tracing import PendingSpan, RequestTrace, TraceContext, Tracer, parse_traceparent
+from crossdock.protocol.frames import Forward
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker.steps.stepper import Batch
 from crossdock.worker.steps.work import Work
@@ -12,7 +13,7 @@ _CALL = {"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": "Forward"}
 
 
 def begin(
-    tracer: Tracer | None, request: expert_pb2.ForwardRequest, parent: TraceContext | None, received_ns: int
+    tracer: Tracer | None, request: expert_pb2.ForwardRequest | Forward, parent: TraceContext | None, received_ns: int
 ) -> RequestTrace | None:
     """The trace of a request not yet checked. `parent`: that of its stream, for a request without its own."""
     if tracer is None:

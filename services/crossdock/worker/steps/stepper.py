@@ -191,8 +191,7 @@ class Stepper:
                 exemplar = piece.work.trace.exemplar
         if max_tokens not in self._wire_bytes:
             self._wire_bytes[max_tokens] = self._comm.wire_bytes(max_tokens)
-        ids = list(map(torch.clone, batch.topk_ids))  # those of a request buffer last until its next answer
-        counts = num_tokens, batch.rows_per_expert.clone(), ids, self._count_remote_rows
+        counts = num_tokens, batch.rows_per_expert.clone(), batch.topk_ids, self._count_remote_rows
         return StepRecord(*counts, *batch.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
 
     def _output(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:

@@ -1,0 +1,192 @@
+"""A listening socket of request connections: each has a deadline to say who it is, by TLS and HELLO, before anything
+of it is kept; few at a time have not."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import selectors
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from crossdock.common import descriptors, log, rpc
+from crossdock.common.access import CallAuthorizer, host_of
+from crossdock.common.call_errors import CallError, Unimplemented
+from crossdock.common.security import Security
+from crossdock.protocol import frames
+from crossdock.protocol.frames import FrameError, FrameSocket
+
+MAX_STRANGERS = 64
+"""Connections that have not said who they are, fewer where descriptors are; above it the oldest is closed."""
+GREETING_S = 5.0
+"""Time for it."""
+METHOD = "/crossdock.v1.ExpertService/Forward"
+"""The call whose rules hold for frames."""
+
+_log = log.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherEnd:
+    """The other end, as the authorizer asks a gRPC call about it."""
+
+    address: str
+    certificate: Mapping[str, tuple[bytes, ...]]
+    token: str = ""
+
+    def peer(self) -> str:
+        """Host and port."""
+        return self.address
+
+    def auth_context(self) -> Mapping[str, tuple[bytes, ...]]:
+        """Names in its certificate, by kind."""
+        return self.certificate
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """Its token."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+
+@dataclass(slots=True, eq=False)
+class _Stranger:
+    """A connection that has not said who it is, and until when it may."""
+
+    line: FrameSocket
+    until: float
+    is_secure: bool
+
+
+class Greeter:
+    """One listening socket. Everything is called by the thread that selects.
+
+    Args:
+        sock: listens, and does not block.
+        selector: of that thread.
+        security: TLS and tokens of this worker; None: plain text.
+        authorizer: of its callers; None: all are welcome.
+        welcome: called with a client (the names in its certificate, or its host) and its connection, which is its own
+            from then on. Raises CallError.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        selector: selectors.BaseSelector,
+        security: Security | None,
+        authorizer: CallAuthorizer | None,
+        welcome: Callable[[object, FrameSocket], None],
+    ) -> None:
+        self._sock, self._selector, self._security = sock, selector, security
+        self._authorizer, self._welcome = authorizer, welcome
+        self._strangers: dict[_Stranger, None] = {}
+        self._accepts = False
+        self.expire(0.0)
+
+    def expire(self, now: float) -> None:
+        """Close connections that are past their deadline, and accept more again."""
+        if not self._accepts:
+            self._accepts = True
+            self._selector.register(self._sock, selectors.EVENT_READ, self._accept)
+        for stranger in [each for each in self._strangers if now > each.until]:
+            self._drop(stranger).sock.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except OSError:  # no descriptor is free, for instance: the connection waits, and nobody else does
+            self._accepts = False
+            self._selector.unregister(self._sock)
+            return
+        sock.setblocking(False)
+        if len(self._strangers) >= descriptors.share(MAX_STRANGERS, descriptors.STRANGERS):
+            self._drop(next(iter(self._strangers))).sock.close()
+        context = self._security.request_server() if self._security is not None else None
+        try:
+            frames.prepare(sock)
+            if context is not None:
+                sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        except OSError:  # it is gone again
+            sock.close()
+            return
+        stranger = _Stranger(FrameSocket(sock, 0), time.monotonic() + GREETING_S, context is None)
+        self._strangers[stranger] = None
+        self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._read, stranger))
+
+    def _read(self, stranger: _Stranger) -> None:
+        """The handshake of TLS, and HELLO, in one piece or several."""
+        if stranger not in self._strangers:  # it was closed for another since it was selected
+            return
+        try:
+            if not self._is_secure(stranger):
+                return
+            frame = stranger.line.next()
+            if frame is None:
+                return
+            version, token = frames.hello_of(frame)
+        except (EOFError, OSError, FrameError) as error:
+            _log.debug("no request connection", why=str(error))
+            self._drop(stranger).sock.close()
+            return
+        line = self._drop(stranger)
+        try:
+            if version != frames.VERSION:
+                raise Unimplemented(f"version: expected {frames.VERSION}, got {version}")
+            self._welcome(self._client_of(line.sock, token), line)
+        except CallError as error:
+            about = frames.Error(rpc.code_number(error.code), 0, (), str(error))
+            with contextlib.suppress(OSError):
+                line.send([frames.error(0, about)])
+            line.sock.close()
+        except OSError:  # it is gone
+            line.sock.close()
+
+    def _is_secure(self, stranger: _Stranger) -> bool:
+        """Whether TLS is done. Raises OSError."""
+        sock = stranger.line.sock
+        if not stranger.is_secure:
+            assert isinstance(sock, ssl.SSLSocket)
+            try:
+                sock.do_handshake()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):  # what it writes is less than any socket's buffer
+                return False
+            stranger.is_secure = True
+        return True
+
+    def _client_of(self, sock: socket.socket, token: str) -> object:
+        """Whose connection it is. Raises CallError."""
+        peer = OtherEnd(_address_of(sock), _names_in(sock), token)
+        if self._authorizer is None:
+            return host_of(peer)
+        caller = self._authorizer.admit(METHOD, peer)
+        return caller.names or caller.host
+
+    def _drop(self, stranger: _Stranger) -> FrameSocket:
+        del self._strangers[stranger]
+        self._selector.unregister(stranger.line.sock)
+        return stranger.line
+
+
+def _address_of(sock: socket.socket) -> str:
+    """As gRPC writes it; of this host, the user of the other end."""
+    if sock.family == socket.AF_UNIX:
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return f"unix:uid={uid}:0"
+    host, port, *_ = sock.getpeername()
+    host = host.removeprefix("::ffff:")
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+def _names_in(sock: socket.socket) -> dict[str, tuple[bytes, ...]]:
+    """Names in the certificate of the other end, which was verified; none without one."""
+    shown: Mapping[str, Any] = (sock.getpeercert() if isinstance(sock, ssl.SSLSocket) else None) or {}
+    others, subject = shown.get("subjectAltName", ()), shown.get("subject", ())
+    return {
+        "peer_uri": tuple(str(name).encode() for kind, name in others if kind == "URI"),
+        "peer_dns": tuple(str(name).encode() for kind, name in others if kind == "DNS"),
+        "x509_common_name": tuple(str(name).encode() for ((kind, name), *_) in subject if kind == "commonName"),
+    }
