@@ -122,6 +122,7 @@ class Guest:
     """
 
     def __init__(self, world: World, near: bool = False) -> None:
+        self.name = world.requests._name if near else ""
         if near:
             self.sock = socket.socket(socket.AF_UNIX)
             self.sock.settimeout(TIMEOUT_S)
@@ -138,10 +139,14 @@ class Guest:
 
     async def greet(self, token: str = "") -> Guest:
         """Raises EOFError, ConnectionError: not welcome."""
-        self.sock.sendall(frames.hello(token))
+        self.sock.sendall(self.hello(token))
         frame, _ = await self.frame()
         assert frames.welcome_of(frame)[0] > 0
         return self
+
+    def hello(self, token: str = "") -> bytes:
+        """What it says first."""
+        return frames.hello(token, self.name)
 
     def tell(self, number: int, batch: Batch, **fields: Any) -> None:
         """Send a request."""

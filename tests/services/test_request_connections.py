@@ -85,7 +85,7 @@ async def test_clients_find_their_way(tmp_path: Path, place: str) -> None:
 async def test_a_request_in_pieces_is_a_request(tmp_path: Path, near: bool) -> None:
     """Byte by byte, and cut anywhere; several at once."""
     async with world(tmp_path) as made, Guest(made, near) as guest:
-        for byte in frames.hello(""):
+        for byte in guest.hello():
             guest.sock.sendall(bytes([byte]))
         assert (await guest.frame())[0].kind == FrameKind.WELCOME
         batch = Batch.random(2)
@@ -146,6 +146,12 @@ async def test_an_empty_request_has_an_empty_answer(tmp_path: Path) -> None:
 HEAD = frames._HEADER
 
 
+def with_fields(*fields: int, place: int = frames.NOWHERE) -> bytes:
+    """A request of three tokens, which says that."""
+    layout = frames._FORWARD
+    return frames.forward(request_of(1, Batch.random(3)))[: -layout.size] + layout.pack(*fields, place)
+
+
 @pytest.mark.parametrize(
     "hostile",
     [
@@ -159,9 +165,9 @@ HEAD = frames._HEADER
         HEAD.pack(0, 0, FrameKind.PING, 1, 1),
         frames.plain(FrameKind.GOAWAY),
         frames.hello(""),
-        frames.forward(request_of(1, Batch.random(3)))[:-24] + struct.pack("<IIIHBBIHH", 1, 9, H, K, 1, 0, 0, 0, 0),
-        frames.forward(request_of(1, Batch.random(3)))[:-24] + struct.pack("<IIIHBBIHH", 1, 3, H, K, 9, 0, 0, 0, 0),
-        frames.forward(request_of(1, Batch.random(3)))[:-24] + struct.pack("<IIIHBBIHH", 1, 3, H, K, 1, 0, 0, 9, 0),
+        with_fields(1, 9, H, K, 1, 0, 0, 0, 0),
+        with_fields(1, 3, H, K, 9, 0, 0, 0, 0),
+        with_fields(1, 3, H, K, 1, 0, 0, 9, 0),
         frames.forward(request_of(1, Batch.random(3), model="xx"))[:-2] + b"\xff\xff",
         b"\xff" * 5000,
         b"GET / HTTP/1.1\r\n\r\n" * 10,

@@ -60,7 +60,7 @@ def behind_tls(made: World, config: SecurityConfig, near: bool = False) -> Guest
     return guest
 
 
-async def test_rows_go_through_tls_on_either_kind_of_socket(tmp_path: Path, folder: Path, place: str) -> None:
+async def test_rows_come_from_who_is_known_on_either_kind_of_socket(tmp_path: Path, folder: Path, place: str) -> None:
     config = load_security(folder / "client.yaml")
     async with (
         world(tmp_path, security=of_worker(folder)) as made,
@@ -73,7 +73,7 @@ async def test_rows_go_through_tls_on_either_kind_of_socket(tmp_path: Path, fold
         answers = await asyncio.gather(*(asking.forward(1, *tensors(each)) for each in batches))
         assert all(torch.equal(answer, 2 * each.x) for answer, each in zip(answers, batches, strict=True))
         (connection,) = made.connections
-        assert isinstance(connection.line.sock, ssl.SSLSocket)
+        assert isinstance(connection.line.sock, ssl.SSLSocket) is (place == "far")
         assert (connection.line.sock.family == socket.AF_UNIX) is (place == "near")
         assert connection.client == ("crossdock-client",)
     await until(lambda: made.budget.num_bytes == 0)
@@ -83,7 +83,7 @@ async def test_rows_go_through_tls_on_either_kind_of_socket(tmp_path: Path, fold
 async def test_without_a_certificate_of_the_authority_nobody_is_heard(tmp_path: Path, folder: Path, near: bool) -> None:
     async with world(tmp_path, security=of_worker(folder)) as made:
         async with Guest(made, near) as plain:
-            plain.sock.sendall(frames.hello(""))
+            plain.sock.sendall(plain.hello())
             with pytest.raises(ENDED):
                 await plain.frame()
         nameless = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -91,7 +91,7 @@ async def test_without_a_certificate_of_the_authority_nobody_is_heard(tmp_path: 
         guest = Guest(made, near)
         with contextlib.suppress(ssl.SSLError, *ENDED), guest.sock:
             guest.sock = nameless.wrap_socket(guest.sock)
-            guest.sock.sendall(frames.hello(""))
+            guest.sock.sendall(guest.hello())
             with pytest.raises((ssl.SSLError, *ENDED)):
                 await guest.frame()
         assert not made.connections

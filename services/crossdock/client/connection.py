@@ -2,7 +2,7 @@
 
 Any thread sends. Of the threads that wait for an answer one reads for all (it leads), and hands over when it has its
 own; of a client for asyncio the event loop reads. Rows are sent from where their caller has them, and received in the
-tensor that `forward` returns.
+tensor that `forward` returns; large ones of one host go through memory that both ends map (shared_rows.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from collections import deque
 
 import torch
 
-from crossdock.client.errors import ClientError, InvalidRequest, Unavailable, from_answer
+from crossdock.client.errors import ClientError, InvalidRequest, Overloaded, Unavailable, from_answer
+from crossdock.client.shared_rows import Place, SharedRows
 from crossdock.client.shares import ForwardCall, Share
 from crossdock.common.tracing import current_traceparent
 from crossdock.protocol import frames, wire
@@ -31,7 +32,7 @@ QUIET_S, ALIVE_S = 1.0, 3.0
 IDLE_S = 0.1
 """An unused connection is looked at before it is used again after so long: it may have ended."""
 _SMALL_BYTES = 64 << 10
-"""A request up to this is joined: copies of it cost less than views."""
+"""A request up to this is joined and goes through the socket: that costs less than views, and than shared memory."""
 _FEW = 64
 """Ids for which Python is faster than numpy."""
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
@@ -58,6 +59,7 @@ class Flight:
         self.error: ClientError | None = None
         self.event: threading.Event | None = None
         self.future: asyncio.Future[None] | None = None
+        self.place: Place | None = None
 
 
 class Connection:
@@ -100,6 +102,7 @@ class Connection:
         self._flights: dict[int, Flight] = {}
         self._backlog = deque[Flight]()
         self._filling: tuple[Flight | None, frames.Answer] | None = None
+        self._shared = SharedRows(line)
         self._leader, self._waiting = threading.Lock(), dict[Flight, None]()
         self._asked_at, self._fd = 0.0, line.sock.fileno()
         self._poll, self._writable = select.poll(), False
@@ -133,6 +136,7 @@ class Connection:
             with contextlib.suppress(ValueError):
                 self._backlog.remove(flight)
             if self._flights.pop(flight.id, None) is not None and not self.closed:
+                self._shared.abandon(flight.place)
                 with contextlib.suppress(OSError):
                     self._line.send([frames.plain(FrameKind.CANCEL, flight.id)])
                 self._send_more()
@@ -223,16 +227,20 @@ class Connection:
         timeout_ms = max(1, min((1 << 32) - 1, int(1000 * (batch.deadline - time.monotonic()))))
         shape, about = (x.shape[0], x.shape[1], ids.shape[1]), (timeout_ms, batch.model, current_traceparent())
         request = frames.Forward(flight.id, batch.layer, *shape, x.dtype, *about)
+        rows = x, ids if ids.dtype is torch.int32 else _narrow(ids), weights
+        is_small = request.num_bytes <= _SMALL_BYTES
+        flight.place = None if is_small else self._shared.lay(rows, request.num_bytes)
+        if flight.place is not None:
+            request = request._replace(place=flight.place.begin)
         try:
             head = frames.forward(request)
         except FrameError as error:
             raise InvalidRequest(str(error)) from None
-        if ids.dtype is not torch.int32:
-            ids = _narrow(ids)
-        if request.num_bytes <= _SMALL_BYTES:
-            parts: list[bytes | memoryview] = [b"".join((head, *map(_copy_of, (x, ids, weights))))]
-        else:
-            parts = [head, *map(wire.bytes_of, (x, ids, weights))]
+        parts: list[bytes | memoryview] = [head]
+        if is_small:
+            parts = [b"".join((head, *map(_copy_of, rows)))]
+        elif flight.place is None:
+            parts += map(wire.bytes_of, rows)
         self._flights[flight.id] = flight
         self._used_at = time.monotonic()
         with contextlib.suppress(OSError):  # an answer may say why; else there is the end to read
@@ -341,21 +349,29 @@ class Connection:
         """Raises FrameError."""
         if frame.kind == FrameKind.ANSWER:
             about, flight = frames.answer_of(frame), self._landed(frame.id)
-            if flight is not None and ((about.num_tokens, about.hidden), about.dtype) != (
+            if flight is not None and ((about.num_tokens, about.hidden), about.dtype, about.in_place) != (
                 tuple(flight.out.shape),
                 flight.out.dtype,
+                flight.place is not None,
             ):
                 self._finish(flight, ClientError(f"answer: expected {list(flight.out.shape)}, got {about}"))
                 flight = None
-            self._line.rows_into(None if flight is None else wire.bytes_of(flight.out))
+            if flight is not None and flight.place is not None:
+                flight.place.pick_up(wire.bytes_of(flight.out))
+                self._let_go(flight.place)
+            self._line.rows_into(None if flight is None or about.in_place else wire.bytes_of(flight.out))
             self._filling = flight, about
         elif frame.kind == FrameKind.ERROR:
             code, epoch, ranks, message = frames.error_of(frame)
             error = from_answer(expert_pb2.Error(code=code, message=message, lost_ranks=ranks, epoch=epoch))
             if (flight := self._landed(frame.id)) is not None:
+                self._let_go(flight.place, error)
                 self._finish(flight, error)
         elif frame.kind == FrameKind.GOAWAY:
             self.sent_away = True
+        elif frame.kind == FrameKind.MEMORY:
+            with self._lock:
+                self._shared.got(frames.memory_of(frame))
         elif frame.kind != FrameKind.PONG:
             raise FrameError(f"kind: expected one of a worker, got {frame.kind}")
 
@@ -364,6 +380,14 @@ class Connection:
             flight = self._flights.pop(number, None)
             self._send_more()
         return flight
+
+    def _let_go(self, place: Place | None, error: ClientError | None = None) -> None:
+        """Use the place of an answered request again, if no step can write it any more."""
+        with self._lock:
+            if error is None or isinstance(error, InvalidRequest | Overloaded):  # no step has taken it
+                self._shared.give_back(place)
+            else:
+                self._shared.abandon(place)
 
     @staticmethod
     def _finish(flight: Flight, error: ClientError | None = None) -> None:

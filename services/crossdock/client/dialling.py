@@ -15,7 +15,7 @@ from crossdock.common import rpc
 from crossdock.common.addresses import split_address
 from crossdock.common.security import Security
 from crossdock.protocol import frames
-from crossdock.protocol.frames import FrameError, FrameKind, FrameSocket
+from crossdock.protocol.frames import Frame, FrameError, FrameKind, FrameSocket
 from crossdock.protocol.same_host import host_identity
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 
@@ -68,16 +68,22 @@ class KnownWorker:
 
     async def _connect(self, read_by_loop: bool) -> Connection:
         about, host = await self.describe(DIAL_S), split_address(self.address)[0]
-        if self._is_here(about):
+        name = about.request_socket if self._is_here(about) else ""
+        if name:
             sock = socket.socket(socket.AF_UNIX)
             sock.setblocking(False)
-            addresses: Sequence[tuple[socket.socket, object]] = [(sock, f"\0{about.request_socket}")]
+            addresses: Sequence[tuple[socket.socket, object]] = [(sock, f"\0{name}")]
         else:
             addresses = await _resolved(host, about.request_port)
         sock = await _first_connected(addresses)
         try:
             sock = await self._secured(sock, host)
-            return await self._greeted(sock, read_by_loop)
+            line = FrameSocket(sock, frames.MAX_REQUEST_BYTES)
+            line.send([frames.hello(self._security.token() if self._security is not None else "", name)])
+            if name and isinstance(sock, ssl.SSLSocket):
+                sock = await self._unwrapped(line, sock)
+                line = FrameSocket(sock, frames.MAX_REQUEST_BYTES)
+            return await self._greeted(line, read_by_loop)
         except BaseException:
             sock.close()
             raise
@@ -102,18 +108,31 @@ class KnownWorker:
             except ssl.SSLWantWriteError:
                 await _ready(secured, writable=True)
 
-    async def _greeted(self, sock: socket.socket, read_by_loop: bool) -> Connection:
+    async def _unwrapped(self, line: FrameSocket, sock: ssl.SSLSocket) -> socket.socket:
+        """The UNIX socket without TLS, once the worker has ended that: it knows its caller, and that nobody is between.
+        Raises OSError, EOFError, FrameError, ClientError."""
+        try:
+            await _answer(line)  # an error, which is raised, or else the end of TLS
+        except EOFError:
+            sock.unwrap()
+            return frames.plain_socket(sock)
+        raise FrameError("welcome: expected the end of TLS, got a frame")
+
+    async def _greeted(self, line: FrameSocket, read_by_loop: bool) -> Connection:
         """Raises OSError, EOFError, FrameError, ClientError."""
-        line = FrameSocket(sock, frames.MAX_REQUEST_BYTES)
-        line.send([frames.hello(self._security.token() if self._security is not None else "")])
-        while (frame := line.next()) is None:
-            await _ready(sock)
-        if frame.kind == FrameKind.ERROR:
-            code, epoch, ranks, message = frames.error_of(frame)
-            raise from_answer(expert_pb2.Error(code=code, epoch=epoch, lost_ranks=ranks, message=message))
-        num_requests, num_bytes = frames.welcome_of(frame)
+        num_requests, num_bytes = frames.welcome_of(await _answer(line))
         loop = asyncio.get_running_loop() if read_by_loop else None
         return Connection(self.address, self.where, self.lost, self.epoch, line, num_requests, num_bytes, loop)
+
+
+async def _answer(line: FrameSocket) -> Frame:
+    """What the worker says. Raises EOFError, FrameError, ClientError: an error."""
+    while (frame := line.next()) is None:
+        await _ready(line.sock)
+    if frame.kind == FrameKind.ERROR:
+        code, epoch, ranks, message = frames.error_of(frame)
+        raise from_answer(expert_pb2.Error(code=code, epoch=epoch, lost_ranks=ranks, message=message))
+    return frame
 
 
 async def _resolved(host: str, port: int) -> list[tuple[socket.socket, object]]:

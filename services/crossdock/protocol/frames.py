@@ -7,6 +7,8 @@
     CANCEL  id                   ──────────────▶
             ◀────────────────── ANSWER id, times, y · ERROR id, code, message          in any order
     PING ──▶ PONG,  GOAWAY ◀──   no new request here: dial again
+    MEMORY  bytes                ──────────────▶ of one host: the rows of FORWARD and ANSWER may lie in memory
+            ◀──────────────────  MEMORY          that both map (shared_memory.py), in place of behind the frame
 
 Nothing is allocated for what a header says before it was checked against the limits of its kind.
 
@@ -16,6 +18,7 @@ Letters: T tokens, H hidden size, K experts per token.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 import struct
@@ -34,6 +37,8 @@ MAX_FIELDS_BYTES = 4096
 MAX_REQUEST_BYTES = 16 << 20
 """Of x, ids and weights; a worker may say less."""
 MAX_TOKEN_BYTES = 2048
+NOWHERE = (1 << 32) - 1
+"""The place of rows that follow their frame."""
 MAX_TEXT_BYTES = 1024
 """Of an error's message; longer ones are cut."""
 
@@ -50,6 +55,7 @@ class FrameKind(IntEnum):
     PING = 7
     PONG = 8
     GOAWAY = 9
+    MEMORY = 10
 
 
 DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16}
@@ -57,11 +63,12 @@ DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 _HEADER = struct.Struct("<IHBBQ")
-_HELLO = struct.Struct("<4sHH")
+_HELLO = struct.Struct("<4sHHH")
 _WELCOME = struct.Struct("<HHI")
-_FORWARD = struct.Struct("<IIIHBBIHH")
+_FORWARD = struct.Struct("<IIIHBBIHHI")
 _ANSWER = struct.Struct("<QQQQIIIBBH")
 _ERROR = struct.Struct("<IHHQ")
+_MEMORY = struct.Struct("<I")
 _KINDS = frozenset(FrameKind)
 _WITH_ROWS = frozenset({FrameKind.FORWARD, FrameKind.ANSWER})
 _BUFFER_BYTES = 32 << 10
@@ -84,7 +91,8 @@ class Frame(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A request: `ForwardRequest` of expert.proto, with the shapes of its tensors."""
+    """A request: `ForwardRequest` of expert.proto, with the shapes of its tensors. place: where they are in the memory
+    that both ends map; NOWHERE: they follow."""
 
     id: int
     layer: int
@@ -95,6 +103,7 @@ class Forward(NamedTuple):
     timeout_ms: int
     model: str
     traceparent: str
+    place: int = NOWHERE
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +112,7 @@ class Forward(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer; y [T, H] follows. Times in nanoseconds."""
+    """An answer; y [T, H] follows, or is where x was. Times in nanoseconds."""
 
     queue_ns: int
     dispatch_ns: int
@@ -114,6 +123,7 @@ class Answer(NamedTuple):
     hidden: int
     dtype: torch.dtype
     model: str
+    in_place: bool = False
 
 
 class Error(NamedTuple):
@@ -135,20 +145,20 @@ def plain(kind: FrameKind, frame_id: int = 0) -> bytes:
     return _HEADER.pack(0, 0, kind, 0, frame_id)
 
 
-def hello(token: str) -> bytes:
-    """What a client says first; token: "" for none."""
-    secret = token.encode()
-    fields = _HELLO.pack(MAGIC, VERSION, len(secret)) + secret
+def hello(token: str, name: str = "") -> bytes:
+    """What a client says first. token: "" for none; name: of the UNIX socket that it has called, "" for TCP."""
+    secret, called = token.encode(), name.encode()
+    fields = _HELLO.pack(MAGIC, VERSION, len(secret), len(called)) + secret + called
     return _HEADER.pack(0, len(fields), FrameKind.HELLO, 0, 0) + fields
 
 
-def hello_of(frame: Frame) -> tuple[int, str]:
-    """(version, token). Raises FrameError."""
-    magic, version, count = _unpack(_HELLO, frame)
-    secret = frame.fields[_HELLO.size :]
-    if frame.kind != FrameKind.HELLO or magic != MAGIC or len(secret) != count or count > MAX_TOKEN_BYTES:
+def hello_of(frame: Frame) -> tuple[int, str, str]:
+    """(version, token, name). Raises FrameError."""
+    magic, version, count, called = _unpack(_HELLO, frame)
+    texts, is_whole = frame.fields[_HELLO.size :], len(frame.fields) == _HELLO.size + count + called
+    if frame.kind != FrameKind.HELLO or magic != MAGIC or not is_whole or count > MAX_TOKEN_BYTES:
         raise FrameError("hello: expected one of this protocol, got something else")
-    return version, _text(secret, "token")
+    return version, _text(texts[:count], "token"), _text(texts[count:], "name")
 
 
 def welcome(num_requests: int, max_request_bytes: int) -> bytes:
@@ -167,15 +177,15 @@ def welcome_of(frame: Frame) -> tuple[int, int]:
 
 def forward(request: Forward) -> bytes:
     """Header and fields of a request. Raises FrameError: a text is too long."""
-    number, layer, tokens, hidden, topk, dtype, timeout_ms, model, traceparent = request
+    number, layer, tokens, hidden, topk, dtype, timeout_ms, model, traceparent, place = request
     texts = model.encode(), traceparent.encode()
     size = _FORWARD.size + len(texts[0]) + len(texts[1])
     if size > MAX_FIELDS_BYTES:
         raise FrameError(f"model: expected at most {MAX_FIELDS_BYTES - _FORWARD.size} bytes, got {len(texts[0])}")
     lengths = len(texts[0]), len(texts[1])
     try:
-        head = _HEADER.pack(request.num_bytes, size, FrameKind.FORWARD, 0, number)
-        fields = _FORWARD.pack(layer, tokens, hidden, topk, CODES[dtype], 0, timeout_ms, *lengths)
+        head = _HEADER.pack(request.num_bytes if place == NOWHERE else 0, size, FrameKind.FORWARD, 0, number)
+        fields = _FORWARD.pack(layer, tokens, hidden, topk, CODES[dtype], 0, timeout_ms, *lengths, place)
     except struct.error as error:
         raise FrameError(f"x: expected a request that a frame can hold, got {request}: {error}") from None
     return b"".join((head, fields, *texts))
@@ -183,34 +193,37 @@ def forward(request: Forward) -> bytes:
 
 def forward_of(frame: Frame) -> Forward:
     """The request. Raises FrameError: malformed, or rows of another size than its shapes have."""
-    layer, tokens, hidden, topk, code, zero, timeout_ms, model_bytes, trace_bytes = _unpack(_FORWARD, frame)
+    layer, tokens, hidden, topk, code, zero, timeout_ms, model_bytes, trace_bytes, place = _unpack(_FORWARD, frame)
     dtype, end = DTYPES.get(code), _FORWARD.size + model_bytes
     if dtype is None or zero or len(frame.fields) != end + trace_bytes:
         raise FrameError("forward: expected fields that fit each other, got others")
     model = _text(frame.fields[_FORWARD.size : end], "model") if model_bytes else ""
     traceparent = _text(frame.fields[end:], "traceparent") if trace_bytes else ""
-    request = Forward(frame.id, layer, tokens, hidden, topk, dtype, timeout_ms, model, traceparent)
-    if request.num_bytes != frame.num_rows_bytes:
-        raise FrameError(f"forward: expected {request.num_bytes} bytes of rows, got {frame.num_rows_bytes}")
+    request = Forward(frame.id, layer, tokens, hidden, topk, dtype, timeout_ms, model, traceparent, place)
+    following = request.num_bytes if place == NOWHERE else 0
+    if following != frame.num_rows_bytes:
+        raise FrameError(f"forward: expected {following} bytes of rows, got {frame.num_rows_bytes}")
     return request
 
 
 def answer(number: int, about: Answer) -> bytes:
     """Header and fields of an answer."""
-    *times, tokens, hidden, dtype, model = about
+    *times, tokens, hidden, dtype, model, in_place = about
     text = model.encode()
-    size, rows = _ANSWER.size + len(text), tokens * hidden * dtype.itemsize
+    size, rows = _ANSWER.size + len(text), 0 if in_place else tokens * hidden * dtype.itemsize
     head = _HEADER.pack(rows, size, FrameKind.ANSWER, 0, number)
-    return head + _ANSWER.pack(*times, tokens, hidden, CODES[dtype], 0, len(text)) + text
+    return head + _ANSWER.pack(*times, tokens, hidden, CODES[dtype], in_place, len(text)) + text
 
 
 def answer_of(frame: Frame) -> Answer:
     """The answer. Raises FrameError."""
-    queue, dispatch, experts, combine, steps, tokens, hidden, code, zero, count = _unpack(_ANSWER, frame)
+    queue, dispatch, experts, combine, steps, tokens, hidden, code, in_place, count = _unpack(_ANSWER, frame)
     text, dtype = frame.fields[_ANSWER.size :], DTYPES.get(code)
-    if dtype is None or zero or len(text) != count or frame.num_rows_bytes != tokens * hidden * dtype.itemsize:
+    following = 0 if dtype is None or in_place else tokens * hidden * dtype.itemsize
+    if dtype is None or in_place > 1 or len(text) != count or frame.num_rows_bytes != following:
         raise FrameError("answer: expected fields that fit each other, got others")
-    return Answer(queue, dispatch, experts, combine, steps, tokens, hidden, dtype, _text(text, "model"))
+    times = queue, dispatch, experts, combine
+    return Answer(*times, steps, tokens, hidden, dtype, _text(text, "model"), bool(in_place))
 
 
 def error(number: int, about: Error) -> bytes:
@@ -230,6 +243,16 @@ def error_of(frame: Frame) -> Error:
         raise FrameError("error: expected fields that fit each other, got others")
     ranks = struct.unpack_from(f"<{num_ranks}I", frame.fields, _ERROR.size)
     return Error(code, epoch, ranks, frame.fields[end:].decode(errors="replace"))
+
+
+def memory(num_bytes: int) -> bytes:
+    """A client's question for shared memory of that size; a worker's answer, with its descriptor, or 0: none."""
+    return _HEADER.pack(0, _MEMORY.size, FrameKind.MEMORY, 0, 0) + _MEMORY.pack(num_bytes)
+
+
+def memory_of(frame: Frame) -> int:
+    """How many bytes. Raises FrameError."""
+    return int(_unpack(_MEMORY, frame)[0])
 
 
 def _unpack(layout: struct.Struct, frame: Frame) -> tuple[Any, ...]:
@@ -256,11 +279,14 @@ class FrameSocket:
     Attributes:
         moved_at: when something left last, or began to wait, monotonic seconds.
         heard_at: when something came last, or this was made.
+        takes_descriptor: one may come beside the next frame; of a UNIX socket.
+        descriptor: which came; whoever takes it closes it.
     """
 
     def __init__(self, sock: socket.socket, max_rows_bytes: int) -> None:
         self.sock, self.max_rows_bytes = sock, max_rows_bytes
         self.moved_at, self.heard_at = 0.0, time.monotonic()
+        self.takes_descriptor, self.descriptor = False, -1
         self._is_tls, self._lock = isinstance(sock, ssl.SSLSocket), threading.Lock()
         self._out = deque[_Leaving]()
         self._buffer = bytearray(_BUFFER_BYTES)
@@ -273,12 +299,15 @@ class FrameSocket:
         """Whether something that was given to `send` has not left."""
         return bool(self._out)
 
-    def send(self, parts: Sequence[bytes | memoryview], sent: Callable[[], None] | None = None) -> bool:
+    def send(
+        self, parts: Sequence[bytes | memoryview], sent: Callable[[], None] | None = None, descriptor: int = -1
+    ) -> bool:
         """Send a frame behind those that wait. Whether all have left; else `push` goes on.
 
         Args:
             parts: of the frame; they stay as they are until then.
             sent: called once they have left.
+            descriptor: goes beside them, and is closed then.
 
         Raises:
             OSError: the connection is broken.
@@ -286,7 +315,7 @@ class FrameSocket:
         with self._lock:
             if not self._out:
                 self.moved_at = time.monotonic()
-            self._out.append(_Leaving([memoryview(part) for part in parts if part], sent))
+            self._out.append(_Leaving([memoryview(part) for part in parts if part], sent, descriptor))
             return self._push()
 
     def push(self) -> bool:
@@ -305,12 +334,16 @@ class FrameSocket:
         """By the thread that reads: its number may be another socket's next, so nobody sends meanwhile. Idempotent."""
         with self._lock:
             self.sock.close()
+            for number in [self.descriptor, *(leaving.descriptor for leaving in self._out)]:
+                _close(number)
+            self.descriptor = -1
+            self._out.clear()
 
     def _push(self) -> bool:
         while self._out:
             leaving = self._out[0]
             try:
-                count = self._sent(leaving.parts)
+                count = self._sent(leaving)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return False
             leaving.parts, self.moved_at = _after(leaving.parts, count), time.monotonic()
@@ -320,7 +353,13 @@ class FrameSocket:
                     leaving.sent()
         return True
 
-    def _sent(self, parts: list[memoryview]) -> int:
+    def _sent(self, leaving: _Leaving) -> int:
+        parts = leaving.parts
+        if leaving.descriptor >= 0:
+            count = socket.send_fds(self.sock, parts, [leaving.descriptor])
+            _close(leaving.descriptor)
+            leaving.descriptor = -1
+            return count
         if not self._is_tls:
             return self.sock.sendmsg(parts)
         if len(parts) > 1 and sum(map(len, parts)) <= _RECORD_BYTES:
@@ -368,6 +407,8 @@ class FrameSocket:
             if self._is_tls:
                 with self._lock:
                     count = self.sock.recv_into(into)
+            elif self.takes_descriptor:
+                count = self._received_beside(into)
             else:
                 count = self.sock.recv_into(into)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -377,6 +418,15 @@ class FrameSocket:
         if not count:
             raise EOFError("closed by the other end")
         self.heard_at = time.monotonic()
+        return count
+
+    def _received_beside(self, into: memoryview) -> int:
+        """With a descriptor, where one came."""
+        count, beside, _, _ = self.sock.recvmsg_into([into], socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in beside:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) >= 4:
+                _close(self.descriptor)
+                self.descriptor = struct.unpack_from("i", data)[0]
         return count
 
     def _whole(self) -> Frame | None:
@@ -400,10 +450,15 @@ class FrameSocket:
 class _Leaving:
     """A frame on its way out."""
 
-    __slots__ = ("parts", "sent")
+    __slots__ = ("descriptor", "parts", "sent")
 
-    def __init__(self, parts: list[memoryview], sent: Callable[[], None] | None) -> None:
-        self.parts, self.sent = parts, sent
+    def __init__(self, parts: list[memoryview], sent: Callable[[], None] | None, descriptor: int) -> None:
+        self.parts, self.sent, self.descriptor = parts, sent, descriptor
+
+
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)
 
 
 def _after(parts: Sequence[memoryview], count: int) -> list[memoryview]:
@@ -430,3 +485,10 @@ def prepare(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _OPTIONS.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def plain_socket(sock: socket.socket) -> socket.socket:
+    """The same connection without TLS, which both ends have ended."""
+    plain = socket.socket(fileno=sock.detach())
+    plain.setblocking(False)
+    return plain

@@ -235,7 +235,7 @@ class _Process:
         server = await rpc.server(
             self._config.max_message_bytes, self._health, observe=self._metrics.observe_rpc, authorizer=authorizer
         )
-        # The service: gRPC streams and request buffers, over one backend.
+        # The service: gRPC streams and request connections, over one backend.
         backend = Backend(
             self._config,
             RequestValidator(self._model.spec, self._model.dtype),

@@ -68,10 +68,11 @@ class RequestValidator:
         self._check_shapes(shapes[0], shapes[1], shapes[1])
 
     def taken(self, slot: RequestSlot) -> Tokens:
-        """Rows that came with a checked frame. ids are copied: telemetry reads them when the slot may have other rows.
-        Raises Refused."""
-        self._check_values(slot.ids, slot.weights)
-        return Tokens(slot.x, slot.ids.clone(), slot.weights)
+        """Rows that came with a checked frame. What is checked is a copy: a client may change what it shares, and
+        telemetry reads ids when the slot may have other rows. Raises Refused."""
+        ids, weights = slot.ids.clone(), slot.weights.clone()
+        self._check_values(ids, weights)
+        return Tokens(slot.x, ids, weights)
 
     def _check_layer(self, layer: int) -> None:
         if layer not in self.spec.moe_layers:

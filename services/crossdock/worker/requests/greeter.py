@@ -1,5 +1,9 @@
 """A listening socket of request connections: each has a deadline to say who it is, by TLS and HELLO, before anything
-of it is kept; few at a time have not."""
+of it is kept; few at a time have not.
+
+Over a UNIX socket TLS ends with that: what follows does not leave the kernel, and goes without. A client says in HELLO
+which socket it has called. Only this process can have that name, so nobody is between the two.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from typing import Any
 
 from crossdock.common import descriptors, log, rpc
 from crossdock.common.access import CallAuthorizer, host_of
-from crossdock.common.call_errors import CallError, Unimplemented
+from crossdock.common.call_errors import CallError, Unavailable, Unimplemented
 from crossdock.common.security import Security
 from crossdock.protocol import frames
 from crossdock.protocol.frames import FrameError, FrameSocket
@@ -54,11 +58,12 @@ class OtherEnd:
 
 @dataclass(slots=True, eq=False)
 class _Stranger:
-    """A connection that has not said who it is, and until when it may."""
+    """A connection that has not said who it is, and until when it may; then, whose it is."""
 
     line: FrameSocket
     until: float
     is_secure: bool
+    client: object = None
 
 
 class Greeter:
@@ -67,6 +72,7 @@ class Greeter:
     Args:
         sock: listens, and does not block.
         selector: of that thread.
+        name: of the UNIX socket, in the abstract namespace; empty: TCP.
         security: TLS and tokens of this worker; None: plain text.
         authorizer: of its callers; None: all are welcome.
         welcome: called with a client (the names in its certificate, or its host) and its connection, which is its own
@@ -77,12 +83,13 @@ class Greeter:
         self,
         sock: socket.socket,
         selector: selectors.BaseSelector,
+        name: str,
         security: Security | None,
         authorizer: CallAuthorizer | None,
         welcome: Callable[[object, FrameSocket], None],
     ) -> None:
         self._sock, self._selector, self._security = sock, selector, security
-        self._authorizer, self._welcome = authorizer, welcome
+        self._name, self._authorizer, self._welcome = name, authorizer, welcome
         self._strangers: dict[_Stranger, None] = {}
         self._accepts = False
         self.expire(0.0)
@@ -118,47 +125,51 @@ class Greeter:
         self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._read, stranger))
 
     def _read(self, stranger: _Stranger) -> None:
-        """The handshake of TLS, and HELLO, in one piece or several."""
+        """The handshake of TLS, HELLO, and the end of TLS, in one piece or several."""
         if stranger not in self._strangers:  # it was closed for another since it was selected
             return
+        line = stranger.line
         try:
-            if not self._is_secure(stranger):
-                return
-            frame = stranger.line.next()
-            if frame is None:
-                return
-            version, token = frames.hello_of(frame)
-        except (EOFError, OSError, FrameError) as error:
-            _log.debug("no request connection", why=str(error))
-            self._drop(stranger).sock.close()
+            self._secure(stranger)
+            if stranger.client is None:
+                frame = line.next()
+                if frame is None:
+                    return
+                stranger.client = self._client_of(line.sock, *frames.hello_of(frame))
+            if line.sock.family == socket.AF_UNIX and isinstance(line.sock, ssl.SSLSocket):
+                line.sock.unwrap()
+                line = self._drop(stranger)
+                line = FrameSocket(frames.plain_socket(line.sock), 0)
+            else:
+                self._drop(stranger)
+            self._welcome(stranger.client, line)
             return
-        line = self._drop(stranger)
-        try:
-            if version != frames.VERSION:
-                raise Unimplemented(f"version: expected {frames.VERSION}, got {version}")
-            self._welcome(self._client_of(line.sock, token), line)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return
         except CallError as error:
             about = frames.Error(rpc.code_number(error.code), 0, (), str(error))
             with contextlib.suppress(OSError):
                 line.send([frames.error(0, about)])
-            line.sock.close()
-        except OSError:  # it is gone
-            line.sock.close()
+        except (EOFError, OSError, FrameError) as error:
+            _log.debug("no request connection", why=str(error))
+        if stranger in self._strangers:
+            self._drop(stranger)
+        line.sock.close()
 
-    def _is_secure(self, stranger: _Stranger) -> bool:
-        """Whether TLS is done. Raises OSError."""
+    def _secure(self, stranger: _Stranger) -> None:
+        """The handshake of TLS. Raises OSError: SSLWantReadError, if it is not done."""
         sock = stranger.line.sock
         if not stranger.is_secure:
             assert isinstance(sock, ssl.SSLSocket)
-            try:
-                sock.do_handshake()
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):  # what it writes is less than any socket's buffer
-                return False
+            sock.do_handshake()  # what it writes is less than any socket's buffer
             stranger.is_secure = True
-        return True
 
-    def _client_of(self, sock: socket.socket, token: str) -> object:
+    def _client_of(self, sock: socket.socket, version: int, token: str, called: str) -> object:
         """Whose connection it is. Raises CallError."""
+        if version != frames.VERSION:
+            raise Unimplemented(f"version: expected {frames.VERSION}, got {version}")
+        if called != self._name:
+            raise Unavailable("name: expected this worker's socket, got another's")
         peer = OtherEnd(_address_of(sock), _names_in(sock), token)
         if self._authorizer is None:
             return host_of(peer)

@@ -1,8 +1,9 @@
 """All request connections of a worker: the sockets it listens on, and the thread that waits for them.
 
 Clients of this host connect to a UNIX socket in the abstract namespace, others to a TCP port; `Describe` names both.
-Where the worker has certificates both speak TLS. Requests are read by the thread of the steps while it is awake
-(`request_sockets.py`), else by a thread that waits for all sockets. Answers are sent by the thread that has them.
+Where the worker has certificates both speak TLS, the former until both ends know each other. Requests are read by the
+thread of the steps while it is awake (`request_sockets.py`), else by a thread that waits for all sockets. Answers are
+sent by the thread that has them.
 """
 
 from __future__ import annotations
@@ -85,10 +86,11 @@ class RequestServer:
         here = socket.socket(socket.AF_UNIX)
         self._name = f"crossdock-{secrets.token_hex(16)}"
         here.bind(f"\0{self._name}")
-        for each in (sock, here):
+        for each, name in ((sock, ""), (here, self._name)):
             each.setblocking(False)
             each.listen(MAX_STRANGERS)
-            self._greeters.append(Greeter(each, self._selector, self._security, self._authorizer, self._welcome))
+            about = name, self._security, self._authorizer
+            self._greeters.append(Greeter(each, self._selector, *about, self._welcome))
         self._selector.register(self.request_sockets, selectors.EVENT_READ, self.request_sockets.poll_selected)
         HelperThread("request connections", go_on, self._turn).start()
 

@@ -22,6 +22,7 @@ from crossdock.common import log, rpc
 from crossdock.common.tracing import RequestTrace
 from crossdock.protocol import frames
 from crossdock.protocol.frames import Forward, Frame, FrameError, FrameKind, FrameSocket
+from crossdock.protocol.shared_memory import PLACE_BYTES, SharedMemory
 from crossdock.worker.requests.admission import REQUEST_BYTES
 from crossdock.worker.requests.backend import Backend
 from crossdock.worker.requests.budget import BudgetExceeded
@@ -77,6 +78,8 @@ class ServedConnection:
         self.opened_at = self.used_at = time.monotonic()
         self._backend, self._slots, self._sockets, self._drop = backend, slots, sockets, drop
         self._quota = backend.budget.open(client, self._on_room, self.stalled_s, self.give_up)
+        self._shared = list[SharedMemory]()
+        self._places: dict[tuple[int, int], RequestSlot] = {}
         self._works: dict[int, Work] = {}
         self._coming: _Coming | None = None
         self._waiting: Frame | None = None
@@ -156,6 +159,8 @@ class ServedConnection:
         self._drop(self)
         for work in tuple(self._works.values()):
             self._backend.engine.withdraw(work, _GONE)
+        for shared in self._shared:  # a step may write it still, and nobody reads that
+            self._slots.take_back(self.client, shared)
         self._quota.close()
 
     def _watch(self) -> None:
@@ -197,6 +202,8 @@ class ServedConnection:
                 self._backend.engine.withdraw(work, cancelled)
         elif frame.kind == FrameKind.PING:
             self._send([frames.plain(FrameKind.PONG, frame.id)])
+        elif frame.kind == FrameKind.MEMORY:
+            self._share(frames.memory_of(frame))
         else:
             raise FrameError(f"kind: expected one of a client, got {frame.kind}")
         return True
@@ -206,7 +213,9 @@ class ServedConnection:
         request, backend, received_ns = frames.forward_of(frame), self._backend, time.monotonic_ns()
         if len(self._works) + self._num_leaving >= MAX_IN_FLIGHT:
             raise FrameError(f"forward: expected at most {MAX_IN_FLIGHT} requests in flight")
-        num_bytes, slot = REQUEST_BYTES + frame.num_rows_bytes, None
+        if request.place != frames.NOWHERE:
+            self._check_place(request)
+        num_bytes, slot = REQUEST_BYTES + request.num_bytes, None
         if not self._quota.has_room(num_bytes):
             self._waiting = frame
             self._quota.wait(num_bytes)
@@ -222,13 +231,41 @@ class ServedConnection:
                 raise Refused(Failure(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight here"))
             backend.validator.check_frame(request)
             self._charge(num_bytes)
-            slot = self._slots.take(request.num_tokens)
+            slot = self._slots.take(request.num_tokens) if request.place == frames.NOWHERE else self._at(request)
         except Refused as refused:
             self._refuse(request, refused.failure, trace)
         self.line.rows_into(None if slot is None else slot.sent)
         self._coming = _Coming(request, slot, num_bytes, received_ns, trace)
         self._until = time.monotonic() + backend.config.request_timeout_s
         return True
+
+    def _share(self, num_bytes: int) -> None:
+        """Give the client memory of that size, for requests from now on, or say that there is none. What it had before
+        stays its own until the end: requests may be there."""
+        made = self._slots.share(self.client, num_bytes) if self.line.sock.family == socket.AF_UNIX else None
+        if made is None:
+            self._send([frames.memory(0)])
+            return
+        shared, descriptor = made
+        self._shared.append(shared)
+        self._places.clear()
+        self._send([frames.memory(num_bytes)], descriptor=descriptor)
+
+    def _check_place(self, request: Forward) -> None:
+        """Raises FrameError."""
+        most, have = self.line.max_rows_bytes, self._shared[-1].num_bytes if self._shared else 0
+        if request.num_bytes > most or request.place + request.num_bytes > have or request.place % PLACE_BYTES:
+            raise FrameError(f"place: expected rows in the {have} bytes that this connection shares, got {request}")
+
+    def _at(self, request: Forward) -> RequestSlot:
+        """Where its rows are; as a rule others of that size were there before."""
+        key = request.place, request.num_tokens
+        slot = self._places.get(key)
+        if slot is None:
+            if len(self._places) >= _MANY:
+                self._places.clear()
+            slot = self._places[key] = self._slots.at(self._shared[-1], *key)
+        return slot
 
     def _charge(self, num_bytes: int) -> None:
         """Raises Refused."""
@@ -264,7 +301,7 @@ class ServedConnection:
         work = self._works.pop(number)
         if isinstance(answer, Done):
             tokens, hidden = work.x.shape
-            about = frames.Answer(*answer.timing, tokens, hidden, work.x.dtype, answer.model)
+            about = frames.Answer(*answer.timing, tokens, hidden, work.x.dtype, answer.model, slot.is_shared)
             self._send([frames.answer(number, about), slot.answered], slot, num_bytes)
         else:
             self._send([_error(number, answer)])
@@ -274,13 +311,19 @@ class ServedConnection:
         seconds = (time.monotonic_ns() - work.arrived_ns) * 1e-9
         self._backend.telemetry.answered(code, work.num_tokens, seconds, queue_s, work.trace, why)
 
-    def _send(self, parts: list[bytes | memoryview], slot: RequestSlot | None = None, num_bytes: int = 0) -> None:
+    def _send(
+        self,
+        parts: list[bytes | memoryview],
+        slot: RequestSlot | None = None,
+        num_bytes: int = 0,
+        descriptor: int = -1,
+    ) -> None:
         with self._lock:
             if self._closed:
                 return
             self._num_leaving += 1
         try:
-            if not self.line.send(parts, functools.partial(self._left, slot, num_bytes)):
+            if not self.line.send(parts, functools.partial(self._left, slot, num_bytes), descriptor):
                 self._watch()
         except OSError:
             self.end()

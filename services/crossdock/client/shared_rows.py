@@ -1,0 +1,93 @@
+"""Rows of large requests in memory that a client and a worker of its host map: which, and where in it."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from crossdock.protocol import frames, wire
+from crossdock.protocol.frames import FrameError, FrameSocket
+from crossdock.protocol.shared_memory import SharedMemory
+
+MOST_BYTES = 64 << 20
+"""Asked of one worker at once."""
+
+
+class Place(NamedTuple):
+    """Where the rows of a request lie, and then those of its answer."""
+
+    memory: SharedMemory
+    begin: int
+
+    def pick_up(self, into: memoryview) -> None:
+        """Copy y from there."""
+        np.copyto(np.asarray(into), self.memory.array[self.begin : self.begin + len(into)])
+
+
+class SharedRows:
+    """What one connection shares with its worker: nothing until the first large request, nor with another host. Used
+    under the connection's lock.
+
+    Args:
+        line: of the connection.
+    """
+
+    def __init__(self, line: FrameSocket) -> None:
+        self._line, self._may_ask = line, line.sock.family == socket.AF_UNIX
+        self._memory: SharedMemory | None = None
+        self._former: SharedMemory | None = None
+        self._num_bytes = 0
+
+    def lay(self, rows: Sequence[torch.Tensor], num_bytes: int) -> Place | None:
+        """Copy the rows of a request to a free place. None: there is none yet, and they go through the socket."""
+        begin = None if self._memory is None else self._memory.take(num_bytes)
+        if self._memory is None or begin is None:
+            self._ask(num_bytes)
+            return None
+        end = begin
+        for part in map(wire.bytes_of, rows):
+            start, end = end, end + len(part)
+            np.copyto(self._memory.array[start:end], part)  # other threads run meanwhile, and none of torch's
+        return Place(self._memory, begin)
+
+    def give_back(self, place: Place | None) -> None:
+        """No step uses it any more."""
+        if place is not None:
+            place.memory.give_back(place.begin)
+
+    def abandon(self, place: Place | None) -> None:
+        """A step may still write it: later requests go to other memory."""
+        if place is not None:
+            self._memory, self._former = (
+                None if each is place.memory else each for each in (self._memory, self._former)
+            )
+
+    def got(self, num_bytes: int) -> None:
+        """The worker's answer. Raises FrameError."""
+        descriptor, self._line.descriptor, self._line.takes_descriptor = self._line.descriptor, -1, False
+        if not num_bytes:  # what there was before stays
+            self._memory, self._may_ask = self._former, False
+            return
+        try:
+            self._memory, self._num_bytes = SharedMemory(descriptor, num_bytes), num_bytes
+        except OSError as error:
+            raise FrameError(str(error)) from None
+        finally:
+            with contextlib.suppress(OSError):  # none came
+                os.close(descriptor)
+
+    def _ask(self, num_bytes: int) -> None:
+        """Ask for more; until the answer nothing lies there, since the worker may have changed to the new memory."""
+        wanted = max(num_bytes, self._num_bytes * (1 if self._memory is None else 2))
+        if not self._may_ask or self._line.takes_descriptor or wanted > MOST_BYTES:
+            return
+        self._line.takes_descriptor, self._former, self._memory = True, self._memory, None
+        with contextlib.suppress(OSError):  # there is the end to read
+            self._line.send([frames.memory(-(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE)])
