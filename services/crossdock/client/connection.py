@@ -235,6 +235,7 @@ class Connection:
         try:
             head = frames.forward(request)
         except FrameError as error:
+            self._shared.give_back(flight.place)
             raise InvalidRequest(str(error)) from None
         parts: list[bytes | memoryview] = [head]
         if is_small:
