@@ -1,30 +1,32 @@
 """The well-behaved client, in a process of its own: it asks without a pause and compares every answer.
 
-    python -m tests.attack.witness TARGET SECURITY_FILE|- WAY[,WAY...] MODEL_FOLDER [MODEL_FOLDER...]
+    python -m tests.attack.witness TARGET SECURITY_FILE|- WAY MODEL_FOLDER [MODEL_FOLDER...]
 
 Writes one line per event to stdout: the monotonic time at its end, a kind, its duration in seconds, words (of an error,
-or the number of the model). Kinds: `right`, `failed` and `wrong` are requests of clients that stay connected, one for
-each way; `new` and `shut` are requests of a client that has just connected, answered rightly or not. An answer is right
-if all of it is of one model.
+or the number of the model). Kinds: `right`, `failed` and `wrong` are requests of a client that stays connected (by gRPC
+until one fails, for a foreign client follows no worker); `new` and `shut` are requests of a client that has just
+connected, answered rightly or not. An answer is right if all of it is of one model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.service.foreign import ForeignClient
+from benchmarks.service.load import Way, choose
 from crossdock.client import Client
-from crossdock.client.buffer_pool import Way
 from crossdock.common.security import load_security
 from crossdock.common.settings import SecurityConfig
 from tests.services.cluster import Batch
@@ -59,18 +61,18 @@ class Witness:
         target: the control plane.
         security: file of the client's certificates; None: plain text.
         models: folders of the checkpoints that may be served.
-        ways: by which it asks.
+        way: by which it asks.
     """
 
     target: str
     security: Path | None
     models: Sequence[Path]
-    ways: Sequence[Way] = ("auto",)
+    way: Way = "auto"
     events: list[Event] = field(default_factory=list)
 
     def __enter__(self) -> Witness:
         guard = str(self.security) if self.security is not None else "-"
-        command = [sys.executable, "-m", "tests.attack.witness", self.target, guard, ",".join(self.ways)]
+        command = [sys.executable, "-m", "tests.attack.witness", self.target, guard, self.way]
         command += map(str, self.models)
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self._changed = threading.Condition()
@@ -112,18 +114,25 @@ class Witness:
 class _Asker:
     """Requests with fresh random tokens, and what each should give."""
 
-    def __init__(self, target: str, security: SecurityConfig | None, models: Sequence[Path]) -> None:
-        self._target, self._security = target, security
+    def __init__(self, target: str, security: SecurityConfig | None, way: Way, models: Sequence[Path]) -> None:
+        self._target, self._security, self._is_foreign = target, security, way == "grpc"
+        choose(way)
         known = [load_file(model / "model.safetensors") for model in models]
         self._batches = [Batch.random(1 + 9 * number, 1 + number % 2) for number in range(8)]
         self._expected = [[batch.expected(tensors) for tensors in known] for batch in self._batches]
         self._lock = threading.Lock()
 
-    def client(self, way: Way) -> Client:
+    @contextlib.contextmanager
+    def client(self) -> Iterator[Client | ForeignClient]:
         """A new one."""
-        return Client(self._target, min_tokens_per_worker=16, security=self._security, way=way)
+        if self._is_foreign:
+            with contextlib.closing(ForeignClient(self._target)) as foreign:
+                yield foreign
+            return
+        with Client(self._target, min_tokens_per_worker=16, security=self._security) as client:
+            yield client
 
-    def ask(self, client: Client, number: int) -> str:
+    def ask(self, client: Client | ForeignClient, number: int) -> str:
         """The number of the model that the answer is of; "" of none."""
         index = number % len(self._batches)
         batch = self._batches[index]
@@ -131,8 +140,8 @@ class _Asker:
         same = [torch.allclose(y, expected, rtol=1e-4, atol=1e-5) for expected in self._expected[index]]
         return str(same.index(True)) if any(same) else ""
 
-    def tell(self, right: str, failed: str, attempt: Callable[[], str]) -> None:
-        """Make an attempt, and write its line."""
+    def tell(self, right: str, failed: str, attempt: Callable[[], str]) -> bool:
+        """Make an attempt, and write its line. Whether it was answered."""
         began, words = time.monotonic(), ""
         try:
             words = attempt()
@@ -142,18 +151,22 @@ class _Asker:
         now = time.monotonic()
         with self._lock:
             print(f"{now:.4f} {kind} {now - began:.4f} {words}", flush=True)
+        return kind != failed
 
-    def stay(self, way: Way) -> None:
+    def stay(self) -> None:
         """Ask without a pause, as one client."""
-        with self.client(way) as client:
-            for number in range(1 << 62):
-                self.tell("right", "failed", lambda turn=number: self.ask(client, turn))  # type: ignore[misc]
+        numbers = itertools.count()
+        while True:
+            with contextlib.suppress(Exception), self.client() as client:  # there is no view at the moment
+                while self.tell("right", "failed", lambda: self.ask(client, next(numbers))) or not self._is_foreign:
+                    pass
+            time.sleep(NEW_EVERY_S)
 
-    def come_anew(self, ways: Sequence[Way]) -> None:
+    def come_anew(self) -> None:
         """Connect, ask once, hang up, again and again."""
 
         def attempt(number: int) -> str:
-            with self.client(ways[number % len(ways)]) as client:
+            with self.client() as client:
                 return self.ask(client, number)
 
         for number in range(1 << 62):
@@ -164,13 +177,12 @@ class _Asker:
 def main() -> None:
     """Ask until killed."""
     torch.set_num_threads(1)
-    target, guard, named, *models = sys.argv[1:]
-    ways = cast(list[Way], named.split(","))
-    asker = _Asker(target, None if guard == "-" else load_security(guard), [Path(model) for model in models])
-    threading.Thread(target=asker.come_anew, args=(ways,), daemon=True).start()
-    for way in ways[1:]:
-        threading.Thread(target=asker.stay, args=(way,), daemon=True).start()
-    asker.stay(ways[0])
+    target, guard, way, *models = sys.argv[1:]
+    assert way in get_args(Way)
+    security = None if guard == "-" else load_security(guard)
+    asker = _Asker(target, security, cast(Way, way), [Path(model) for model in models])
+    threading.Thread(target=asker.come_anew, daemon=True).start()
+    asker.stay()
 
 
 if __name__ == "__main__":

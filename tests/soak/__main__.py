@@ -35,8 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import facts
+from benchmarks.service.load import Way
 from crossdock.client import Client
-from crossdock.client.buffer_pool import Way
 from crossdock.common import rpc
 from crossdock.common.http import ask_http
 from crossdock.protocol.v1 import control_pb2 as pb
@@ -48,7 +48,7 @@ from tests.frozen import frozen
 from tests.services.cluster import Batch, E, K, write_model
 
 ROUND_S, MAX_MINUTES = 6.0, 60.0
-WAYS: tuple[Way, ...] = ("shared", "tcp", "grpc")
+WAYS: tuple[Way, ...] = ("auto", "tcp", "grpc")
 RSS_MIB_PER_MIN, COUNTS_PER_MIN = 1.5, 1.0
 CONNECTIONS = 20
 """Opened and dropped in each burst; there are about two bursts a second."""
@@ -256,10 +256,12 @@ def main(words: Sequence[str] | None = None) -> int:
         scene = Scene(Path(folder), guarded=False)
         models = [Path(folder, "model"), Path(folder, "other")]
         write_model(models[1])
-        with frozen(Path(folder) / "code"), scene, Witness(scene.target, None, models, WAYS) as witness:
+        with frozen(Path(folder) / "code"), scene, contextlib.ExitStack() as life:
+            witnesses = [life.enter_context(Witness(scene.target, None, models, way)) for way in WAYS]
             samples, done, trouble = disturb(scene, models, arguments.minutes, console)
-            counts = Counter(event.kind for event in witness.events)
-            of_model = Counter(event.words for event in witness.events if event.kind == "right")
+            events = [event for witness in witnesses for event in witness.events]
+            counts = Counter(event.kind for event in events)
+            of_model = Counter(event.words for event in events if event.kind == "right")
     table, steep = judge(samples)
     console.print(table)
     console.print(f"{done}; answers: {dict(counts)}, by checkpoint: {dict(of_model)}", highlight=False)

@@ -147,6 +147,13 @@ class Connection:
         while not flight.done:
             if time.monotonic() >= until:
                 return False
+            if self._leader.acquire(blocking=False):  # as a rule
+                try:
+                    self._lead(until, flight)
+                finally:
+                    self._hand_over()
+                    self._appoint()
+                continue
             flight.event = flight.event or threading.Event()
             flight.event.clear()
             self._waiting[flight] = None
@@ -227,11 +234,12 @@ class Connection:
         timeout_ms = max(1, min((1 << 32) - 1, int(1000 * (batch.deadline - time.monotonic()))))
         shape, about = (x.shape[0], x.shape[1], ids.shape[1]), (timeout_ms, batch.model, current_traceparent())
         request = frames.Forward(flight.id, batch.layer, *shape, x.dtype, *about)
-        rows = x, ids if ids.dtype is torch.int32 else _narrow(ids), weights
         is_small = request.num_bytes <= _SMALL_BYTES
-        flight.place = None if is_small else self._shared.lay(rows, request.num_bytes)
-        if flight.place is not None:
-            request = request._replace(place=flight.place.begin)
+        if not is_small:
+            rows = x, ids if ids.dtype is torch.int32 else _narrow(ids), weights
+            flight.place = self._shared.lay(rows, request.num_bytes)
+            if flight.place is not None:
+                request = request._replace(place=flight.place.begin)
         try:
             head = frames.forward(request)
         except FrameError as error:
@@ -239,7 +247,7 @@ class Connection:
             raise InvalidRequest(str(error)) from None
         parts: list[bytes | memoryview] = [head]
         if is_small:
-            parts = [b"".join((head, *map(_copy_of, rows)))]
+            parts = [b"".join((head, _copy_of(x), _narrow_copy_of(ids), _copy_of(weights)))]
         elif flight.place is None:
             parts += map(wire.bytes_of, rows)
         self._flights[flight.id] = flight
@@ -357,10 +365,13 @@ class Connection:
             ):
                 self._finish(flight, ClientError(f"answer: expected {list(flight.out.shape)}, got {about}"))
                 flight = None
+            into = None
             if flight is not None and flight.place is not None:
                 flight.place.pick_up(wire.bytes_of(flight.out))
                 self._let_go(flight.place)
-            self._line.rows_into(None if flight is None or about.in_place else wire.bytes_of(flight.out))
+            elif flight is not None and not self._line.rows_to(flight.out):
+                into = wire.bytes_of(flight.out)
+            self._line.rows_into(into)
             self._filling = flight, about
         elif frame.kind == FrameKind.ERROR:
             code, epoch, ranks, message = frames.error_of(frame)
@@ -405,10 +416,17 @@ def _copy_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
+def _narrow_copy_of(ids: torch.Tensor) -> bytes:
+    if ids.dtype is torch.int32:
+        return _copy_of(ids)
+    if ids.numel() <= _FEW:
+        try:
+            return array("i", itertools.chain.from_iterable(ids.tolist())).tobytes()
+        except OverflowError:
+            pass
+    return bytes(wire.bytes_of(_narrow(ids)))
+
+
 def _narrow(ids: torch.Tensor) -> torch.Tensor:
     """int64 ids as int32: what no int32 holds becomes another number that the worker refuses."""
-    if ids.numel() <= _FEW:
-        few = list(itertools.chain.from_iterable(ids.tolist()))
-        if few and min(few) >= _LEAST and max(few) <= _MOST:
-            return torch.frombuffer(array("i", few), dtype=torch.int32).view(ids.shape)
     return torch.from_numpy(ids.numpy().clip(_LEAST, _MOST).astype("int32"))

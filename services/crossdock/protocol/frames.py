@@ -18,6 +18,7 @@ Letters: T tokens, H hidden size, K experts per token.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import ssl
@@ -291,6 +292,7 @@ class FrameSocket:
         self._out = deque[_Leaving]()
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self._begin = self._end = self._left = 0
         self._into: memoryview | None = None
 
@@ -377,6 +379,14 @@ class FrameSocket:
             self._end += self._received(self._view[self._end :] if self._end else self._view)
             frame = self._whole()
         return frame
+
+    def rows_to(self, tensor: torch.Tensor) -> bool:
+        """Copy the rows of that frame to a contiguous tensor on the host, if all are here already. Whether they are."""
+        if self._left > self._end - self._begin:
+            return False
+        ctypes.memmove(tensor.data_ptr(), self._address + self._begin, self._left)
+        self._begin, self._left = self._begin + self._left, 0
+        return True
 
     def rows_into(self, into: memoryview | None) -> None:
         """The rows of that frame go there; None: nowhere."""
