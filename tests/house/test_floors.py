@@ -10,7 +10,7 @@ import pytest
 
 from tests.house.tree import PRODUCT, imports_of, module_of, name_of, python_files
 
-WIRE = {f"crossdock.protocol.{name}" for name in ("v1", "wire", "frames", "same_host")}
+WIRE = {f"crossdock.protocol.{name}" for name in ("v1", "wire", "frames", "same_host", "shared_memory")}
 """Messages and frames with tensors."""
 FLOORS: dict[str, set[str]] = {
     "ep_kernels": set(),
@@ -20,6 +20,7 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.protocol.wire": {"crossdock.protocol.v1"},
     "crossdock.protocol.frames": set(),
     "crossdock.protocol.same_host": set(),
+    "crossdock.protocol.shared_memory": set(),
     "crossdock.common": {"crossdock.protocol.v1"},
     "crossdock.control": {"crossdock.common", "crossdock.protocol.v1"},
     "crossdock.topo": {"crossdock.common", "crossdock.control", "crossdock.protocol.v1"},

@@ -27,14 +27,12 @@ class Use(NamedTuple):
 USES = {
     "plan": Use(("ep_kernels/",)),
     "step": Use(("ep_kernels/", "services/crossdock/"), frozenset()),
-    "turn": Use(
-        names=frozenset({"_Turn", "turn", "_turn", "end_turn", "_end_turn", "end_turns", "TURN_S", "_TURN_OVER"})
-    ),
-    "way": Use(names=frozenset({"Way", "_under_way"})),
-    "room": Use(names=frozenset({"has_room", "_has_room", "_make_room", "_room"})),
+    "turn": Use(names=frozenset({"_Turn", "_turn"})),
+    "way": Use(),
+    "room": Use(names=frozenset({"has_room", "_has_room", "make_room", "_make_room", "_on_room", "_room"})),
     "means": Use(),
     "look": Use(("services/crossdock/deep_ep/",), frozenset({"look_for_peer", "_look_at_the_write"})),
-    "quiet": Use(("ep_kernels/",), frozenset({"QUIET_S", "_QUIET_S"})),
+    "quiet": Use(("ep_kernels/",), frozenset({"QUIET_S"})),
     "given": Use(
         names=frozenset({"GIVEN_UP", "_GIVEN_UP", "given_up", "is_given_up", "has_given_up", "_GIVEN", "_GIVEN_AT"})
     ),

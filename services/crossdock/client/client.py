@@ -270,7 +270,7 @@ class Requests:
         connection = self._connections.get(address)
         if connection is None:
             return None
-        connection.look()
+        connection.notice_end()
         if connection.closed or connection.sent_away:
             return None
         if connection.is_idle:

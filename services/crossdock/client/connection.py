@@ -20,7 +20,7 @@ from collections import deque
 import torch
 
 from crossdock.client.errors import ClientError, InvalidRequest, Overloaded, Unavailable, from_answer
-from crossdock.client.shared_rows import Place, SharedRows
+from crossdock.client.shared_rows import RowsPlace, SharedRows
 from crossdock.client.shares import ForwardCall, Share
 from crossdock.common.tracing import current_traceparent
 from crossdock.protocol import frames, wire
@@ -36,7 +36,7 @@ _SMALL_BYTES = 64 << 10
 _FEW = 64
 """Ids for which Python is faster than numpy."""
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
-_TURN_S = 0.05
+_WRITE_S = 0.05
 
 
 class Flight:
@@ -59,7 +59,7 @@ class Flight:
         self.error: ClientError | None = None
         self.event: threading.Event | None = None
         self.future: asyncio.Future[None] | None = None
-        self.place: Place | None = None
+        self.place: RowsPlace | None = None
 
 
 class Connection:
@@ -184,7 +184,7 @@ class Connection:
             self._check_alive()
         return True
 
-    def look(self) -> None:
+    def notice_end(self) -> None:
         """Read what is here, if nobody has for a while: the worker may have ended the connection."""
         rests = self._loop is None and self.is_idle and time.monotonic() - self._used_at > IDLE_S
         if rests and not self.closed and self._leader.acquire(blocking=False):
@@ -275,12 +275,12 @@ class Connection:
         while self._line.is_sending and not self.closed and time.monotonic() < until:
             if self._leader.acquire(blocking=False):
                 try:
-                    self._turn(_TURN_S)
+                    self._turn(_WRITE_S)
                 finally:
                     self._hand_over()
                     self._appoint()
             else:
-                poll.poll(1e3 * _TURN_S)
+                poll.poll(1e3 * _WRITE_S)
                 with contextlib.suppress(OSError):
                     self._line.push()
 
@@ -393,7 +393,7 @@ class Connection:
             self._send_more()
         return flight
 
-    def _let_go(self, place: Place | None, error: ClientError | None = None) -> None:
+    def _let_go(self, place: RowsPlace | None, error: ClientError | None = None) -> None:
         """Use the place of an answered request again, if no step can write it any more."""
         with self._lock:
             if error is None or isinstance(error, InvalidRequest | Overloaded):  # no step has taken it

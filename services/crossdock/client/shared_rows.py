@@ -20,7 +20,7 @@ MOST_BYTES = 64 << 20
 """Asked of one worker at once."""
 
 
-class Place(NamedTuple):
+class RowsPlace(NamedTuple):
     """Where the rows of a request lie, and then those of its answer."""
 
     memory: SharedMemory
@@ -45,7 +45,7 @@ class SharedRows:
         self._former: SharedMemory | None = None
         self._num_bytes = 0
 
-    def lay(self, rows: Sequence[torch.Tensor], num_bytes: int) -> Place | None:
+    def lay(self, rows: Sequence[torch.Tensor], num_bytes: int) -> RowsPlace | None:
         """Copy the rows of a request to a free place. None: there is none yet, and they go through the socket."""
         begin = None if self._memory is None else self._memory.take(num_bytes)
         if self._memory is None or begin is None:
@@ -55,14 +55,14 @@ class SharedRows:
         for part in map(wire.bytes_of, rows):
             start, end = end, end + len(part)
             np.copyto(self._memory.array[start:end], part)  # other threads run meanwhile, and none of torch's
-        return Place(self._memory, begin)
+        return RowsPlace(self._memory, begin)
 
-    def give_back(self, place: Place | None) -> None:
+    def give_back(self, place: RowsPlace | None) -> None:
         """No step uses it any more."""
         if place is not None:
             place.memory.give_back(place.begin)
 
-    def abandon(self, place: Place | None) -> None:
+    def abandon(self, place: RowsPlace | None) -> None:
         """A step may still write it: later requests go to other memory."""
         if place is not None:
             self._memory, self._former = (
