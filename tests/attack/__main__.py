@@ -34,6 +34,7 @@ from crossdock.common import rpc
 from crossdock.protocol.v1 import expert_pb2_grpc
 from tests.attack.attacks import ATTACKS, Attack
 from tests.attack.connections import request_connections
+from tests.attack.hoards import hoards
 from tests.attack.rogue import tickets
 from tests.attack.scene import NUM_WORKERS, Meter, Scene
 from tests.attack.witness import Witness
@@ -77,6 +78,7 @@ class Row:
 
 EVERYTHING = ATTACKS | {
     "request connections": Attack(request_connections, short=True),
+    "shared memory": Attack(hoards, short=True),
     "false tickets": Attack(tickets, kills=True, mtls=False, short=True),
 }
 
