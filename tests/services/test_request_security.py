@@ -21,7 +21,7 @@ from crossdock.protocol import frames
 from crossdock.protocol.frames import Error, FrameKind
 from crossdock.worker.requests import greeter
 from tests.services.cluster import Batch
-from tests.services.control_world import until
+from tests.services.control_world import TIMEOUT_S, until
 from tests.services.request_world import ENDED, UNAUTHENTICATED, Guest, World, tensors, world
 from tests.tools import needs
 
@@ -182,3 +182,36 @@ async def test_a_handshake_that_never_ends_is_given_up(
         guest.sock.sendall(b"\x16\x03\x01")
         with pytest.raises(ENDED):
             await guest.frame()
+
+
+async def test_over_a_unix_socket_tls_ends_when_both_know_each_other(tmp_path: Path, folder: Path) -> None:
+    """Whoever relays bytes to a worker has a socket of another name, and is told so before TLS ends."""
+    async with world(tmp_path, security=of_worker(folder)) as made:
+        relayed = behind_tls(made, load_security(folder / "client.yaml"), near=True)
+        relayed.sock.sendall(frames.hello("", "crossdock-another"))
+        number, got = await relayed.answer()
+        assert isinstance(got, Error)
+        assert (number, "expected this worker's socket" in got.message) == (0, True)
+        with pytest.raises(ENDED):
+            await relayed.frame()
+        relayed.sock.close()
+        for goes_on in (b"\x17\x03\x03\x00\x10" + bytes(16), frames.plain(FrameKind.PING)):  # TLS, or none, too early
+            rude = behind_tls(made, load_security(folder / "client.yaml"), near=True)
+            rude.sock.sendall(rude.hello())
+            with contextlib.suppress(OSError):
+                socket.socket.send(rude.sock, goes_on)
+            with pytest.raises((ssl.SSLError, *ENDED)):
+                await rude.frame()
+            rude.sock.close()
+        await until(lambda: not made.connections)
+        guest = behind_tls(made, load_security(folder / "client.yaml"), near=True)
+        guest.sock.sendall(guest.hello())
+        guest.sock.unwrap()  # type: ignore[attr-defined]
+        guest.sock = frames.plain_socket(guest.sock)
+        guest.sock.settimeout(TIMEOUT_S)
+        assert (await guest.frame())[0].kind == FrameKind.WELCOME
+        batch = Batch.random(3)
+        assert torch.equal(await guest.ask(1, batch), 2 * batch.x)  # type: ignore[arg-type]
+        (connection,) = made.connections
+        assert connection.client == ("crossdock-client",)
+        guest.sock.close()

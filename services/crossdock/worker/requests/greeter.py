@@ -128,41 +128,43 @@ class Greeter:
         """The handshake of TLS, HELLO, and the end of TLS, in one piece or several."""
         if stranger not in self._strangers:  # it was closed for another since it was selected
             return
-        line = stranger.line
         try:
-            self._secure(stranger)
-            if stranger.client is None:
-                frame = line.next()
-                if frame is None:
-                    return
-                stranger.client = self._client_of(line.sock, *frames.hello_of(frame))
+            if not self._is_known(stranger):
+                return
+            line = self._drop(stranger)
             if line.sock.family == socket.AF_UNIX and isinstance(line.sock, ssl.SSLSocket):
-                line.sock.unwrap()
-                line = self._drop(stranger)
-                line = FrameSocket(frames.plain_socket(line.sock), 0)
-            else:
-                self._drop(stranger)
+                line = stranger.line = FrameSocket(frames.plain_socket(line.sock), 0)
             self._welcome(stranger.client, line)
-            return
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
         except CallError as error:
             about = frames.Error(rpc.code_number(error.code), 0, (), str(error))
             with contextlib.suppress(OSError):
-                line.send([frames.error(0, about)])
+                stranger.line.send([frames.error(0, about)])
         except (EOFError, OSError, FrameError) as error:
             _log.debug("no request connection", why=str(error))
         if stranger in self._strangers:
             self._drop(stranger)
-        line.sock.close()
+        stranger.line.sock.close()
 
-    def _secure(self, stranger: _Stranger) -> None:
-        """The handshake of TLS. Raises OSError: SSLWantReadError, if it is not done."""
+    def _is_known(self, stranger: _Stranger) -> bool:
+        """Whether it has said who it is, and over a UNIX socket TLS has ended. Raises CallError, EOFError, OSError,
+        FrameError."""
         sock = stranger.line.sock
-        if not stranger.is_secure:
-            assert isinstance(sock, ssl.SSLSocket)
-            sock.do_handshake()  # what it writes is less than any socket's buffer
-            stranger.is_secure = True
+        try:
+            if not stranger.is_secure:
+                assert isinstance(sock, ssl.SSLSocket)
+                sock.do_handshake()  # what it writes is less than any socket's buffer
+                stranger.is_secure = True
+            if stranger.client is None:
+                frame = stranger.line.next()
+                if frame is None:
+                    return False
+                stranger.client = self._client_of(sock, *frames.hello_of(frame))
+            if sock.family == socket.AF_UNIX and isinstance(sock, ssl.SSLSocket):
+                sock.unwrap()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        return True
 
     def _client_of(self, sock: socket.socket, version: int, token: str, called: str) -> object:
         """Whose connection it is. Raises CallError."""
