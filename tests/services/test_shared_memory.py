@@ -154,8 +154,8 @@ async def test_what_a_client_changes_meanwhile_is_its_own_answer(tmp_path: Path)
         assert torch.equal(work.topk_weights, batch.weights)
         made.engine.go.set()
         await guest.picked(1, batch, 4096)
-        guest.sock.sendall(guest.lay(2, batch, 64) + guest.lay(3, batch, MIB - PLACE_BYTES * 100))
         for number, place in ((2, 64), (3, MIB - PLACE_BYTES * 100)):
+            guest.sock.sendall(guest.lay(number, batch, place))
             assert torch.equal(await guest.picked(number, batch, place), 2 * batch.x)
 
 

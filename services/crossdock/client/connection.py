@@ -349,6 +349,8 @@ class Connection:
                 if flight is not None:
                     flight.model = about.model
                     self._finish(flight)
+                if not self._line.has_read_more:
+                    return
             frame = self._line.next()
             if frame is None:
                 return

@@ -301,6 +301,11 @@ class FrameSocket:
         """Whether something that was given to `send` has not left."""
         return bool(self._out)
 
+    @property
+    def has_read_more(self) -> bool:
+        """Whether something is here that the socket does not show: else wait for that, which costs less than to try."""
+        return self._begin < self._end or (isinstance(self.sock, ssl.SSLSocket) and self.sock.pending() > 0)
+
     def send(
         self, parts: Sequence[bytes | memoryview], sent: Callable[[], None] | None = None, descriptor: int = -1
     ) -> bool:

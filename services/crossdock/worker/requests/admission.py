@@ -68,9 +68,9 @@ class RequestValidator:
         self._check_shapes(shapes[0], shapes[1], shapes[1])
 
     def taken(self, slot: RequestSlot) -> Tokens:
-        """Rows that came with a checked frame. What is checked is a copy: a client may change what it shares, and
-        telemetry reads ids when the slot may have other rows. Raises Refused."""
-        ids, weights = slot.ids.clone(), slot.weights.clone()
+        """Rows that came with a checked frame. What is checked is a copy where a client shares the memory, since it may
+        change it; ids always, since telemetry reads them when the slot may have other rows. Raises Refused."""
+        ids, weights = slot.ids.clone(), slot.weights.clone() if slot.is_shared else slot.weights
         self._check_values(ids, weights)
         return Tokens(slot.x, ids, weights)
 

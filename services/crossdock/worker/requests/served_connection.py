@@ -182,6 +182,8 @@ class ServedConnection:
                 coming, self._coming, self._until = self._coming, None, _NEVER
                 if coming.slot is not None:
                     self._serve(coming, coming.slot)
+                if self._waiting is None and not self.line.has_read_more:
+                    return
             frame, self._waiting = self._waiting or self.line.next(), None
             if frame is None or not self._take(frame):
                 return
