@@ -8,8 +8,8 @@ bytes, and tokens per second of a `transformers` model with its own experts and 
 has experts that cost something, `path` wide rows and experts that cost nearly nothing, so that the way to them is what
 is measured. Where the time goes is from the workers' own metrics: means of a request. With `far` among `--paths`, the
 group and an echo are also put into another network namespace, behind a pair of virtual devices, and reached by frames
-over TCP and by gRPC. `unix` is what clients of a worker's host do (with shared memory), `tcp` frames over TCP on one host, and `grpc` a
-client that has nothing of ours but the messages.
+over TCP and by gRPC. `unix` is what clients of a worker's host do (with shared memory), `tcp` frames over TCP on one
+host, and `grpc` a client that has nothing of ours but the messages.
 """
 
 from __future__ import annotations
