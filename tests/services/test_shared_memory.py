@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossdock.client import AsyncClient, Client, DeadlineExceeded, InvalidRequest, connection, dialling
+from crossdock.client import AsyncClient, Client, DeadlineExceeded, InvalidRequest, connection, dialling, shared_rows
 from crossdock.protocol import frames, wire
 from crossdock.protocol.frames import FrameKind
 from crossdock.protocol.shared_memory import PLACE_BYTES, SharedMemory
 from crossdock.worker.requests import request_slots
+from crossdock.worker.requests.served_connection import ServedConnection
 from tests.services.cluster import Batch, E, H, K
 from tests.services.control_world import until
 from tests.services.request_world import ENDED, Guest, World, request_of, tensors, world
@@ -198,6 +199,28 @@ async def test_it_is_counted_per_client_and_refused_past_that(tmp_path: Path, mo
         for _ in range(3):
             batch = Batch.random(T)
             assert torch.equal(await asking.forward(1, *tensors(batch)), 2 * batch.x)
+
+
+@pytest.mark.parametrize("lacks", ["room", "descriptor"])
+async def test_who_cannot_map_it_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    def failing(*_: object) -> None:
+        raise OSError("no room")
+
+    def send(self: ServedConnection, parts: list[bytes | memoryview], *slot: object, descriptor: int = -1) -> None:
+        frames.close(descriptor)
+        honest(self, parts, *slot)  # type: ignore[arg-type]
+
+    honest = ServedConnection._send
+    async with world(tmp_path) as made, AsyncClient(made.address) as asking:
+        if lacks == "room":
+            monkeypatch.setattr(shared_rows, "SharedMemory", failing)
+        else:
+            monkeypatch.setattr(ServedConnection, "_send", send)
+        for _ in range(3):
+            batch = Batch.random(T)
+            assert torch.equal(await asking.forward(1, *tensors(batch)), 2 * batch.x)
+            assert not is_shared(made)
+        assert len(made.connections) == len(made.connections[0]._shared) == 1
 
 
 async def test_no_descriptor_is_left(tmp_path: Path) -> None:

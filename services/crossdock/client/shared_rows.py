@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,9 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from crossdock.common import log
 from crossdock.protocol import frames, wire
-from crossdock.protocol.frames import FrameError, FrameSocket
+from crossdock.protocol.frames import FrameSocket
 from crossdock.protocol.shared_memory import SharedMemory
+
+_log = log.get(__name__)
 
 MOST_BYTES = 64 << 20
 """Asked of one worker at once."""
@@ -70,18 +72,20 @@ class SharedRows:
             )
 
     def got(self, num_bytes: int) -> None:
-        """The worker's answer. Raises FrameError."""
+        """The worker's answer."""
         descriptor, self._line.descriptor, self._line.takes_descriptor = self._line.descriptor, -1, False
         if not num_bytes:  # what there was before stays
             self._memory, self._may_ask = self._former, False
             return
         try:
+            if descriptor < 0:
+                raise OSError("expected a descriptor, got none")
             self._memory, self._num_bytes = SharedMemory(descriptor, num_bytes), num_bytes
         except OSError as error:
-            raise FrameError(str(error)) from None
+            self._may_ask = False
+            _log.seldom("rows go through the socket: no memory is shared", why=str(error))
         finally:
-            with contextlib.suppress(OSError):  # none came
-                os.close(descriptor)
+            frames.close(descriptor)
 
     def _ask(self, num_bytes: int) -> None:
         """Ask for more; until the answer nothing lies there, since the worker may have changed to the new memory."""

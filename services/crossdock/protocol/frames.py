@@ -342,7 +342,7 @@ class FrameSocket:
         with self._lock:
             self.sock.close()
             for number in [self.descriptor, *(leaving.descriptor for leaving in self._out)]:
-                _close(number)
+                close(number)
             self.descriptor = -1
             self._out.clear()
 
@@ -364,7 +364,7 @@ class FrameSocket:
         parts = leaving.parts
         if leaving.descriptor >= 0:
             count = socket.send_fds(self.sock, parts, [leaving.descriptor])
-            _close(leaving.descriptor)
+            close(leaving.descriptor)
             leaving.descriptor = -1
             return count
         if not self._is_tls:
@@ -440,7 +440,7 @@ class FrameSocket:
         count, beside, _, _ = self.sock.recvmsg_into([into], socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in beside:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) >= 4:
-                _close(self.descriptor)
+                close(self.descriptor)
                 self.descriptor = struct.unpack_from("i", data)[0]
         return count
 
@@ -471,7 +471,8 @@ class _Leaving:
         self.parts, self.sent, self.descriptor = parts, sent, descriptor
 
 
-def _close(descriptor: int) -> None:
+def close(descriptor: int) -> None:
+    """Of a file; negative: none."""
     if descriptor >= 0:
         os.close(descriptor)
 
