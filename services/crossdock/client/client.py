@@ -50,7 +50,7 @@ from crossdock.client.stream import WorkerStream
 from crossdock.client.threaded import Failed, StreamCall
 from crossdock.common.security import security_of
 from crossdock.common.settings import SecurityConfig
-from crossdock.common.tasks import background, call_in_loop
+from crossdock.common.tasks import background, call_in_loop, end_tasks
 from crossdock.common.tracing import current_traceparent
 from crossdock.protocol.request_buffer import Places
 from crossdock.protocol.v1 import expert_pb2
@@ -407,6 +407,4 @@ async def _all(coroutines: list[Coroutine[Any, Any, None]]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)

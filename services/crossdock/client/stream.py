@@ -28,7 +28,7 @@ from crossdock.client.errors import ClientError, DeadlineExceeded, InvalidReques
 from crossdock.client.shares import Response
 from crossdock.common import rpc
 from crossdock.common.security import Security
-from crossdock.common.tasks import background
+from crossdock.common.tasks import background, end_tasks, wait_for_end
 from crossdock.protocol.tensor_messages import packed, response_of
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 
@@ -183,14 +183,12 @@ class WorkerStream:
         """Close; requests in flight and later ones end with Unavailable."""
         self._ended = True
         if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.gather(self._probing, return_exceptions=True)
+            await end_tasks(self._reader)
+        if self._probing is not None:  # it may have begun meanwhile
+            await end_tasks(self._probing)
         self._fail(self._closed())  # a reader that had not started has not failed them
         await self._channel.close(None)
-        await asyncio.gather(*self._former, return_exceptions=True)
+        await wait_for_end(*self._former)
 
     def _open_stream(self) -> None:
         """Open the stream, or another one in the place of an old one. Raises Unavailable: it is closed for good."""
