@@ -45,7 +45,7 @@ from crossdock.common.http import ask_http
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
-from tests.attack.scene import NUM_WORKERS, Scene, meter
+from tests.attack.scene import FORM_S, NUM_WORKERS, Scene, meter
 from tests.attack.witness import Witness
 from tests.frozen import frozen
 from tests.services.cluster import Batch, E, K, write_model
@@ -179,6 +179,7 @@ class Restless:
             for channel in channels:
                 await channel.close(0)
             self.num_connections += len(channels)
+            del calls, call, channels, channel  # a connection lives as long as the last of its calls
             await asyncio.sleep(0.5)
 
     def _ask(self) -> None:
@@ -222,10 +223,11 @@ def disturb(
     done = {"kills": 0, "moves": 0, "switches": 0}
     restless, began = Restless(scene), time.monotonic()
     restless.start()
+    epoch = 0
     try:
         while time.monotonic() - began < 60 * minutes:
             round_began = time.monotonic()
-            if not scene.calm():
+            if not scene.calm(epoch + 1, FORM_S):
                 return samples, done, "the group does not serve"
             with restless.paused():
                 samples += look(scene, began)
@@ -235,6 +237,7 @@ def disturb(
             else:
                 done["moves"] += move(scene)
             time.sleep(ROUND_S / 3)
+            epoch = scene.view(_CALL_S).epoch
             os.kill(scene.pids()[f"worker-{1 + done['kills'] % (NUM_WORKERS - 1)}"], signal.SIGKILL)
             done["kills"] += 1
             time.sleep(max(0.0, round_began + ROUND_S - time.monotonic()))
@@ -243,7 +246,7 @@ def disturb(
     finally:
         restless.stop()
     console.print(f"{restless.num_connections} connections came and went", highlight=False)
-    return samples, done, "" if scene.calm() else "the group does not serve"
+    return samples, done, "" if scene.calm(epoch + 1, FORM_S) else "the group does not serve"
 
 
 def judge(samples: Sequence[Sample]) -> tuple[Table, list[str]]:
