@@ -57,6 +57,8 @@ CONNECTIONS = 20
 """Opened and dropped in each burst; there are about two bursts a second."""
 _SURVIVORS = ("control", "worker-0")
 _CALL_S = 10.0
+_WORDS = 5
+"""Most errors of requests that are printed."""
 _LOOKS, _LOOK_EVERY_S = 5, 0.1
 
 
@@ -289,10 +291,13 @@ def main(words: Sequence[str] | None = None) -> int:
         with frozen(Path(folder) / "code"), scene, Witness(scene.target, None, models, WAYS) as witness:
             samples, done, trouble = disturb(scene, models, arguments.minutes, console)
             counts = Counter(event.kind for event in witness.events)
+            unanswered = Counter(event.words for event in witness.events if event.kind in ("failed", "shut"))
             of_model = Counter(event.words for event in witness.events if event.kind == "right")
     table, growth = judge(samples)
     console.print(table)
     console.print(f"{done}; answers: {dict(counts)}, by checkpoint: {dict(of_model)}", highlight=False)
+    for error, count in unanswered.most_common(_WORDS):
+        console.print(f"{count} x {error}", highlight=False)
     faults = [*growth, *([trouble] if trouble else []), *(["wrong answers"] if counts["wrong"] else [])]
     console.print("nothing grows, every answer is right" if not faults else "; ".join(faults), highlight=False)
     if arguments.out:
