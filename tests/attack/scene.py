@@ -168,12 +168,14 @@ class Scene:
         with rpc.channel(self.target, security=guard, name="localhost" if guard else "") as channel:
             return current_view(channel, timeout_s)
 
-    def calm(self) -> bool:
-        """Wait until the group serves; False: it did not."""
-        deadline = time.monotonic() + CALM_S
+    def calm(self, epoch: int = 0, within_s: float = CALM_S) -> bool:
+        """Wait until the group serves, in this epoch or a later one; False: it did not. A group that has lost a worker
+        serves, as far as the control plane knows, until it has missed it."""
+        deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             with contextlib.suppress(rpc.CallError):
-                if self.view().state == SERVING:
+                view = self.view()
+                if view.state == SERVING and view.epoch >= epoch:
                     return True
             time.sleep(0.05)
         return False

@@ -8,7 +8,7 @@ from tests.attack import __main__ as attack
 from tests.attack.scene import Meter
 from tests.attack.witness import Event, Witness
 from tests.services.cluster import TEST_S
-from tests.soak.__main__ import Sample, slope_per_min
+from tests.soak.__main__ import Sample, Slope, judge, slope_of
 
 pytestmark = pytest.mark.timeout(TEST_S)
 
@@ -45,8 +45,36 @@ def test_every_attack_is_made_somewhere() -> None:
     assert short >= {"unfinished messages", "false tickets", *GUARDED}
 
 
+def _rounds(count: int, per_min: float, noise: float) -> list[Sample]:
+    """Of `count` rounds of 6 s; `noise` up and down by turns."""
+    values = [100.0 + 0.1 * per_min * i + noise * (-1) ** i for i in range(count)]
+    return [Sample(6.0 * i, name, v, v, 5.0, 3.0) for name in ("control", "worker-0") for i, v in enumerate(values)]
+
+
 def test_a_slope_is_per_minute() -> None:
-    samples = [Sample(6.0 * i, "control", 100.0 + 0.3 * i, 7.0, 5.0, 3.0) for i in range(20)]
-    assert slope_per_min(samples, "rss_mib") == pytest.approx(3.0)
-    assert slope_per_min(samples, "fds") == pytest.approx(0.0)
-    assert slope_per_min(samples[:1], "rss_mib") == 0.0
+    samples = _rounds(20, 3.0, 0.0)[:20]
+    assert slope_of(samples, "rss_mib").per_min == pytest.approx(3.0)
+    assert slope_of(samples, "threads") == Slope(0.0, 0.0)
+    noisy = slope_of(_rounds(200, 3.0, 2.0)[:200], "fds")
+    assert noisy.per_min == pytest.approx(3.0, abs=noisy.scatter)
+    assert 0.0 < noisy.scatter < 0.2
+
+
+@pytest.mark.parametrize(
+    ("count", "per_min", "noise", "fault"),
+    [
+        (200, 0.0, 3.0, ""),
+        (200, 1.3, 3.0, "fds +1."),
+        (200, 2.0, 0.0, "rss_mib +2.0"),
+        (15, 8.0, 1.0, "fds +8"),
+        (9, 2.0, 3.0, "too few rounds to tell"),
+        (9, 0.0, 3.0, "too few rounds to tell"),
+        (2, 0.0, 0.0, "too few rounds to tell"),
+    ],
+)
+def test_a_leak_is_told_from_scatter_and_a_run_too_short_to_tell_fails(
+    count: int, per_min: float, noise: float, fault: str
+) -> None:
+    faults = "; ".join(judge(_rounds(count, per_min, noise))[1])
+    assert fault in faults
+    assert bool(fault) == bool(faults)

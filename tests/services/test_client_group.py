@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -21,6 +22,7 @@ from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S, without_successors
 from tests.services.fakes import dense
 from tests.unit.moe_files import Sizes, draw_weights, write_files
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(TEST_S)
 SIZES = Sizes(num_experts=7, hidden=64, inner=32, layers=2)
@@ -39,6 +41,15 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Supervisor
     with Supervisor(control, workers, folder / "logs") as supervisor:
         supervisor.wait_serving(FORM_S)
         yield supervisor, experts
+
+
+def _sockets() -> set[str]:
+    """Of this process, by inode."""
+    found = set()
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{each}"))
+    return {each for each in found if each.startswith("socket:")}
 
 
 def _batch(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,6 +85,22 @@ def test_rows_are_the_dense_models(group: tuple[Supervisor, ExpertMLPs], place: 
         for view in supervisor.views():  # heartbeats say it, sooner or later
             if all(member.stats.request_connections for member in view.members):
                 break
+
+
+def test_a_closed_client_leaves_no_connection(group: tuple[Supervisor, ExpertMLPs], place: str) -> None:
+    supervisor, experts = group
+    with Client(supervisor.control_address) as stays:  # and with it the loop that clients share
+        _assert_serves(stays, experts, 64)
+        gc.collect()
+        before = _sockets()
+        gc.disable()
+        try:
+            for _ in range(4):
+                with Client(supervisor.control_address, min_tokens_per_worker=8) as client:
+                    _assert_serves(client, experts, 64)
+            until(lambda: len(_sockets() - before) == 0)
+        finally:
+            gc.enable()
 
 
 def test_bad_requests_leave_the_service_up(group: tuple[Supervisor, ExpertMLPs], place: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import random
 import selectors
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -408,6 +410,23 @@ def test_abort_ends_the_engine_and_says_why(ranks: list[Rank]) -> None:
     assert "rank 1 lost" in ended.reason
     with pytest.raises(Refused, match="epoch 3 ended"):
         ranks[0].engine.submit(Asked(1).work)
+
+
+def test_an_epoch_that_a_fault_ended_keeps_no_communicator(ranks: list[Rank]) -> None:
+    comm, thread = ranks[0].comm, ranks[0].thread
+    assert comm is not None
+    assert thread is not None
+    gc.disable()
+    try:
+        comm.abort("epoch 4: rank 1 lost")
+        assert isinstance(ranks[0].ended.get(timeout=WAIT_S), Fault)
+        thread.join(WAIT_S)
+        comm.close()
+        left, ranks[0].comm = weakref.ref(comm), None
+        del comm
+        assert left() is None, "regions and descriptors stay until a collection"
+    finally:
+        gc.enable()
 
 
 def test_a_drained_rank_leaves_between_two_steps(ranks: list[Rank]) -> None:

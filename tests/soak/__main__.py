@@ -8,8 +8,10 @@ every ROUND_S a worker other than the first is killed, and the group forms anew;
 balance, or the group is given another checkpoint. The control plane and the first worker live all along. Each is looked
 at once a round, when the group serves: resident memory, file descriptors, threads, and tasks of its event loop.
 
-Prints the slope of each by least squares, without the first third of the rounds. Exit status 1 if an answer was wrong,
-the group did not serve again, memory grew by more than RSS_MIB_PER_MIN, or anything else by more than COUNTS_PER_MIN.
+Prints the slope of each by least squares, without the first third of the rounds, and how far the scatter of the rounds
+may have moved it (two standard errors). Exit status 1 if an answer was wrong, the group did not serve again, memory
+grew by more than RSS_MIB_PER_MIN or anything else by more than COUNTS_PER_MIN with the scatter taken off, or the
+scatter is wider than that limit: such a run is too short to tell.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -42,7 +45,7 @@ from crossdock.common.http import ask_http
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
-from tests.attack.scene import NUM_WORKERS, Scene, meter
+from tests.attack.scene import FORM_S, NUM_WORKERS, Scene, meter
 from tests.attack.witness import Witness
 from tests.frozen import frozen
 from tests.services.cluster import Batch, E, K, write_model
@@ -54,6 +57,8 @@ CONNECTIONS = 20
 """Opened and dropped in each burst; there are about two bursts a second."""
 _SURVIVORS = ("control", "worker-0")
 _CALL_S = 10.0
+_WORDS = 5
+"""Most errors of requests that are printed."""
 _LOOKS, _LOOK_EVERY_S = 5, 0.1
 
 
@@ -76,14 +81,38 @@ class Sample:
     tasks: float
 
 
-def slope_per_min(samples: Sequence[Sample], name: str) -> float:
-    """Least squares, per minute; 0 for fewer than two samples."""
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """A line through samples.
+
+    Attributes:
+        per_min: its slope.
+        scatter: two standard errors of the slope; inf for fewer than three samples.
+    """
+
+    per_min: float
+    scatter: float
+
+    def fault(self, limit: float) -> str:
+        """What is wrong with growth that may be `limit` a minute; "": nothing."""
+        if self.per_min - self.scatter > limit:
+            return f"{self.per_min:+.2f} a minute"
+        if self.scatter > limit:
+            return f"too few rounds to tell ({self.per_min:+.2f} ± {self.scatter:.2f} a minute)"
+        return ""
+
+
+def slope_of(samples: Sequence[Sample], name: str) -> Slope:
+    """Least squares."""
+    if len(samples) < 3:
+        return Slope(0.0, math.inf)
     times = torch.tensor([sample.at_s / 60 for sample in samples], dtype=torch.float64)
     values = torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.float64)
-    if len(samples) < 2 or float(times.var()) == 0:
-        return 0.0
     times, values = times - times.mean(), values - values.mean()
-    return float((times * values).sum() / (times * times).sum())
+    spread = float((times * times).sum())
+    per_min = float((times * values).sum()) / spread
+    left = values - per_min * times
+    return Slope(per_min, 2 * math.sqrt(float((left * left).sum()) / (len(samples) - 2) / spread))
 
 
 def look(scene: Scene, began: float) -> list[Sample]:
@@ -152,6 +181,7 @@ class Restless:
             for channel in channels:
                 await channel.close(0)
             self.num_connections += len(channels)
+            del calls, call, channels, channel  # a connection lives as long as the last of its calls
             await asyncio.sleep(0.5)
 
     def _ask(self) -> None:
@@ -195,10 +225,11 @@ def disturb(
     done = {"kills": 0, "moves": 0, "switches": 0}
     restless, began = Restless(scene), time.monotonic()
     restless.start()
+    epoch = 0
     try:
         while time.monotonic() - began < 60 * minutes:
             round_began = time.monotonic()
-            if not scene.calm():
+            if not scene.calm(epoch + 1, FORM_S):
                 return samples, done, "the group does not serve"
             with restless.paused():
                 samples += look(scene, began)
@@ -208,6 +239,7 @@ def disturb(
             else:
                 done["moves"] += move(scene)
             time.sleep(ROUND_S / 3)
+            epoch = scene.view(_CALL_S).epoch
             os.kill(scene.pids()[f"worker-{1 + done['kills'] % (NUM_WORKERS - 1)}"], signal.SIGKILL)
             done["kills"] += 1
             time.sleep(max(0.0, round_began + ROUND_S - time.monotonic()))
@@ -216,24 +248,24 @@ def disturb(
     finally:
         restless.stop()
     console.print(f"{restless.num_connections} connections came and went", highlight=False)
-    return samples, done, "" if scene.calm() else "the group does not serve"
+    return samples, done, "" if scene.calm(epoch + 1, FORM_S) else "the group does not serve"
 
 
 def judge(samples: Sequence[Sample]) -> tuple[Table, list[str]]:
-    """The slopes, and those that are too steep."""
-    table, steep = Table(title="Slopes per minute", title_justify="left"), []
+    """The slopes, and what is wrong with them."""
+    table, faults = Table(title="Slopes per minute", title_justify="left"), []
     figures = [field.name for field in fields(Sample)][2:]
     for column in ("process", *figures):
         table.add_column(column, justify="left" if column == "process" else "right")
     for process in _SURVIVORS:
         own = [sample for sample in samples if sample.process == process]
         late = own[len(own) // 3 :]
-        slopes = {name: slope_per_min(late, name) for name in figures}
-        table.add_row(process, *(f"{slope:+.2f}" for slope in slopes.values()))
+        slopes = {name: slope_of(late, name) for name in figures}
+        table.add_row(process, *(f"{slope.per_min:+.2f} ± {slope.scatter:.2f}" for slope in slopes.values()))
         for name, slope in slopes.items():
-            if slope > (RSS_MIB_PER_MIN if name == "rss_mib" else COUNTS_PER_MIN):
-                steep.append(f"{process}: {name} {slope:+.2f} a minute")
-    return table, steep
+            if fault := slope.fault(RSS_MIB_PER_MIN if name == "rss_mib" else COUNTS_PER_MIN):
+                faults.append(f"{process}: {name} {fault}")
+    return table, faults
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -261,11 +293,14 @@ def main(words: Sequence[str] | None = None) -> int:
             samples, done, trouble = disturb(scene, models, arguments.minutes, console)
             events = [event for witness in witnesses for event in witness.events]
             counts = Counter(event.kind for event in events)
+            unanswered = Counter(event.words for event in events if event.kind in ("failed", "shut"))
             of_model = Counter(event.words for event in events if event.kind == "right")
-    table, steep = judge(samples)
+    table, growth = judge(samples)
     console.print(table)
     console.print(f"{done}; answers: {dict(counts)}, by checkpoint: {dict(of_model)}", highlight=False)
-    faults = [*steep, *([trouble] if trouble else []), *(["wrong answers"] if counts["wrong"] else [])]
+    for error, count in unanswered.most_common(_WORDS):
+        console.print(f"{count} x {error}", highlight=False)
+    faults = [*growth, *([trouble] if trouble else []), *(["wrong answers"] if counts["wrong"] else [])]
     console.print("nothing grows, every answer is right" if not faults else "; ".join(faults), highlight=False)
     if arguments.out:
         config: dict[str, object] = {"minutes": arguments.minutes, **done, **counts, "of_model": dict(of_model)}

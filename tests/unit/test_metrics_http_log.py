@@ -192,9 +192,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpServer]:
     made.close()
 
 
-def slow(address: str) -> socket.socket:
-    connection = socket.create_connection(split_address(address), 10.0)
-    connection.sendall(b"GET /metrics HT")
+def slow(address: str, host: str = "127.0.0.1", begun: bytes = b"GET /metrics HT") -> socket.socket:
+    """A connection from an address of this host, and the beginning of a request."""
+    connection = socket.create_connection(split_address(address), 10.0, (host, 0))
+    connection.sendall(begun)
     return connection
 
 
@@ -208,6 +209,39 @@ def test_slow_callers_do_not_shut_others_out(small: HttpServer) -> None:
         each.close()
 
 
+def test_callers_of_one_host_do_not_end_a_request_of_another(small: HttpServer) -> None:
+    probe = slow(small.address, "127.0.0.2", b"GET /livez HT")
+    held = [slow(small.address) for _ in range(20)]
+    assert held[15].recv(1) == b"", "the oldest of their own host"
+    probe.sendall(b"TP/1.0\r\n\r\n")
+    assert probe.makefile("rb").readline() == b"HTTP/1.0 200 OK\r\n"
+    for each in (probe, *held):
+        each.close()
+
+
+def test_callers_of_one_host_do_not_take_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "_MAX_THREADS", 4)
+    monkeypatch.setattr(http_module, "_MAX_HOST_THREADS", 3)
+    asked, go_on = threading.Semaphore(0), threading.Event()
+
+    def ready() -> tuple[bool, str]:
+        asked.release()
+        return go_on.wait(60), ""
+
+    made = serve_http("127.0.0.1:0", page_of(WorkerMetrics().registry), ready)
+    waiting = [slow(made.address, begun=b"GET /readyz HTTP/1.0\r\n\r\n") for _ in range(3)]
+    try:
+        assert all(asked.acquire(timeout=60) for _ in waiting)
+        for host, status in (("127.0.0.1", b"503"), ("127.0.0.2", b"200")):
+            with slow(made.address, host, b"GET /livez HTTP/1.0\r\n\r\n") as probe:
+                assert probe.makefile("rb").readline().split()[1] == status
+    finally:
+        go_on.set()
+        for each in waiting:
+            each.close()
+        made.close()
+
+
 def test_connections_for_which_there_was_no_thread_are_not_counted_for_ever(
     small: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +253,7 @@ def test_connections_for_which_there_was_no_thread_are_not_counted_for_ever(
         for _ in range(3):
             with slow(small.address) as refused:
                 assert refused.recv(1) == b""
-    assert (small._server._num_threads, small._server._open) == (0, {})
+    assert (small._server._host_threads, small._server._open) == ({}, {})
     assert get(small.address, "/livez")[0] == 200
 
 

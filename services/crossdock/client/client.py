@@ -46,7 +46,7 @@ from crossdock.client.shares import (
 )
 from crossdock.common.security import security_of
 from crossdock.common.settings import SecurityConfig
-from crossdock.common.tasks import background, call_in_loop
+from crossdock.common.tasks import background, call_in_loop, end_tasks
 from crossdock.protocol.v1 import expert_pb2
 
 AVOID_S = 2.0
@@ -162,10 +162,7 @@ class Requests:
     async def close(self) -> None:
         """Close all connections."""
         self._closed = True
-        tasks = [*self._dialling.values(), *self._probing.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._dialling.values(), *self._probing.values())
         connections, self._connections = list(self._connections.values()), {}
         for connection in connections:
             connection.fail("the client is closed")

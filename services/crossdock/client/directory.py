@@ -18,7 +18,7 @@ from crossdock.common import rpc
 from crossdock.common.control_channel import ControlPlaneChannel
 from crossdock.common.log import get
 from crossdock.common.security import Security
-from crossdock.common.tasks import background
+from crossdock.common.tasks import background, end_tasks
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc
 
 log = get(__name__)
@@ -115,10 +115,7 @@ class Directory:
 
     async def close(self) -> None:
         """Stop following; waiting calls end with Unavailable."""
-        tasks = [self._task, *([self._check] if self._check is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*(task for task in (self._task, self._check) if task is not None))
         self._closed = True
         await self._set(None)
         await self._channel.close()
@@ -151,9 +148,7 @@ class Directory:
         try:
             await asyncio.wait({reader, doubted}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (reader, doubted):
-                task.cancel()
-            await asyncio.gather(reader, doubted, return_exceptions=True)
+            await end_tasks(reader, doubted)
         return rpc.Unavailable("no answer") if reader.cancelled() else reader.result()
 
     async def _read(self) -> rpc.CallError:

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from crossdock.common import rpc
 from crossdock.common.addresses import split_targets
 from crossdock.common.security import Security
-from crossdock.common.tasks import background
+from crossdock.common.tasks import background, end_tasks
 from crossdock.protocol.v1 import control_pb2
 
 Result = TypeVar("Result")
@@ -83,9 +83,7 @@ class ControlPlaneChannel:
 
     async def close(self) -> None:
         """Close at once."""
-        for task in self._closing:
-            task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await end_tasks(*self._closing)
         await self.grpc_channel.close(None)
 
     def _dial(self, address: str) -> grpc.aio.Channel:
@@ -109,9 +107,7 @@ class ControlPlaneChannel:
                 if found:
                     return found
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
         self._found_leader = False
         return self.address if self.address in candidates else candidates[0]
 

@@ -2,7 +2,8 @@
 
 Runs in daemon threads, so that a busy event loop still answers its probes. With TLS (`SecurityConfig.http`) each
 connection uses the current certificate. A connection has `_REQUEST_S` for everything, including handshake and answer;
-above `_MAX_CONNECTIONS`, or fewer where descriptors are, the oldest one is closed for a new one.
+above `_MAX_CONNECTIONS`, or fewer where descriptors are, a new one closes the oldest of the host that has most: callers
+of one host cannot shut out those of others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPResponse, IncompleteRead
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,8 +48,8 @@ MetricsPage = Callable[[str], tuple[bytes, str]]
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{?)", re.ASCII | re.MULTILINE)
 _REQUEST_S = 10.0
 _READ_BYTES = 64 << 10
-_MAX_CONNECTIONS, _MAX_THREADS = 64, 128
-"""Limits of connections, and of threads, which include those of connections closed a moment ago."""
+_MAX_CONNECTIONS, _MAX_THREADS, _MAX_HOST_THREADS = 64, 128, 96
+"""Limits of connections, and of threads, which include those of connections closed a moment ago: of all, of a host."""
 _PAUSE_S = 0.02
 """After a connection that could not be accepted."""
 _OVERLOADED = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many connections\n"
@@ -151,6 +154,14 @@ def serve_http(
         raise ListenError(f"http_listen: {not_bound(listen, error)}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A connection, closed at a time of `time.monotonic`, and the host that it comes from."""
+
+    until: float
+    host: str
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
@@ -167,8 +178,8 @@ class _Server(ThreadingHTTPServer):
     ) -> None:
         self.host, self.trouble = host, trouble
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, float] = {}
-        self._num_threads = 0
+        self._open: dict[socket.socket, _Open] = {}
+        self._host_threads = Counter[str]()
         host = bound_to(host)
         self.address_family = family_of(host)
         self.page, self.ready = page, ready
@@ -199,18 +210,19 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve it in its own thread, up to the limits."""
+        host = str(client_address[0])
         with self._lock:
-            full = self._num_threads >= _MAX_THREADS
+            full = self._host_threads.total() >= _MAX_THREADS or self._host_threads[host] >= _MAX_HOST_THREADS
             if not full:
                 if len(self._open) >= descriptors.share(_MAX_CONNECTIONS, descriptors.HTTP):
-                    self._end(next(iter(self._open)))
-                self._num_threads += 1
-                self._open[request] = time.monotonic() + _REQUEST_S
+                    self._end(self._oldest_of_most())
+                self._host_threads[host] += 1
+                self._open[request] = _Open(time.monotonic() + _REQUEST_S, host)
         if not full:
             try:
                 super().process_request(request, client_address)
             except Exception:  # no thread could be started
-                self._finish(request)
+                self._finish(request, host)
                 raise
             return
         if not isinstance(request, ssl.SSLSocket):
@@ -224,19 +236,27 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._finish(request)
+            self._finish(request, str(client_address[0]))
 
-    def _finish(self, request: Any) -> None:
+    def _finish(self, request: Any, host: str) -> None:
         with self._lock:
             self._open.pop(request, None)
-            self._num_threads -= 1
+            self._host_threads[host] -= 1
+            if not self._host_threads[host]:
+                del self._host_threads[host]
+
+    def _oldest_of_most(self) -> socket.socket:
+        """The oldest open connection of the host that has most of them."""
+        counts = Counter(each.host for each in self._open.values())
+        most = max(counts.values())
+        return next(request for request, each in self._open.items() if counts[each.host] == most)
 
     def service_actions(self) -> None:
         """Close connections past their deadline; called a few times a second."""
         super().service_actions()
         now = time.monotonic()
         with self._lock:
-            for request in [request for request, deadline in self._open.items() if deadline < now]:
+            for request in [request for request, each in self._open.items() if each.until < now]:
                 self._end(request)
 
     def _end(self, request: socket.socket) -> None:

@@ -48,6 +48,26 @@ def log_failure(future: asyncio.Future[Any], what: str, *expected: type[Exceptio
     future.add_done_callback(ended)
 
 
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks, and `wait_for_end` of them."""
+    for task in tasks:
+        task.cancel()
+    await wait_for_end(*tasks)
+
+
+async def wait_for_end(*tasks: asyncio.Future[Any]) -> None:
+    """Wait until all tasks have ended, whatever the error.
+
+    A cancelled task keeps its error until somebody asks for it, and with the error the frames that raised it. What is
+    in them, such as calls and their connections, would stay until a garbage collection where they hold the task, too.
+    """
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if task.cancelled():
+            with contextlib.suppress(asyncio.CancelledError):
+                task.result()
+
+
 def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
     """Call `function(*args)` in a loop, from any thread. Ignored if the loop is closed."""
     with contextlib.suppress(RuntimeError):

@@ -35,6 +35,7 @@ from crossdock.common.liveness import Liveness
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.common.rpc import ListenError
 from crossdock.common.security import Security, SecurityError, security_of, warn_of_plain_text
+from crossdock.common.tasks import end_tasks
 from crossdock.common.tracing import Tracer, TracingError, tracer_of
 from crossdock.protocol.v1 import control_pb2, expert_pb2, expert_pb2_grpc
 from crossdock.protocol.wire import NAMES
@@ -219,9 +220,7 @@ class _Process:
             _log.error("refused by the group", error=str(error))
             return EXIT_UNFIT if error.permanent else EXIT_NOT_JOINED
         finally:
-            for task in (life, stop, joined, line):
-                task.cancel()
-            await asyncio.gather(life, stop, joined, line, return_exceptions=True)
+            await end_tasks(life, stop, joined, line)
         return EXIT_DRAINED
 
     def _ready(self) -> tuple[bool, str]:

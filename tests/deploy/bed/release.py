@@ -195,8 +195,14 @@ class Release:
         for pod in self.get("pods")["items"]:
             name = pod["metadata"]["name"]
             lines += [f"== {name}", json.dumps(pod["status"])[-2500:], self.log(name, tailLines="25")]
-        said = [f"{one['reason']}: {one['message']}" for one in self.get("events")["items"]]
+        events = sorted(self.get("events")["items"], key=_last_seen)
+        said = [f"{one['reason']}: {one['message']}" for one in events]
         return "\n".join([*lines, *said[-20:]])
+
+
+def _last_seen(event: Any) -> str:
+    """When it was told last; the server lists events by name."""
+    return str(event.get("lastTimestamp") or event.get("eventTime") or event["metadata"]["creationTimestamp"])
 
 
 def is_ready(pod: Any) -> bool:

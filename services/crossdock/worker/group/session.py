@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 
 from crossdock.common import log, rpc
-from crossdock.common.tasks import background
+from crossdock.common.tasks import background, end_tasks
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.experts import device as devices
 from crossdock.worker.experts.device import DeviceLost
@@ -271,9 +271,8 @@ class Session:
             self._status.joining("re-forming: " + (ended.reason if isinstance(ended, Fault) else "ranks left"))
             await self._follow_up(ended, seat, newer, witness=witness)
         finally:
-            for task in (newer, moving, comparing):
-                task.cancel()
-            await asyncio.gather(moving, comparing, return_exceptions=True)
+            newer.cancel()
+            await end_tasks(moving, comparing)
 
     def _end_epoch(self, newer: asyncio.Future[View], comm: MoECommunicator, seat: Seat) -> None:
         """The control plane has ended the epoch: fail the requests and stop the engine. If this rank keeps its

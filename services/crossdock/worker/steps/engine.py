@@ -210,6 +210,7 @@ class Engine:
         if isinstance(ended, Fault) and why is not None and not isinstance(why, AbortedError):
             record = record_of(why, samples, time.monotonic_ns())
             ended = replace(ended, postmortem=_postmortem(record, comm.rank, epoch, self._num_steps))
+        why = None  # it holds this frame, and so the communicator, whose regions a collection would free late
         # Requests that wait or run are answered with the reason.
         with self._lock:
             self._comm = None
