@@ -40,6 +40,7 @@ from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.geometry import geometry_of
+from ep_kernels.transports.cpu.operations import CpuCombine
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, read_ticket, start_ticks
 from ep_kernels.transports.cpu.transport import CpuTransport
 from tests import worlds
@@ -257,13 +258,18 @@ def test_close_from_another_thread_in_the_midst(monkeypatch: pytest.MonkeyPatch,
     comm = make(None, 0, 1, group=LonelyGroup())
     _, tokens, handle = step(comm, 0)
     pending = comm.combine_async(tokens, handle)
-    judge = CpuTransport.judge
+    judge, run = CpuTransport.judge, CpuCombine._run
 
     def close_meanwhile(transport: CpuTransport, status: int) -> None:
         comm.close()
         judge(transport, status)
 
+    def close_after(combine: CpuCombine, phases: int) -> None:
+        run(combine, phases)
+        comm.close()
+
     monkeypatch.setattr(CpuTransport, "judge", close_meanwhile)
+    monkeypatch.setattr(CpuCombine, "_run", close_after)  # which judges nothing that went well
     with contextlib.suppress(ClosedError):
         {
             "dispatch_input": lambda: comm.dispatch_input(16),
