@@ -169,7 +169,7 @@ def test_the_service_beside_its_experts(monkeypatch: pytest.MonkeyPatch, tmp_pat
         found = [(line["path"], line["loop"]) for line in read(tmp_path, "service") if line["shape"] == shape]
         assert [path for path, loop in found if not loop] == [f"in-process, threads={n}" for n in threads()]
         assert [one for one in found if one[1]] == [
-            ("echo", "closed"), ("unix", "closed"), ("unix", "open"), ("grpc", "closed"), ("grpc", "open"),
+            ("echo", "closed"), ("unix", "closed"), ("unix", "open"), ("grpc", "closed"),
         ]  # fmt: skip
     assert any(line["what"].startswith("unix") for line in read(tmp_path, "goals"))
     in_process = service.Bench._in_process
@@ -182,7 +182,7 @@ def test_the_service_beside_its_experts(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(service.Bench, "_in_process", broken)
     assert service.main(words) == 1
     counts = Counter(line["shape"] for line in read(tmp_path, "service"))
-    assert counts == {"model": len(threads()), "path": len(threads()) + 5}
+    assert counts == {"model": len(threads()), "path": len(threads()) + 4}
     assert failures(tmp_path) == ["model: RuntimeError: no"]
 
 
