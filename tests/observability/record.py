@@ -19,13 +19,13 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from crossdock.control.latency.latency_watch import INTERVAL_S, LOOK_EVERY_S
+from crossdock.control.latency.latency_watch import INTERVAL_S, JUDGE_EVERY_S
 from crossdock.demo.hosts import become
 from crossdock.protocol.v1 import control_pb2 as pb
 from tests.observability.faults import FAULTS
 from tests.observability.group import Group, group
 
-SETTLE_S = INTERVAL_S + LOOK_EVERY_S + 2
+SETTLE_S = INTERVAL_S + JUDGE_EVERY_S + 2
 
 
 def look(view: pb.GroupView) -> dict[str, Any]:
@@ -41,12 +41,12 @@ def look(view: pb.GroupView) -> dict[str, Any]:
 
 
 def record(where: Group, fault: str, rank: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """Inject a fault; a look each LOOK_EVERY_S, once an interval has passed."""
+    """Inject a fault; a judgement each JUDGE_EVERY_S, once an interval has passed."""
     with FAULTS[fault](where, rank):
         began = time.monotonic()
         while (passed := time.monotonic() - began) < seconds:
-            time.sleep(LOOK_EVERY_S)
-            if passed + LOOK_EVERY_S >= SETTLE_S:
+            time.sleep(JUDGE_EVERY_S)
+            if passed + JUDGE_EVERY_S >= SETTLE_S:
                 yield {"fault": fault, "rank": rank, "at_s": round(passed, 1), **look(where.view())}
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=SETTLE_S + 2 * LOOK_EVERY_S)
+    parser.add_argument("--seconds", type=float, default=SETTLE_S + 2 * JUDGE_EVERY_S)
     parser.add_argument("--only", nargs="*", default=list(FAULTS))
     parser.add_argument("--in-namespace", action="store_true")
     options = parser.parse_args()

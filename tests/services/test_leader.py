@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 
-from crossdock.client import Client, stream
+from crossdock.client import Client, connection
 from crossdock.common import rpc
 from crossdock.control.leader.leader import TERM_KEY
 from crossdock.protocol.v1.control_pb2 import TopologyRequest
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(TEST_S)
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is only slow to say that it is there is not given up."""
-    monkeypatch.setattr(stream, "_ALIVE_S", ANSWER_S)
+    monkeypatch.setattr(connection, "ALIVE_S", ANSWER_S)
 
 
 @pytest.fixture(scope="module")
