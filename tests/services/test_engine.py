@@ -424,7 +424,10 @@ def test_an_epoch_that_a_fault_ended_keeps_no_communicator(ranks: list[Rank]) ->
         comm.close()
         left, ranks[0].comm = weakref.ref(comm), None
         del comm
-        until(lambda: left() is None)  # else regions and descriptors stay until a collection
+        deadline = time.monotonic() + 5
+        while left() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert left() is None, "regions and descriptors stay until a collection"
     finally:
         gc.enable()
 
