@@ -47,7 +47,7 @@ SHAPES = {"model": (Sizes(1024, 64, 8), 512), "path": (Sizes(7168, 8, 2), 16)}
 """Of the calls, and I."""
 TOKENS, CLIENTS = (1, 8, 128, 1024), (1, 8, 64)
 FOREIGN_CLIENTS = 24
-"""By gRPC: a worker reads so many streams of one host."""
+"""By gRPC: the most streams of one host that a worker reads."""
 OPEN_SHARE = 0.6
 """Rate of the open loop, of what the closed loop has reached."""
 FORM_S = 120.0

@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.tokens:
             return agreement(options, runs, folders)
         if options.serve:
+            if halved := [run.name for run in runs if run.halved]:
+                raise Refused(f"--backends: expected no +dbo beside --serve, got {halved[0]}")
             return served(options, runs, loads)
         return steps(options, runs)
     except Refused as refused:
@@ -110,15 +112,14 @@ def check(num_gpus_needed: int) -> None:
         raise Refused(f"needs NVIDIA GPUs: {num_gpus_needed}, this machine has {found}")
 
 
-def versions() -> tuple[str, str, str]:
-    """Of vLLM, torch and triton."""
-    return facts.version("vllm") or "", torch.__version__, facts.version("triton") or ""
+def versions_here() -> tuple[str, str, str]:
+    """vLLM's, torch's, and the name of the GPU."""
+    return facts.version("vllm") or "", torch.__version__, torch.cuda.get_device_name(0)
 
 
 def steps(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
     """Times of one engine after the other; 1 where one gave none."""
-    gpu, (vllm, torch_version, _) = torch.cuda.get_device_name(0), versions()
-    model = model_of(options)
+    versions, model = versions_here(), model_of(options)
     sizes = launch.Sizes(options.ranks, options.decode, options.prefill // plan.PROMPT, options.runs, options.deadline)
     earlier = facts.without(facts.standing(options.out), ["vllm-steps", "vllm-kernels"])
     rows: list[plan.Row] = []
@@ -128,7 +129,7 @@ def steps(options: argparse.Namespace, runs: Sequence[plan.Run]) -> int:
         jobs = (job(options, "", run, name, "dummy") for run in runs)
         with closing(launch.outcomes(jobs, sizes, options.at_once)) as outcomes:
             for done, outcome in outcomes:
-                rows += plan.rows_of(done.run, options.ranks, outcome, (vllm, torch_version, gpu))
+                rows += plan.rows_of(done.run, options.ranks, outcome, versions)
                 print(plan.table(rows), flush=True)
                 write(options, "vllm-steps", plan.Row, rows, earlier, options.ranks)
                 kernels += plan.kernel_rows(done.run, outcome)
@@ -154,7 +155,7 @@ def job(options: argparse.Namespace, model: str, run: plan.Run, folder: str, wei
 
 def agreement(options: argparse.Namespace, runs: Sequence[plan.Run], folders: Mapping[str, Path | None]) -> int:
     """Each model on each engine; 1 where one gave no tokens, or logprobs far from those of the first."""
-    gpu, (vllm, torch_version, _) = torch.cuda.get_device_name(0), versions()
+    versions = versions_here()
     sizes = launch.Sizes(options.ranks, 0, 0, 0, options.deadline, tokens=True)
     earlier = facts.without(facts.standing(options.out), ["vllm-tokens"])
     rows: list[tokens.Row] = []
@@ -173,7 +174,7 @@ def agreement(options: argparse.Namespace, runs: Sequence[plan.Run], folders: Ma
     ):
         for done, outcome in outcomes:
             first = firsts.setdefault(done.model, outcome.results)
-            rows.append(tokens.row_of(done.model, done.run, outcome, first, options.ranks, (vllm, torch_version, gpu)))
+            rows.append(tokens.row_of(done.model, done.run, outcome, first, options.ranks, versions))
             print(tokens.table(rows), flush=True)
             write(options, "vllm-tokens", tokens.Row, rows, earlier, options.ranks)
     return 1 if any(row.fault for row in rows) else 0
@@ -181,9 +182,8 @@ def agreement(options: argparse.Namespace, runs: Sequence[plan.Run], folders: Ma
 
 def served(options: argparse.Namespace, runs: Sequence[plan.Run], loads: Sequence[serving.Load]) -> int:
     """Each load on each server, in turns; 1 where a server or a load gave no figures."""
-    vllm, torch_version, _ = versions()
     model = model_of(options)
-    setting = serving.Setting(options.ranks, model, (vllm, torch_version, torch.cuda.get_device_name(0)))
+    setting = serving.Setting(options.ranks, model, versions_here())
     earlier = facts.without(facts.standing(options.out), ["vllm-serve"])
     logs, rows = options.out / "logs", list[serving.Row]()
     with tempfile.TemporaryDirectory() as name:
@@ -211,7 +211,8 @@ def experts(options: argparse.Namespace) -> int:
     """Measure every case, write after each, so that a late failure costs no earlier figure."""
     from benchmarks.vllm import kernels
 
-    where = cases.Where(torch.cuda.get_device_name(0), *versions())
+    vllm, torch_version, gpu = versions_here()
+    where = cases.Where(gpu, vllm, torch_version, facts.version("triton") or "")
     earlier = facts.without(facts.standing(options.out), ["vllm-experts"])
     weights = kernels.weights_of(QWEN3, QWEN3.experts // options.ranks, "cuda")
     rows: list[cases.Row] = []

@@ -12,9 +12,9 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from typing import Any
 
+from benchmarks.vllm.engine import need_plugin
 from crossdock.host.child import die_with
 
 
@@ -30,8 +30,7 @@ def main(words: Sequence[str]) -> None:
 
 def serve(arguments: Sequence[str]) -> None:
     """vLLM's own command."""
-    if not entry_points(group="vllm.general_plugins", name="crossdock"):
-        raise RuntimeError("crossdock: expected the plugin to be installed beside vLLM, found no entry point of it")
+    need_plugin()
     from vllm.entrypoints.cli.main import main as vllm
 
     sys.argv = ["vllm", "serve", *arguments]

@@ -78,12 +78,18 @@ class Order:
         return json.dumps(asdict(self))
 
 
+def need_plugin() -> None:
+    """Raises RuntimeError where vLLM would not find it."""
+    if not entry_points(group="vllm.general_plugins", name="crossdock"):
+        raise RuntimeError("crossdock: expected the plugin to be installed beside vLLM, found no entry point of it")
+
+
 def main(text: str) -> None:
     """Load, wait for the turn, measure, write."""
     order = Order(**json.loads(text))
     die_with(order.parent)
-    if order.plugin and not entry_points(group="vllm.general_plugins", name="crossdock"):
-        raise RuntimeError("crossdock: expected the plugin to be installed beside vLLM, found no entry point of it")
+    if order.plugin:
+        need_plugin()
     wait = timedelta(seconds=order.deadline_s)
     store = dist.TCPStore("127.0.0.1", order.store_port, is_master=False, timeout=wait)  # type: ignore[attr-defined]
     group = StoreGroup(store, order.rank, order.ranks, name="bench")

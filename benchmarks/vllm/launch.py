@@ -122,9 +122,8 @@ class Engine:
         if fault:
             return fault
         logs = [rank.log.read_text(errors="replace") for rank in self._ranks]
-        for sign, otherwise in self.job.run.signs.items():
-            if not any(sign in log for log in logs):
-                return Outcome(fault=otherwise)
+        if unsaid := self.job.run.unsaid(logs):
+            return Outcome(fault=unsaid)
         self._finished = True
         return Outcome([json.loads(rank.result.read_text(encoding="utf-8")) for rank in self._ranks])
 

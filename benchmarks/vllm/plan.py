@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,11 @@ class Backend:
     manager: str
     graphs: bool = True
 
+    @property
+    def plugin(self) -> str:
+        """CROSSDOCK_VLLM."""
+        return "off" if self.tier == "built in" else self.tier
+
 
 BACKENDS = {
     "ag": Backend("allgather_reducescatter", "built in", "AgRsAll2AllManager"),
@@ -91,6 +96,11 @@ class Run:
         if self.halved:
             found["should_ubatch: True"] = "no rank's log says that a step was cut in two"
         return found
+
+    def unsaid(self, logs: Collection[str]) -> str:
+        """What it means that none of these logs has one of the signs; "": all are there."""
+        signs = self.signs.items()
+        return next((otherwise for sign, otherwise in signs if not any(sign in log for log in logs)), "")
 
     @property
     def name(self) -> str:
@@ -153,7 +163,7 @@ def environment(run: Run, rank: int, ranks: int, port: int) -> dict[str, str]:
         "VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(ranks),
         "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port),
         "VLLM_LOGGING_LEVEL": "DEBUG" if run.halved else "INFO",
-        "CROSSDOCK_VLLM": "off" if run.backend.tier == "built in" else run.backend.tier,
+        "CROSSDOCK_VLLM": run.backend.plugin,
     }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def servers(
         for run in runs:
             port, log = next(ports), logs / f"{run.name}.log"
             words = [*command, str(os.getpid()), *serving.server_arguments(run, model, ranks, port)]
-            told = {"CROSSDOCK_VLLM": "off" if run.backend.tier == "built in" else run.backend.tier}
+            told = {"CROSSDOCK_VLLM": run.backend.plugin}
             found.append(Server(run, f"http://127.0.0.1:{port}", log, started(words, told, log)))
         _wait(found, deadline_s)
         yield found
@@ -82,8 +82,7 @@ def _wait(found: Sequence[Server], deadline_s: float) -> None:
                 server.fault = f"not ready within {deadline_s:g} s: {said(server.text())}"
             time.sleep(POLL_S)
     for server in found:
-        if not server.fault and f"{server.run.backend.manager} all2all manager" not in server.text():
-            server.fault = f"something else was measured: its log does not name {server.run.backend.manager}"
+        server.fault = server.fault or server.run.unsaid([server.text()])
 
 
 def results(

@@ -4,7 +4,7 @@ All servers load side by side on the same GPUs. Each load runs on one after the 
 not count, then in turns, every second one with the servers in reverse order. Answers have the lengths that were asked
 for. Prompts are new in each turn, the same for all servers.
 
-* closed: so many requests are always in flight; each that ends is followed by another.
+* closed: a fixed number of requests is in flight; each that ends is followed by another.
 * open: requests arrive at a rate, at random times (Poisson), whether or not earlier ones have ended. Their lengths are
   those of conversations: log-normal, means 161 tokens in and 338 out, as published for ShareGPT.
 * prefill: eight requests in flight, prompts of 8,192 tokens, answers of 8.

@@ -202,7 +202,7 @@ __device__ __forceinline__ bool next_task(const CombineArgs& args, const RecvCou
   const i32 row_packets = world.combine_packets, k = lane_idx(), topk = world.topk;
 #pragma unroll 1
   for (; work.item.position < counts.max_rows; take_next(work)) {
-    // The item's source and position, and whether the source has so many rows here.
+    // The item's source and position, and whether the source has that row here.
     const WorkItem item = work.item;
     task.source = rank_at_offset(world, item.source);
     task.position = item.position;

@@ -101,7 +101,7 @@ Info* Access::find(const char* provider, const NetSettings& settings, bool gpu, 
 bool Access::open(const NetSettings& settings, int endpoints, bool gpu, Text* text) {
   lib = load(text);
   if (!lib) return false;
-  // The provider that was asked for, or the first that reaches this host's network.
+  // The configured provider, or the first that reaches this host's network.
   char name[64];
   const char* wanted = named(settings, name);
   Text tried;

@@ -177,7 +177,7 @@ bool Proxy::turn() {
   bool busy = false;
   const int64_t now = now_ = now_ns();
   int64_t next = -1;
-  // When to come back: the earliest of what is asked for below.
+  // When to come back: the earliest of the times below.
   const auto at = [&](int64_t when) {
     if (when >= 0 && (next < 0 || when < next)) next = when;
   };
