@@ -149,8 +149,9 @@ def conversations(vocabulary: int, seed: int = 0) -> Iterable[dict[str, Any]]:
 
 
 def _word(number: int) -> str:
-    """No special one is part of another."""
-    return f"w{number}" if number >= SPECIAL else f"<{number}>"
+    """No special one is part of another. They are the longest, and longer than any other with its space: vLLM refuses a
+    prompt with more characters than as many of the longest words as it may have tokens."""
+    return f"w{number}" if number >= SPECIAL else f"<special-{number}>"
 
 
 def server_arguments(run: Run, folder: str, ranks: int, port: int) -> list[str]:

@@ -131,7 +131,7 @@ class SilentTransport(NvlinkTransport):
         self.capabilities = type(can)("cpu", False, can.dtypes, can.modes, True, "silent")
         self._device, self._engine, self._driver = torch.device("cpu"), loop.engines[0], driver
         self._tables, self._streams = self._engine.tables, StreamOrder(torch.device("cpu"))
-        self._streams.alone.value = self._streams._handle = 0
+        self._streams.current.value = self._streams._handle = 0
         self._domain: Any = type("Domain", (), {"mailbox": _Mailbox(), "close": lambda self: None})()
         self._num_rows = torch.zeros(1, dtype=torch.int32)
         kernel, narrow = (launch.Kernel(number, 0, driver.library) for number in (1, 2))

@@ -54,6 +54,9 @@ def test_a_word_is_a_token_and_lengths_are_those_of_conversations(tmp_path: Path
     for name, text in serving.files(serving.WHOLE).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    longest = max(map(len, tokenizer.get_vocab()))
+    text = " ".join([serving._word(serving.WHOLE.vocabulary - 1)] * serving.LONG_PROMPT)
+    assert len(text) <= longest * serving.LONG_PROMPT, "vLLM refuses prompts of more characters"
     assert len(tokenizer) == serving.WHOLE.vocabulary
     ids = [2, 77, 151_935]
     assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids

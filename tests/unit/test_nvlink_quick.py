@@ -508,13 +508,42 @@ def test_what_is_legal_but_not_plain_takes_the_long_way(driver: SilentDriver) ->
         driver.context.value = 0x1000  # another thread, or another device
         assert long_way(driver, comm, x, ids, weights)
         driver.context.value = None
-        transport._streams.alone.value = -1
+        transport._streams.current.value = -1
         assert long_way(driver, comm, x, ids, weights)
-        transport._streams.alone.value = 0
+        transport._streams.current.value = 0
         assert not long_way(driver, comm, x.requires_grad_(), ids, weights)
         out, handle = comm.dispatch(shifted, ids, weights)  # and what it leaves is taken up again
         assert comm.combine(torch.zeros_like(out.tokens), handle).shape == (5, WIDTH)
         assert long_way(driver, comm, x, None, None, previous_handle=handle)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_behind_a_second_stream_each_launch_leaves_what_it_used(driver: SilentDriver, apart: bool) -> None:
+    """An engine that has captured graphs has used two streams: its eager steps are plain, and their memory is kept."""
+    with silent_rank(driver, CASE, mode=Mode.HT, layout=Layout.FLAT, exact_shapes=False, max_in_flight=2) as (comm, at):
+        left: list[set[int]] = []
+        order = at._streams
+        order.event, order.leave = object(), lambda kept: left.append({t.data_ptr() for t in kept if t is not None})
+
+        def called(function: Callable[..., Any], *args: Any, **named: Any) -> tuple[Any, set[int]]:
+            """The result, and what each launch of the operation left behind, which must be by plans."""
+            left.clear()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(at, "_launch", lambda *_: pytest.fail("the long way"))
+                result = function(*args, **named)
+                result = result.wait() if apart else result
+            assert len(left) == 1 + apart
+            return result, set.union(*left)
+
+        x, ids, weights = given(comm.config)
+        dispatch, combine = (comm.dispatch_async, comm.combine_async) if apart else (comm.dispatch, comm.combine)
+        (out, first), kept = called(dispatch, x, ids, weights)
+        assert kept >= {x.data_ptr(), ids.data_ptr(), weights.data_ptr(), first.state.block.data_ptr()}
+        (_, again), kept = called(dispatch, x, None, None, previous_handle=first)
+        assert kept >= {x.data_ptr(), again.state.block.data_ptr(), first.state.block.data_ptr()}
+        y = torch.zeros_like(out.tokens)
+        z, kept = called(combine, y, again)
+        assert kept >= {y.data_ptr(), z.data_ptr(), again.state.block.data_ptr(), first.state.block.data_ptr()}
 
 
 def test_validation_and_other_transports_have_no_plans(driver: SilentDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,7 +659,7 @@ def test_what_is_left_takes_the_long_way_where_something_came_between(
         first = comm.dispatch_async(*given(comm.config))
         sent = abi.DispatchArgs.from_buffer_copy(driver.record())
         second = comm.dispatch_async(*given(comm.config, 2))
-        transport._streams.alone.value = -1
+        transport._streams.current.value = -1
         out, handle = first.wait()
         received = abi.DispatchArgs.from_buffer_copy(driver.record())
         assert (sent.work.phases, received.work.phases) == (SEND, RECEIVE)
@@ -638,11 +667,11 @@ def test_what_is_left_takes_the_long_way_where_something_came_between(
         assert bytes(sent) == bytes(received)
         assert first.wait()[1] is handle
         assert (handle.num_tokens, out.tokens.shape[0]) == (5, ROWS if exact else transport._engine.outputs.rows[0])
-        transport._streams.alone.value = 0
+        transport._streams.current.value = 0
         assert second.wait()[1].num_tokens == 2
         driver.record_bytes.value = ctypes.sizeof(abi.CombineArgs)
         request = comm.combine_async(torch.zeros(out.tokens.shape, dtype=torch.bfloat16), handle)
-        transport._streams.alone.value = -1
+        transport._streams.current.value = -1
         z, done = request.wait(), driver.launches.value
         received = abi.CombineArgs.from_buffer_copy(driver.record())
         assert (received.work.phases, received.z, received.num_tokens) == (RECEIVE, z.data_ptr(), 5)

@@ -230,8 +230,8 @@ def test_the_launch_behind_a_rest_is_looked_at(device: Device) -> None:
     first, second = made_with(132), made_with(132)
     launch(device, first, 0, "barrier")
     first.rest()
-    assert first.alone.value == -1
+    assert first.current.value == -1
     launch(device, second, 1, "a")
     with pytest.warns(RuntimeWarning, match="give them num_sms that fit together, or one stream"):
         launch(device, first, 0, "b")
-    assert first.alone.value == 0
+    assert first.current.value == 0

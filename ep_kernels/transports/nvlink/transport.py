@@ -128,7 +128,7 @@ class NvlinkTransport(NvlinkMember, Transport):
 
         watched = [(address, 0) for address in host.fault_addresses] + mailbox.watched()
         context = int(driver.call("cuCtxGetCurrent"))
-        around = Surroundings(self._device, self._streams.alone, watched, (host, mailbox), context, library)
+        around = Surroundings(self._device, self._streams, watched, (host, mailbox), context, library)
         self._quick = NvlinkQuickCalls(
             self._engine, around, self._functions, self, number, self.epoch, mode, ll_max_tokens, self._raises
         )

@@ -1,9 +1,9 @@
 """Plain operations by one native call each (native/quick.cpp): it looks at the arguments, fills the record, launches.
 
 A plan holds what no call of its kind changes. It begins nothing where anything is unlike the plan: an argument that is
-not what it must be, a fault, a second stream, another thread's context, a graph's capture where the host has to read.
-The call then says None, and the operation takes the long way, which sees to all of that or names what is wrong. Without
-torch's DLPack exchange there are no plans, and every operation takes that way.
+not what it must be, a fault, another stream than before, another thread's context, a graph's capture where the host has
+to read. The call then says None, and the operation takes the long way, which sees to all of that or names what is
+wrong. Without torch's DLPack exchange there are no plans, and every operation takes that way.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_kernels.kernels import abi
+from ep_kernels.transports.nvlink.calls.streams import StreamOrder
 from ep_kernels.transports.nvlink.gpu import launch
 
 _MOST_DIMS, _MOST_TENSORS, _MOST_ADDRESSES, _MOST_RECORD_BYTES = 3, 7, 24, 4096
@@ -115,7 +116,7 @@ class Surroundings(NamedTuple):
     """What the plans of one rank share.
 
     Attributes:
-        stream: word with the handle of the only stream of all launches so far, else -1.
+        order: of the rank's launches.
         watched: (address of a word, the most that it may say): more in it ends plain operations.
         keep: what those addresses lie in.
         context: CUDA context that must be current, as an address.
@@ -123,7 +124,7 @@ class Surroundings(NamedTuple):
     """
 
     device: torch.device
-    stream: c_int64
+    order: StreamOrder
     watched: Sequence[tuple[int, int]]
     keep: Any
     context: int
@@ -176,7 +177,7 @@ class OperationPlan:
             addresses=tuple(map(_place, found)), tensors=tuple(map(_expected, tensors.values())),
             state=tuple(map(_place, left)), makes_state=state is not None, takes_state=takes_state,
             most_tokens=most_tokens, rows=rows, watches=addressof(words), num_watches=len(words),
-            context=around.context, stream=addressof(around.stream), not_captured=not_captured,
+            context=around.context, stream=addressof(around.order.current), not_captured=not_captured,
             device_type=_CUDA if around.device.type == "cuda" else _CPU, device_id=around.device.index or 0,
         )  # fmt: skip
         self._plan.token_words = routed

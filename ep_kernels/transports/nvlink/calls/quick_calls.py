@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import struct
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,6 +81,7 @@ class NvlinkQuickCalls:
     ) -> None:  # fmt: skip
         config = engine.config
         self._engine, self._around, self._functions = engine, around, functions
+        self._order = around.order
         self._reader = weakref.proxy(reader)  # it holds this object
         self._origin = Origin(number, epoch, engine.addresses, config.topk, config.exact_combine, engine.outputs)
         self._mode, self._ll_max_tokens, self._reads = mode, ll_max_tokens, reads
@@ -267,7 +268,23 @@ class NvlinkQuickCalls:
         engine.num_dispatches = begun + 1
         rows = self._outputs.slot_rows(slot)
         recycle(rows)
-        return by, QuickState(self._origin, begun + 1, mode, words, block, former, rows, scales, ids, weights)
+        state = QuickState(self._origin, begun + 1, mode, words, block, former, rows, scales, ids, weights)
+        if self._order.event is not None:
+            self._leave(state, x, x_scales)
+        return by, state
+
+    def _leave(self, state: QuickState, *tensors: torch.Tensor | None) -> None:
+        """Behind a launch for that dispatch, which used these tensors, too: see `StreamOrder.leave`."""
+        former = state.former
+        kept = (
+            *tensors,
+            state.block,
+            state.scales,
+            state.topk_ids,
+            state.given,
+            None if former is None else former.block,
+        )
+        self._order.leave(kept)
 
     def _delivered(self, by: OperationPlan, state: QuickState) -> Delivered:
         state.tokens, rows = _ends(state.words, _ENDS_AT)
@@ -292,7 +309,10 @@ class NvlinkQuickCalls:
         """What is left of it."""
         left = state.words
         words = by.receive(left)
-        if type(words) is not bytes:
+        if type(words) is bytes:
+            if self._order.event is not None:
+                self._leave(state)
+        else:
             operation = self._engine.dispatch_operations[state.mode]
             self._judge(words)
             self._receive(operation, abi.DispatchArgs, left, state)
@@ -332,6 +352,8 @@ class NvlinkQuickCalls:
             self._judge(done)
             return None
         engine.num_combines = begun + 1
+        if self._order.event is not None:
+            self._leave(state, y, z, topk_weights)
         return z
 
     def combine_async(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> QuickCombine | None:
@@ -354,14 +376,19 @@ class NvlinkQuickCalls:
             self._judge(words)
             return None
         engine.num_combines = begun + 1
-        return QuickCombine(self, by, state.mode, words, z, (y, state, op, given))
+        used = y, z, op, *given
+        if self._order.event is not None:
+            self._leave(state, *used)
+        return QuickCombine(self, by, state, words, used)
 
-    def receive_combine(self, by: OperationPlan, mode: Mode, words: bytes, keep: Any) -> None:
+    def receive_combine(self, by: OperationPlan, state: QuickState, words: bytes, used: Sequence[torch.Tensor]) -> None:
         """What is left of it."""
         done = by.receive(words)
         if type(done) is not bytes:
             self._judge(done)
-            self._receive(self._engine.combine_operations[mode], abi.CombineArgs, words, keep)
+            self._receive(self._engine.combine_operations[state.mode], abi.CombineArgs, words, (state, used))
+        elif self._order.event is not None:
+            self._leave(state, *used)
 
     def _judge(self, status: int | None) -> None:
         """Raise the error with which the driver refused the launch; None: nothing has begun."""
@@ -392,14 +419,14 @@ class QuickCombine:
     """See `base.PendingCombine`; z is known from the start."""
 
     def __init__(
-        self, calls: NvlinkQuickCalls, by: OperationPlan, mode: Mode, words: bytes, z: torch.Tensor, keep: Any
+        self, calls: NvlinkQuickCalls, by: OperationPlan, state: QuickState, words: bytes, used: Sequence[torch.Tensor]
     ) -> None:
-        self._calls, self._left, self._z, self._keep = calls, (by, mode, words), z, keep
+        self._calls, self._left, self._z = calls, (by, state, words, used), used[1]
         self._done = False
 
     def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
         """Receive."""
         if not self._done:
-            self._calls.receive_combine(*self._left, (self._z, self._keep))
+            self._calls.receive_combine(*self._left)
             self._done = True
         return self._z, None

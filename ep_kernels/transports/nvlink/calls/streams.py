@@ -79,9 +79,10 @@ class StreamOrder:
         self._handle = _NO_STREAM  # of `_last`
         self._last: torch.cuda.Stream | None = None
         self._captured: torch.cuda.Stream | None = None
-        self.alone = ctypes.c_int64(_NO_STREAM)
-        """The handle of the only stream of all launches so far; else -1."""
-        self._event: torch.cuda.Event | None = None  # after the last launch; made when a second stream first shows
+        self.current = ctypes.c_int64(_NO_STREAM)
+        """The handle of the stream on which the next launch needs no `enter`; -1: none."""
+        self.event: torch.cuda.Event | None = None
+        """After the last launch; made when a second stream first shows. From then on each launch needs `leave`."""
 
     def enter(self) -> int:
         """The handle of the stream to launch on: the current one, made to wait for the launch before this one."""
@@ -93,7 +94,7 @@ class StreamOrder:
     def alone_on(self) -> torch.cuda.Stream | None:
         """The current stream, where every launch so far has been on it: the next one needs neither `enter` nor `leave`.
         None elsewhere."""
-        if self._event is not None or torch._C._cuda_getCurrentRawStream(self._device.index) != self._handle:
+        if self.event is not None or torch._C._cuda_getCurrentRawStream(self._device.index) != self._handle:
             return None
         return self._last
 
@@ -102,28 +103,28 @@ class StreamOrder:
             for other in (self._last, self._captured):
                 if other is not None and other != stream and _capturing(other):
                     stream.wait_event(other.record_event())
-            self._captured, self._handle, self.alone.value = stream, _NO_STREAM, _NO_STREAM
+            self._captured, self._handle, self.current.value = stream, _NO_STREAM, _NO_STREAM
             return
         last, self._last, self._handle = self._last, stream, stream.cuda_stream
         if self._num_blocks:
             note_use(self, self._device.index, self._handle, self._num_blocks, self._num_sms)
         if last is not None and last != stream:
-            if self._event is None:
-                self._event = last.record_event()
-            stream.wait_event(self._event)
-        self.alone.value = self._handle if self._event is None else _NO_STREAM
+            if self.event is None:
+                self.event = last.record_event()
+            stream.wait_event(self.event)
+        self.current.value = self._handle
 
     def rest(self) -> None:
         """The host has waited for the last launch. The next one, on whatever stream, is looked at closely."""
-        self._handle = self.alone.value = _NO_STREAM
+        self._handle = self.current.value = _NO_STREAM
         if self._num_blocks:
             forget_use(self, self._device.index)
 
     def leave(self, kept: Any) -> None:
         """A kernel that uses the tensors in `kept` was launched on the stream that `enter` gave."""
-        if self._event is None or self._last is None or torch.cuda.is_current_stream_capturing():
+        if self.event is None or self._last is None or torch.cuda.is_current_stream_capturing():
             return
-        self._event.record(self._last)
+        self.event.record(self._last)
         for tensor in tensors_in(kept):
             tensor.record_stream(self._last)
 

@@ -68,7 +68,7 @@ struct Plan {
   const Watch* watches;
   uint64_t num_watches;
   void* context;                   // which must be current
-  const volatile int64_t* stream;  // the only one of all launches so far, which must be the current one
+  const volatile int64_t* stream;  // of the launch before, which must be the current one
   int32_t device_type, device_id;
   uint32_t not_captured, was_captured;
   volatile int32_t* numbers;  // pinned [2]: num_rows and num_dropped, to be waited for; or null
