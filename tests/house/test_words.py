@@ -29,7 +29,7 @@ USES = {
     "step": Use(("ep_kernels/", "services/crossdock/"), frozenset()),
     "turn": Use(names=frozenset({"_Turn", "_turn"})),
     "way": Use(),
-    "room": Use(names=frozenset({"has_room", "_has_room", "make_room", "_make_room", "_on_room", "_room"})),
+    "room": Use(names=frozenset({"has_room", "make_room", "_make_room", "_on_room", "_room"})),
     "means": Use(),
     "look": Use(("services/crossdock/deep_ep/",), frozenset({"look_for_peer", "_look_at_the_write"})),
     "quiet": Use(("ep_kernels/",), frozenset({"QUIET_S"})),

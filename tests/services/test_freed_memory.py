@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from crossdock.worker.telemetry.freed_memory import KEPT_BYTES, Watch
+
 CODE = """
 import resource, time
 from crossdock.worker.telemetry.freed_memory import KEPT_BYTES, bound_freed_memory, resident_bytes
@@ -43,3 +45,17 @@ def test_a_burst_is_given_back_and_a_steady_load_reuses_its_blocks() -> None:
     assert float(faults) < 32  # of 512 where each block is new
     assert int(burst) >= 90  # of 96 and a little, some in blocks that were free
     assert given_back == "True"
+
+
+def test_what_a_burst_still_used_when_it_came_is_given_back_later() -> None:
+    """Five times after the last growth, at growing distances; and nothing more."""
+    given_back: list[int] = []
+    now = 100 << 20
+    watch = Watch(lambda: given_back.append(number), now)
+    for number in range(10):  # noqa: B007  (which of them)
+        watch.check(lambda: now)
+    assert given_back == []
+    grown = now + KEPT_BYTES + 1
+    for number in range(400):  # noqa: B007
+        watch.check(lambda: grown)
+    assert given_back == [0, 8, 16, 32, 64, 128]

@@ -134,9 +134,9 @@ async def test_a_stream_whose_answers_are_not_read_is_given_up(tmp_path: Path) -
         stream = expert_pb2_grpc.ExpertServiceStub(channel).Forward(timeout=TIMEOUT_S)
         for number in range(3):
             await stream.write(Batch.random(LARGE).message(number))
-        await until(lambda: value(metrics, "queued_bytes") > 6 * LARGE * H * 4)
+        await until(lambda: value(metrics, "queued_bytes") > 9 * LARGE * H * 4)
         await until(lambda: value(metrics, "streams_dropped_total") == 1)
-        assert 0 < value(metrics, "queued_bytes") < 3 * LARGE * H * 4
+        assert 0 < value(metrics, "queued_bytes") < 4 * LARGE * H * 4
         assert (await stream.read()).HasField("y")
         with pytest.raises(grpc.RpcError, match="expected a client that reads them"):
             await stream.read()
@@ -168,12 +168,12 @@ async def test_the_stream_that_reads_least_is_given_up_where_room_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget_module, "STALLED_S", 0.0)
-    async with served(tmp_path, max_bytes_per_client=5 << 20) as (address, metrics), tight(address) as channel:
+    async with served(tmp_path, max_bytes_per_client=7 << 20) as (address, metrics), tight(address) as channel:
         stub = expert_pb2_grpc.ExpertServiceStub(channel)
         unread, reading = stub.Forward(timeout=TIMEOUT_S), stub.Forward(timeout=TIMEOUT_S)
-        for number in range(2):  # one that is being written and one that waits; both count twice their rows
+        for number in range(2):  # one that is being written and one that waits; both count three times their rows
             await unread.write(Batch.random(LARGE).message(number))
-        await until(lambda: value(metrics, "queued_bytes") > 8 << 20)
+        await until(lambda: value(metrics, "queued_bytes") > 11 << 20)
         await reading.write(Batch.random(LARGE).message(1))
         assert (await reading.read()).HasField("y")
         assert value(metrics, "streams_dropped_total") == 1

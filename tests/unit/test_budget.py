@@ -61,6 +61,21 @@ def test_a_stream_that_has_nothing_here_may_bring_one_request() -> None:
     assert not second.has_room(10)
 
 
+def test_a_stream_that_has_nothing_is_read_where_one_of_the_largest_has_room() -> None:
+    budget = Budget(max_bytes_per_client=100, max_bytes=1000)
+    first, second = share_of(budget, "a"), share_of(budget, "a")
+    assert second.unread_bytes == 0, "nothing is known of this client"
+    for size in (20, 90, 40):
+        first.charge(size)
+    assert (first.unread_bytes, second.unread_bytes) == (0, 90)
+    assert not second.has_room(second.unread_bytes), "150 and 90 are past twice the limit"
+    first.release(40)
+    assert second.has_room(second.unread_bytes)
+    second.charge(30)
+    assert second.unread_bytes == 0, "its own requests may be cancelled"
+    assert share_of(budget, "b").unread_bytes == 0
+
+
 def test_streams_hear_of_room_in_the_order_in_which_they_began_to_wait() -> None:
     budget = Budget(max_bytes_per_client=100, max_bytes=1000)
     heard: list[str] = []

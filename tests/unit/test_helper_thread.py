@@ -42,7 +42,7 @@ def test_freed_memory_goes_on_after_a_shortage(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(freed_memory, "resident_bytes", resident_bytes)
     thread = threading.Thread(
-        target=lambda: go_on(lambda: freed_memory._poll(lambda _: given_back.set(), [0])),  # type: ignore[arg-type]
+        target=lambda: go_on(freed_memory.Watch(given_back.set, 0).poll),
         daemon=True,
     )
     thread.start()

@@ -37,8 +37,8 @@ class Tokens(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a request in a message while it waits; its answer is as large as x."""
-        return REQUEST_BYTES + 2 * self.x.nbytes + self.topk_ids.nbytes + self.topk_weights.nbytes
+        """Bytes of a request in a message: x, and its answer, which gRPC has twice while it sends it."""
+        return REQUEST_BYTES + 3 * self.x.nbytes + self.topk_ids.nbytes + self.topk_weights.nbytes
 
 
 @dataclass(frozen=True, slots=True)

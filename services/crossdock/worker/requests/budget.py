@@ -2,8 +2,9 @@
 
 All streams of a client, of gRPC or of frames, share one account. Bytes count from a request's admission until its
 answer was written. Below `max_bytes_per_client` its streams are read; past that, and up to twice that, a stream that
-has nothing here may still bring one request, so that one stream of a client does not hold up the others. What is left
-of `max_bytes` stays for other clients.
+has nothing here may still bring one request, so that one stream of a client does not hold up the others. Where one of
+the client's largest would be past twice that, a stream that has nothing here is not read either: what it brings would
+be in nobody's account while it waits. What is left of `max_bytes` stays for other clients.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ class BudgetExceeded(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """One client: bytes of all its streams."""
+    """One client: bytes of all its streams, and of its largest request so far."""
 
     client: Hashable
     quotas: dict[StreamQuota, None] = field(default_factory=dict)
     waiting: dict[StreamQuota, int] = field(default_factory=dict)
     num_bytes: int = 0
+    largest: int = 0
 
 
 class Budget:
@@ -98,6 +100,12 @@ class StreamQuota:
         """The client."""
         return self._account.client
 
+    @property
+    def unread_bytes(self) -> int:
+        """What the stream's next request has to be taken for before it is read: 0, or where the stream has nothing
+        here, the size of its client's largest so far."""
+        return 0 if self.num_bytes else self._account.largest
+
     def has_room(self, num_bytes: int = 0) -> bool:
         """Whether the stream may add a request of `num_bytes`. A client without other requests may add one of any
         size."""
@@ -160,4 +168,5 @@ class StreamQuota:
     def _add(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         self._account.num_bytes += num_bytes
+        self._account.largest = max(self._account.largest, num_bytes)
         self._budget.num_bytes += num_bytes

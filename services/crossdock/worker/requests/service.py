@@ -5,9 +5,10 @@ An invalid request is answered in the stream (`Error` with a grpc status code) a
 bytes or a message over the size limit end it.
 
 A client is the names in its certificate, or else its host: all its streams share one account (budget.py). A stream is
-read while its client has less than `max_queued_bytes_per_client` here; then one more request is read and kept in hand,
-and the client feels gRPC's flow control (cancel messages behind that one wait too, but deadlines and hanging up work at
-once). Past `max_queued_bytes` of all clients together, requests are refused with RESOURCE_EXHAUSTED.
+read while its client has less than `max_queued_bytes_per_client` here. Then one that has requests here is read once
+more, and keeps that request in hand: cancel messages behind it wait, deadlines and hanging up work at once. One that
+has none is not read. The client feels gRPC's flow control. Past `max_queued_bytes` of all clients together, requests
+are refused with RESOURCE_EXHAUSTED.
 
 Bytes count until the answer was written, that is until flow control let all of it go. A stream whose client takes no
 answer for `request_timeout_s` is given up: all but the answer that is being written is dropped. Where a request waits
@@ -176,18 +177,18 @@ class _Stream:
     async def read(self, requests: AsyncIterator[expert_pb2.ForwardRequest]) -> None:
         """Read requests until the client has no more. Invalid bytes end the stream."""
         request: expert_pb2.ForwardRequest | None = None
+        coming = aiter(requests)
         try:
-            async for request in requests:
-                while not (request.cancel or self._has_room(request)):
-                    self._backend.budget.make_room(self._quota, of_client=True)
-                    self._room.clear()
-                    self._quota.wait(_num_bytes(request))
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(STALLED_S):  # wait_for can lose the end of this task
-                            await self._room.wait()
-                self._quota.stop_waiting()
+            while True:
+                if unread := self._quota.unread_bytes:
+                    await self._until_it_fits(unread)
+                request = await anext(coming, None)
+                if request is None:
+                    break
+                if not request.cancel:
+                    await self._until_it_fits(_num_bytes(request))
                 self._take(request)
-                request = None  # noqa: PLW2901  (the next one may take long)
+                request = None  # the next one may take long
         except Exception as error:
             _log.seldom("stream ended: unreadable request", error=error)
             self._events.put_nowait(rpc.InvalidArgument(f"request: not a ForwardRequest ({type(error).__name__})"))
@@ -195,6 +196,18 @@ class _Stream:
             del request  # an exception raised here keeps this frame alive
         self._read_all = True
         self._events.put_nowait(None)
+
+    async def _until_it_fits(self, num_bytes: int) -> None:
+        """Until there is room for a request of that size, and the client has read enough of its answers."""
+        quota = self._quota
+        while not (self._events.qsize() < _MAX_UNREAD and quota.has_room(num_bytes)):
+            self._backend.budget.make_room(quota, of_client=True)
+            self._room.clear()
+            quota.wait(num_bytes)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STALLED_S):  # wait_for can lose the end of this task
+                    await self._room.wait()
+        quota.stop_waiting()
 
     async def answers(self) -> AsyncIterator[expert_pb2.ForwardResponse]:
         """Answers as they come, until the client has sent everything and has every answer. Each is requested
@@ -347,13 +360,10 @@ class _Stream:
         count = self._backend.telemetry.answered  # once the answer was written
         self._loop.call_soon(count, code, pending.work.num_tokens, seconds, queue_s, trace, why)
 
-    def _has_room(self, request: expert_pb2.ForwardRequest) -> bool:
-        return self._events.qsize() < _MAX_UNREAD and self._quota.has_room(_num_bytes(request))
-
 
 def _num_bytes(request: expert_pb2.ForwardRequest) -> int:
     """What it will count, about."""
-    return 2 * request.ByteSize() + REQUEST_BYTES
+    return 3 * request.ByteSize() + REQUEST_BYTES
 
 
 def _message(event: _Answer) -> expert_pb2.ForwardResponse:
