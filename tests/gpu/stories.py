@@ -139,6 +139,33 @@ def two_streams(
                     check_combine(comm, check_dispatch(comm, inputs, out), out, handle)
 
 
+def moved_between_streams(comm: MoECommunicator, case: RoutingCase, steps: int = 24) -> None:
+    """Dispatch on one stream, combine late on another, streams in turns: what both used is dropped while the combine
+    waits, and what torch gives out on the first stream next is poisoned."""
+    device, dtype = comm.capabilities.device_type, comm.config.resolved_output_dtype
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    num_words = engine_of(comm).blanks[1].numel()
+    for number in range(steps):
+        first, second = streams if number % 3 else reversed(streams)
+        inputs = Inputs.of(next_case(case, number), comm.config)
+        with torch.cuda.stream(first):
+            out, handle = comm.dispatch(*inputs.arguments(comm.rank, device))
+            y = expert(out, dtype)
+        expected, like = Expected(comm, inputs), (y.shape, y.dtype)
+        with torch.cuda.stream(second):
+            second.wait_stream(first)
+            torch.cuda._sleep(int(4e6))
+            z = comm.combine(y, handle)
+        del out, handle, y
+        with torch.cuda.stream(first):
+            for _ in range(4):
+                poison(torch.empty(num_words, dtype=torch.int32, device=device))
+                poison(torch.empty(like[0], dtype=like[1], device=device))
+        torch.cuda.synchronize()
+        comm.check()
+        same_bits(z, expected.combined()[comm.rank], f"z of step {number}")
+
+
 def agrees_at_any_size(comm: MoECommunicator, case: RoutingCase) -> None:
     """A serving-sized step, twice: equal to the reference and so to itself."""
     for number in range(2):

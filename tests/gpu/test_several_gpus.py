@@ -69,6 +69,15 @@ def test_two_streams(world: Callable[[], World], transport: str, mode: Mode) -> 
     pool.run(stories.two_streams, transport, case_of(pool.size), {"mode": mode})
 
 
+@pytest.mark.parametrize(("mode", "layout"), WAYS)
+def test_one_communicator_moves_between_streams(
+    world: Callable[[], World], transport: str, mode: Mode, layout: Layout
+) -> None:
+    pool = world()
+    overrides = {"mode": mode, "layout": layout, **NO_HOST_WAIT}
+    pool.run(run_story, transport, stories.moved_between_streams, case_of(pool.size), overrides)
+
+
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("start_at", [(1 << 31) - 4, (1 << 32) - 4])
 def test_sequence_numbers_past_32_bits(
