@@ -124,6 +124,13 @@ def num_sms(value: int | None, default: int | None, least: int) -> int | None:
     return value
 
 
+def flag(name: str, value: object) -> bool:
+    """A bool."""
+    if type(value) is not bool:
+        raise ArgumentError(name, "a bool", repr(value))
+    return value
+
+
 def sequence(name: str, values: object, length: int | None) -> Sequence[object]:
     """A list or tuple, not empty, of that length."""
     if not isinstance(values, list | tuple) or not values or (length is not None and len(values) != length):

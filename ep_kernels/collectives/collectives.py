@@ -93,7 +93,12 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         return self._run(self._transport.empty, sizes, dtype)
 
     def all_gather(
-        self, x: torch.Tensor, *, out: torch.Tensor | None = None, num_sms: int | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        num_sms: int | None = None,
+        beside: bool = False,
     ) -> Work[torch.Tensor]:
         """Every rank's x, in rank order, on every rank. Collective.
 
@@ -103,16 +108,18 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             out: [R * n, ...] to write into, or None. The shard of an inactive rank is not written; a new out has zeros
                 there.
             num_sms: GPUs: multiprocessors to fill; 0: copy engines alone; None: `config.num_sms`.
+            beside: whether the caller runs something else meanwhile, equal on all ranks. Copy engines, which leave it
+                the multiprocessors, are then chosen from smaller sizes on. Compiled code waits at once: it is ignored.
 
         Returns a Work whose `wait()` gives out. Raises ArgumentError (nothing was sent), PeerTimeout, AbortedError,
         ClosedError, TransportError.
         """
         if is_compiling():
             return ops.done(ops.all_gather(self, [x], None if out is None else [out], num_sms)[0])
-        again = self._again("all_gather", x, out, num_sms)
+        again = self._again("all_gather", x, out, num_sms, beside)
         if again is not None:
             return again
-        gathered, pending = self._gather([x], None if out is None else [out], num_sms, repeats=True)
+        gathered, pending = self._gather([x], None if out is None else [out], num_sms, repeats=True, beside=beside)
         return Work(gathered[0], pending, self._finish)
 
     def all_gather_coalesced(
@@ -121,12 +128,13 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         *,
         outs: Sequence[torch.Tensor] | None = None,
         num_sms: int | None = None,
+        beside: bool = False,
     ) -> Work[list[torch.Tensor]]:
         """`all_gather` of several tensors with one handshake. Their shapes and dtypes may differ from each other, not
         between ranks; any of them may be empty. No out may lie in another's memory, nor in the x of another."""
         if is_compiling():
             return ops.done(ops.all_gather(self, xs, outs, num_sms))
-        gathered, pending = self._gather(xs, outs, num_sms)
+        gathered, pending = self._gather(xs, outs, num_sms, beside=beside)
         return Work(gathered, pending, self._finish)
 
     def reduce_scatter(
@@ -265,10 +273,10 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             self._repeats.clear()
 
     def _again(
-        self, op: str, x: torch.Tensor, out: torch.Tensor | None, num_sms: int | None
+        self, op: str, x: torch.Tensor, out: torch.Tensor | None, num_sms: int | None, beside: bool = False
     ) -> Work[torch.Tensor] | None:
         """The operation, by the plan of an earlier one like it; None: no such plan, or the full path must check."""
-        found = None if self._repeats is None else self._repeats.find(op, x, out, num_sms)
+        found = None if self._repeats is None else self._repeats.find(op, x, out, num_sms, beside)
         if found is None or self._closed or self._fault is not None:
             return None
         plan, shape, at, there = found
@@ -321,6 +329,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         num_sms: int | None,
         *,
         repeats: bool = False,
+        beside: bool = False,
         half: tuple[int, bool] | None = None,  # a matmul follows; half_bytes and takes_halves of GatherArgs
     ) -> tuple[list[torch.Tensor], PendingGather]:
         self._ready("all_gather")
@@ -336,7 +345,9 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if not alone and outs is not None:
             checks.disjoint(list(zip(given, made, strict=True)))
         sms = checks.num_sms(num_sms, self._config.num_sms, 0)
-        choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms, half is not None)
+        choice = self._choose(
+            CollectiveOp.ALL_GATHER, given, made, sms, checks.flag("beside", beside), half is not None
+        )
         torched = choice.algorithm is Algorithm.TORCH
         transport = self._by_torch("all_gather", choice.reason) if torched else self._transport
         args = GatherArgs(tuple(parts), choice.algorithm, sms, *half or (0, False))
@@ -368,12 +379,15 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         outs: Sequence[torch.Tensor],
         num_sms: int | None,
         beside: bool = False,
+        followed: bool = False,
     ) -> Choice:
+        """`followed`: by a matmul, shard by shard."""
         if (choice := only(op, self._transport.capabilities)) is not None:
             return choice
         total = sum(checks.num_bytes(x) for x in xs)
-        beside = beside and xs[0].is_cuda and not torch.cuda.is_current_stream_capturing()  # a graph tells no shards
         places, library = (self._place(xs), self._place(outs)), self._hands_over and not self._own.inactive
+        if followed and places[1] is BufferPlace.REGISTERED:  # what is pulled is staged first, and not told apart
+            beside = xs[0].is_cuda and not torch.cuda.is_current_stream_capturing()  # a graph tells no shards
         shape = CollectiveShape(op, total, sum(self._active), num_sms, *places, beside, library)
         return choose(shape, self.capabilities)
 

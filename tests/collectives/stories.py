@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ep_kernels import StoreGroup, TorchGroup
-from ep_kernels.collectives import CollectiveConfig, Collectives, matmul
+from ep_kernels.collectives import CollectiveConfig, Collectives, collectives, matmul
 from ep_kernels.collectives import collective_reference as reference
+from ep_kernels.collectives.choose import CollectiveShape, choose
 from ep_kernels.errors import ArgumentError, ConfigError, HandleError, TransportError
 from ep_kernels.transports import collective_base
 from ep_kernels.transports.collective_base import GatherArgs
@@ -238,6 +239,21 @@ def products_of_other_widths(rank: int, size: int, store: Store, transport: str)
     return told[0].half_bytes, told[0].takes_halves
 
 
+def told_beside(rank: int, size: int, store: Store, transport: str) -> list[bool]:
+    """What the choice is told of what else runs: as the caller says, and for a gather that a product follows that it
+    does not where shards are staged."""
+    told: list[CollectiveShape] = []
+    with Seat(rank, size, store, transport).collectives() as coll, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "only", lambda *_: None)
+        patch.setattr(collectives, "choose", lambda shape, can: (told.append(shape), choose(shape, can))[1])
+        x = on_device(coll, torch.ones(4, 4))
+        for beside in (False, True):
+            coll.all_gather(x, beside=beside).wait()
+            coll.all_gather_coalesced([x, x], beside=beside).wait()
+        coll.all_gather_matmul(x, [x])
+        return [shape.beside for shape in told]
+
+
 def exact_products(coll: Collectives, rows: int) -> None:
     """Sums of products of small whole numbers, which no GEMM rounds, in bf16, which the sums do; copy engines bring
     terms of any size."""
@@ -277,6 +293,7 @@ def refused(rank: int, size: int, store: Store, transport: str) -> None:
             ("x: expected a first dimension that", lambda: coll.reduce_scatter(x[: 4 * size - 1])),
             ("op: expected one of", lambda: coll.all_reduce(x, op="mean")),
             ("num_sms: expected None or an int in 0", lambda: coll.all_gather(x, num_sms=-1)),
+            ("beside: expected a bool", lambda: coll.all_gather(x, beside=1)),  # type: ignore[arg-type]
             ("num_sms: expected None or an int in 1", lambda: coll.all_reduce(x, num_sms=0)),
             ("xs: expected a list or tuple of tensors", lambda: coll.all_gather_coalesced([])),
             ("outs: expected a list or tuple of 1 tensors", lambda: coll.all_gather_coalesced([x], outs=[])),

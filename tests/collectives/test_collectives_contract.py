@@ -71,6 +71,10 @@ def test_products_of_other_widths(world: Worlds, transport: str) -> None:
     assert (first[1], second[1]) == (True, False)
 
 
+def test_callers_that_run_something_beside(world: Worlds, transport: str) -> None:
+    assert world(2).run(stories.told_beside, transport) == [[False, False, True, True, False]] * 2
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_wrong_arguments_are_refused_before_anything_is_sent(world: Worlds, transport: str, size: int) -> None:
     world(size).run(stories.refused, transport)

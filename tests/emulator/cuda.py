@@ -93,7 +93,7 @@ class Stream:
 
     cuda_stream = device_index = 0
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         pass
 
     def synchronize(self) -> None:
