@@ -69,6 +69,19 @@ def gathered(index: str, x: object, out: object, own: OwnRank) -> tuple[torch.Te
     return shard, whole
 
 
+def joined(x: torch.Tensor, out: object, own: OwnRank) -> torch.Tensor:
+    """out [n, R * k] for the columns x [n, k] of every rank, made where the caller gave none (zeros for inactive
+    ranks)."""
+    shape = (x.shape[0], own.size * x.shape[1])
+    if out is None:
+        make = torch.zeros if own.inactive else torch.empty
+        return made(make(shape, dtype=x.dtype, device=x.device))
+    whole = _like("out", out, shape, x, own)
+    if share_memory(x, whole):
+        raise ArgumentError("out", "memory apart from x", "bytes in common")
+    return whole
+
+
 def disjoint(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Check that among gathers of one call no out shares memory with another's out or x."""
     spans = sorted((*_span(out), i) for i, (_, out) in enumerate(pairs) if out.numel())

@@ -256,8 +256,11 @@ def compiled(rank: int, size: int, store: Store, transport: str, backend: str, d
             row = coll.reduce_scatter(whole * 2).wait()
             total = coll.all_reduce(row, out=room).wait()
             ys, _ = coll.all_gather_matmul(x, [w])
+            (wide,), _ = coll.all_gather_matmul(x, [torch.cat([w] * size)], dim=-1)
+            narrow = coll.matmul_reduce_scatter(x, torch.cat([w] * size, dim=1), dim=1)
             return (
-                whole, *pair, row, total + 0, ys[0], coll.matmul_reduce_scatter(whole, w), coll.matmul_all_reduce(x, w)
+                whole, *pair, row, total + 0, ys[0], coll.matmul_reduce_scatter(whole, w), coll.matmul_all_reduce(x, w),
+                wide, narrow,
             )  # fmt: skip
 
         run = torch.compile(step, fullgraph=True, backend=backend, dynamic=dynamic or None)
@@ -279,5 +282,7 @@ def compiled(rank: int, size: int, store: Store, transport: str, backend: str, d
             same_bits(got[5], whole, "all_gather_matmul")
             same_bits(got[6], reference.reduce_scatter([whole] * size)[rank], "matmul_reduce_scatter")
             same_bits(got[7], reference.all_reduce(xs)[rank], "matmul_all_reduce")
+            torch.testing.assert_close(got[8].cpu(), sum(xs, torch.zeros(rows, 6)))
+            same_bits(got[9], reference.all_reduce(xs)[rank], "matmul_reduce_scatter of columns")
             check_all(coll, number, number)
         coll.barrier()
