@@ -155,6 +155,13 @@ class Trained:
         return next((i for i, pair in enumerate(zip(self.losses, losses, strict=True)) if pair[0] != pair[1]), None)
 
 
+def make_deterministic() -> None:
+    """From now on kernels give the same bits in every run."""
+    torch.use_deterministic_algorithms(True)  # warn_only leaves the gradients of attention to atomics
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time, not bits
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients differ from run to run
+
+
 class Training:
     """A new model and its steps; collective over the world, whose process group is torch's default one.
 
@@ -163,9 +170,7 @@ class Training:
     """
 
     def __init__(self, size: Size, seed: int, device: torch.device) -> None:
-        torch.use_deterministic_algorithms(True)  # warn_only leaves the gradients of attention to atomics
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time, not bits
-        torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients differ from run to run
+        make_deterministic()
         self._size, self._device, self._on_gpu = size, device, device.type == "cuda"
         self._model = sharded(size, device, seed)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=self._on_gpu)

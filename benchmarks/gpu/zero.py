@@ -5,9 +5,10 @@
 
 Both take turns in one model of random weights and tokens, for a few steps each; then a model of the same seed is
 trained by DeepSpeed alone, as many steps. A gather moves bytes, so all losses must be equal bit by bit; where one is
-not, the exit status is 1. On CPUs it runs over gloo and the `cpu` transport, without times. Prints a line of JSON for
-each, from rank 0: median and 99th percentile of a step (slowest rank, ms), peak memory with what was registered
-(largest rank, GiB), first and last loss, and a hash over the bits of all.
+not, the exit status is 1. Kernels are deterministic, for which GPUs want CUBLAS_WORKSPACE_CONFIG=:4096:8. On CPUs it
+runs over gloo and the `cpu` transport, without times. Prints a line of JSON for each, from rank 0: median and 99th
+percentile of a step (slowest rank, ms), peak memory with what was registered (largest rank, GiB), first and last loss,
+and a hash over the bits of all.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.fsdp import DEADLINE_S, SETTLE, Trained, line_of, local_rank
+from benchmarks.gpu.fsdp import DEADLINE_S, SETTLE, Trained, line_of, local_rank, make_deterministic
 from benchmarks.gpu.fsdp_model import SIZES, VOCABULARY, Model, Size
 from ep_kernels.collectives import CollectiveConfig, Collectives
 from ep_kernels.collectives.zero import ZeroGathers
@@ -60,6 +61,7 @@ class Training:
     def __init__(self, size: Size, seed: int, device: torch.device) -> None:
         import deepspeed
 
+        make_deterministic()
         self._size, self._device, self._on_gpu = size, device, device.type == "cuda"
         torch.manual_seed(seed)
         with torch.device(device):

@@ -70,7 +70,8 @@ class ZeroGathers:
         if why := self._why_not(output_tensor, input_tensor, group):
             self._warn(why)
             return self._theirs(output_tensor, input_tensor, group, async_op)
-        work = self._coll.all_gather(input_tensor.view(-1), out=output_tensor.view(-1), beside=True)
+        x, out = (flat if flat.dim() == 1 else flat.view(-1) for flat in (input_tensor, output_tensor))
+        work = self._coll.all_gather(x, out=out, beside=True)
         if async_op:
             return TorchWork(work)
         work.wait()
