@@ -20,8 +20,8 @@ def gathers(figure: Any, lines: list[Csv]) -> None:
     found = [line for line in lines if line["op"] == "all_gather" and line["t"].startswith("1")]
     ranks = int(found[0]["ranks"])
     ceilings = (
-        ("-", bounds.gbps(ranks), "stores reach"),
-        ("-.", bounds.gbps(ranks, copies=True), "copy engines reach"),
+        ("-", bounds.gbps(ranks), "bound of stores"),
+        ("-.", bounds.gbps(ranks, copies=True), "bound of copy engines"),
     )
     sizes = sorted({int(line["bytes_per_rank"]) for line in found})
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]

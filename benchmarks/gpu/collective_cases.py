@@ -105,7 +105,7 @@ def bound_us(case: CollectiveCase, ranks: int) -> float:
 
 def cases(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCase]]:
     """(backend, case) in the order in which they are measured; `quick`: a few of each kind."""
-    for family in (_gathers, _reductions, _beside, _gather_matmuls, _matmul_all_reduces):
+    for family in (_gathers, _beside, _reductions, _matmul_all_reduces, _gather_matmuls):
         yield from family(ranks, quick)
 
 
