@@ -207,7 +207,12 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
 
     def undisturbed(self) -> torch.cuda.Stream | None:
         """See `collective_repeat.PlanOwner`."""
-        return None if self.untroubled() is None else self._streams.alone_on()
+        return None if self.untroubled() is None else self._streams.here()
+
+    def used(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """See `collective_repeat.PlanOwner`."""
+        if self._streams.event is not None:
+            self._streams.leave((x, out))
 
     def untroubled(self) -> int | None:
         """See `collective_repeat.PlanOwner`."""
