@@ -90,6 +90,8 @@ class ZeroGathers:
         return known
 
     def _why_no_group(self, group: Any) -> str:
+        if not (group is None or isinstance(group, dist.ProcessGroup)):  # what torch gives to ranks outside
+            return "group: this rank is not in it"
         try:
             check_ranks(self._coll, dist.distributed_c10d._get_default_group() if group is None else group)
         except ArgumentError as error:

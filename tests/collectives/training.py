@@ -236,6 +236,7 @@ def own_way_of_zero(deepspeed: Any, rank: int, size: int, transport: str) -> Non
             ]
             assert "not contiguous" in gathers._why_not(out[::2], x, None)
             assert "meta" in gathers._why_not(out, x.to("meta"), None)
+            assert gathers._why_not(out, x, dist.GroupMember.NON_GROUP_MEMBER) == "group: this rank is not in it"
             with pytest.raises(ArgumentError, match="deepspeed: expected its own all-gathers"):
                 ZeroGathers(coll, deepspeed)
         gathers.close()
