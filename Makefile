@@ -33,6 +33,7 @@ NEWEST := $(VLLM_VENV)/newest-$(VLLM_NEWEST)
 # Engines of which the tests run a few modules of the wheel, without its dependencies and compiled libraries.
 SGLANG := $(VENV)-engines/sglang-0.5.23
 MEGATRON := $(VENV)-engines/megatron-core-0.16.1
+DEEPSPEED := $(VENV)-engines/deepspeed-0.19.8
 
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' services/crossdock/__init__.py)
 IMAGE_FLAGS := --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) $(ARGS)
@@ -77,6 +78,9 @@ test-sglang: $(DEV) $(SGLANG) ## SGLang's own dispatchers on the CPU over our de
 
 test-megatron: $(DEV) $(MEGATRON) ## Megatron's flex dispatcher on the CPU over our deep_ep, forward and backward (downloads 3 MB)
 	PYTHONPATH=$(abspath $(MEGATRON)) $(PY) -m pytest -q tests/megatron $(ARGS)
+
+test-deepspeed: $(DEV) $(DEEPSPEED) ## DeepSpeed's ZeRO-3 on the CPU with our all-gathers: its own losses, bit by bit (downloads 3 MB)
+	PYTHONPATH=$(abspath $(DEEPSPEED)) $(PY) -m pytest -q tests/deepspeed $(ARGS)
 
 sanitize: $(DEV) ## On a machine with a GPU: compute-sanitizer's four tools over every kernel (ARGS="racecheck" for one)
 	$(PY) -m tests.gpu.sanitize $(ARGS)
@@ -239,6 +243,12 @@ $(NEWEST)/vllm: | $(VLLM)
 	@echo "unpacking vLLM $(VLLM_NEWEST) into $(NEWEST), without its libraries"
 	$(VLLM_VENV)/bin/python $(PIP) download --no-deps --dest $(NEWEST) 'vllm==$(VLLM_NEWEST)'
 	$(VLLM_VENV)/bin/python tests/vllm/unpack.py $(NEWEST)
+
+# What `import deepspeed` needs beside torch and what torch brings; its own compiled parts are not built.
+$(DEEPSPEED): | $(DEV)
+	@rm -rf $@ $@-part
+	DS_BUILD_OPS=0 $(PY) $(PIP) install --no-deps --target $@-part $(subst -0,==0,$(notdir $@)) einops hjson msgpack ninja psutil py-cpuinfo
+	@mv $@-part $@
 
 $(SGLANG) $(MEGATRON): | $(DEV)
 	@rm -rf $@ $@-part

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import bounds
+
 Csv = dict[str, str]
 COLOURS = {
     "crossdock": "#0b6e4f", "nccl": "#8d99ae", "nccl_symm": "#5c677d", "nccl_ce": "#c98686", "torch": "#7b6fb0",
@@ -13,8 +15,14 @@ MIB = 1 << 20
 
 
 def gathers(figure: Any, lines: list[Csv]) -> None:
-    """GB/s over multiprocessors, a panel for each size; what has no number of them as a line across."""
+    """GB/s over multiprocessors, a panel for each size; what has no number of them as a line across, and so the rates
+    that stores and copy engines reach at best."""
     found = [line for line in lines if line["op"] == "all_gather" and line["t"].startswith("1")]
+    ranks = int(found[0]["ranks"])
+    ceilings = (
+        ("-", bounds.gbps(ranks), "bound of stores"),
+        ("-.", bounds.gbps(ranks, copies=True), "bound of copy engines"),
+    )
     sizes = sorted({int(line["bytes_per_rank"]) for line in found})
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     for axes, size in zip(panels, sizes, strict=True):
@@ -30,11 +38,13 @@ def gathers(figure: Any, lines: list[Csv]) -> None:
                 if level is not None:
                     how = "as it chooses" if sms == "auto" else "no multiprocessor"
                     axes.axhline(level, color=colour, linestyle=style, label=f"{name}, {how}")
+        for style, level, name in ceilings:
+            axes.axhline(level, color="black", linewidth=0.7, linestyle=style, label=name)
         axes.set(title=f"{size // MIB} MiB a rank", xlabel="multiprocessors", xscale="log")
         ticks = sorted({int(line["sms"]) for line in here if line["sms"] not in ("auto", "0")})
         axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
         axes.minorticks_off()
-    panels[0].set(ylabel="GB/s leaving a GPU", ylim=(0, 1.05 * max(float(line["gbps"]) for line in found)))
+    panels[0].set(ylabel="GB/s leaving a GPU", ylim=(0, 1.05 * max(level for _, level, _ in ceilings)))
     figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
     figure.suptitle("All-gather, bf16, eager: L2 flushed, slowest rank, median")
 

@@ -42,6 +42,10 @@ class Group(Protocol):
         """Give `payload`, get everybody's, in rank order. Collective. Raises TransportError past the deadline."""
 
 
+MEMORY_HANDLES = ("auto", "fabric", "posix_fd", "cuda_ipc")
+"""How GPUs map regions of others: of several hosts, of one host by file descriptors, of one host by CUDA IPC."""
+
+
 class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of one MoECommunicator. Checked when built; raises ConfigError naming the field.
 
@@ -110,6 +114,9 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     network: Any = None
     """None: the group stays on one host. Else a `network.NetworkConfig`: how ranks of other hosts are reached. May
     differ between ranks, its provider apart."""
+    memory_handle: str = "auto"
+    """GPUs: how peers map a region, of MEMORY_HANDLES. "auto": the first that works here, in their order. Another one
+    alone: where it does not work, a TransportError says why."""
     num_sms: int | None = None
     """GPUs: multiprocessors that one operation may fill, with one block on each. None: all for LL; for HT
     as many as keep the links busy (in dispatch of per-expert layouts 64). Results do not depend on it."""
@@ -215,6 +222,7 @@ def _check_kinds(c: MoEConfig) -> None:
     _require(c.layout is None or isinstance(c.layout, Layout), "layout", "None or a Layout", c.layout)
     for name in ("quantize", "exact_combine", "exact_shapes", "validate"):
         _require(type(getattr(c, name)) is bool, name, "a bool", getattr(c, name))
+    _require(c.memory_handle in MEMORY_HANDLES, "memory_handle", f"one of {MEMORY_HANDLES}", c.memory_handle)
     limits = ("num_sms", 1), ("dispatch_sms", 1), ("combine_sms", 1)
     for name, low in (("max_recv_rows", 1), ("ll_max_tokens", 0), *limits):
         value = getattr(c, name)

@@ -93,6 +93,7 @@ TOOLS: Mapping[str, Tool] = {
     "vllm": _package("vllm", "make test-vllm"),
     "sglang": _package("sglang", "make test-sglang"),
     "megatron": _package("megatron", "make test-megatron"),
+    "deepspeed": _package("deepspeed", "make test-deepspeed"),
     "libfabric": _library("fabric", "apt install libfabric1"),
     "RDMA headers": Tool("apt install libibverbs-dev libfabric-dev"),
     "a guest": Tool("make test-rxe"),

@@ -6,13 +6,16 @@
   NCCL's own stream (as of NCCL 2.28 its copy engines cannot run in the default one).
 * `torch`: symmetric memory's one-shot and two-shot all-reduce, and its all-gather by copies.
 
+Gathers are in place, x being this rank's part of out, and so are all-reduces; torch's gather alone makes its result
+anew and copies its own shard, for it knows no other way. NCCL's streams have the high priority.
+
 A runner's `run` is what is timed; it allocates nothing but what its library does.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,19 +48,27 @@ class Runner(Protocol):
         """Free what is its own."""
 
 
-class Ours:
-    """See the module's head."""
+def _in_place(
+    case: CollectiveCase, ranks: int, empty: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, out) in one place, but for a reduce-scatter, of tensors that `empty(shape, dtype)` makes."""
+    if case.op == "all_gather":
+        out = empty(case.shape_out(ranks), case.dtype)
+        return out[dist.get_rank() * case.numel :][: case.numel], out
+    x = empty(case.shape_in(ranks), case.dtype)
+    return x, x if case.op == "all_reduce" else empty(case.shape_out(ranks), case.dtype)
 
-    def __init__(self, case: CollectiveCase, group: Any, ranks: int) -> None:
+
+class Ours:
+    """See the module's head. `beside`: a product runs beside it."""
+
+    def __init__(self, case: CollectiveCase, group: Any, ranks: int, beside: bool) -> None:
         wanted = case.num_bytes * (ranks + 1) + POOL_SLACK
         self._coll = Collectives(CollectiveConfig(group=group, transport="nvlink", pool_bytes=wanted))
-        self.x = self._coll.empty(case.shape_in(ranks), case.dtype)
-        self.out = self.x if case.op == "all_reduce" else self._coll.empty(case.shape_out(ranks), case.dtype)
-        if case.op == "all_gather":  # in place, as FSDP's copy-in gives it
-            rank = self._coll.rank
-            self.x = self.out[rank * case.numel : (rank + 1) * case.numel]
+        self.x, self.out = _in_place(case, ranks, self._coll.empty)
         operation: Callable[..., Any] = getattr(self._coll, case.op)
-        self._call = functools.partial(operation, out=self.out, num_sms=case.num_sms)
+        how = {"beside": True} if beside else {}
+        self._call = functools.partial(operation, out=self.out, num_sms=case.num_sms, **how)
 
     def run(self) -> None:
         """See `Runner`."""
@@ -71,9 +82,8 @@ class Ours:
 @functools.cache
 def nccl_group(num_sms: int | None, policy: int | None) -> Any:
     """A process group of all ranks whose communicator takes `num_sms` multiprocessors; collective, once per kind."""
-    if num_sms is None and policy is None:
-        return dist.group.WORLD
     options: Any = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
     if num_sms:
         options.config.min_ctas = options.config.max_ctas = num_sms
     if policy is not None:
@@ -83,31 +93,46 @@ def nccl_group(num_sms: int | None, policy: int | None) -> Any:
     return dist.new_group(backend="nccl", pg_options=options)
 
 
+class Windows:
+    """Memory that is a symmetric window of a process group of NCCL; collective. Raises Unavailable."""
+
+    def __init__(self, group: Any) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._backend: Any = group._get_backend(self._device)
+        dist.all_reduce(torch.ones(1, device=self._device), group=group)  # windows cannot be the first operation
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of it, before `register`."""
+        with torch.cuda.use_mem_pool(self._pool):
+            return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def register(self) -> None:
+        """What `empty` has made is a window from now on."""
+        try:
+            self._backend.register_mem_pool(self._pool, symm=True)
+        except TypeError as error:
+            raise Unavailable(f"nccl windows: this torch has none ({error})") from error
+
+    def close(self) -> None:
+        """It is none any more."""
+        torch.cuda.synchronize()
+        self._backend.deregister_mem_pool(self._pool)
+
+
 class Nccl:
     """See the module's head."""
 
     def __init__(self, case: CollectiveCase, ranks: int, *, windows: bool, copies: bool) -> None:
         self._group, self._case = nccl_group(case.num_sms, NCCL_POLICY_ZERO if copies else None), case
-        self._pool: Any = None
         self._beside = copies  # copy engines take no batch on the default stream: "invalid argument"
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._backend: Any = self._group._get_backend(device)
-        one = torch.ones(1, device=device)
-        dist.all_reduce(one, group=self._group)  # windows cannot be a communicator's first operation
-        if windows:
-            self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
-            with torch.cuda.use_mem_pool(self._pool):
-                self._make(case, ranks, device)
-            try:
-                self._backend.register_mem_pool(self._pool, symm=True)
-            except TypeError as error:
-                raise Unavailable(f"nccl windows: this torch has none ({error})") from error
+        self._windows = Windows(self._group) if windows else None
+        plain = functools.partial(_plain, torch.device("cuda", torch.cuda.current_device()))
+        self.x, self.out = _in_place(case, ranks, plain if self._windows is None else self._windows.empty)
+        if self._windows is not None:
+            self._windows.register()
         else:
-            self._make(case, ranks, device)
-
-    def _make(self, case: CollectiveCase, ranks: int, device: torch.device) -> None:
-        self.x = torch.empty(case.shape_in(ranks), dtype=case.dtype, device=device)
-        self.out = self.x if case.op == "all_reduce" else self.x.new_empty(case.shape_out(ranks))
+            dist.all_reduce(torch.ones(1, device=self.x.device), group=self._group)  # its communicator is made here
 
     def run(self) -> None:
         """See `Runner`."""
@@ -124,9 +149,13 @@ class Nccl:
     def close(self) -> None:
         """See `Runner`."""
         torch.cuda.synchronize()
-        if self._pool is not None:
-            self._backend.deregister_mem_pool(self._pool)
+        if self._windows is not None:
+            self._windows.close()
         del self.x, self.out
+
+
+def _plain(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 class Torch:
@@ -135,11 +164,7 @@ class Torch:
     def __init__(self, case: CollectiveCase, ranks: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        known = {
-            ("all_gather", "copies"),
-            ("all_reduce", "one_shot"),
-            ("all_reduce", "two_shot"),
-        }
+        known = {("all_gather", ""), ("all_reduce", "one_shot"), ("all_reduce", "two_shot")}
         if (case.op, case.algorithm) not in known or case.num_sms is not None:
             raise Unavailable("torch: measured for all-gather by copies, and for one-shot and two-shot all-reduce")
         group = dist.group.WORLD
@@ -167,10 +192,10 @@ class Torch:
         del self.x, self.out
 
 
-def create(name: str, case: CollectiveCase, group: Any, ranks: int) -> Runner:
-    """Backend `name` on a case; collective. Raises Unavailable with the reason."""
+def create(name: str, case: CollectiveCase, group: Any, ranks: int, beside: bool = False) -> Runner:
+    """Backend `name` on a case, `beside` a product; collective. Raises Unavailable with the reason."""
     if name == "crossdock":
-        return Ours(case, group, ranks)
+        return Ours(case, group, ranks, beside)
     if name == "torch":
         return Torch(case, ranks)
     if case.algorithm:

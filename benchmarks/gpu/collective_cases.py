@@ -16,13 +16,17 @@ from benchmarks import bounds
 
 MIB, KIB = 1 << 20, 1 << 10
 BACKENDS = ("crossdock", "nccl", "nccl_symm", "nccl_ce", "torch", "cublas")
-GATHER_MIB, GATHER_SMS = (16, 128, 512), (8, 16, 24, 32, 64, 132)
+GATHER_MIB, GATHER_SMS = (16, 128, 512), (4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 132)
+NCCL_SMS = 64
+"""NCCL has no more channels, and a block of its kernels is one."""
 REDUCE_SMS = (16, 32, 132)
 REDUCE_BYTES = (8 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB, 64 * MIB)
 SCATTER_MIB = (2, 16, 128)
 SQUARE = 8192
-BESIDE_MIB = {2: 512, 4: 160, 8: 64}
-"""A shard of the gather beside a matmul of SQUARE, by ranks: it takes about as long."""
+BESIDE_MIB = {2: (64, 256, 512), 4: (64, 160), 8: (64,)}
+"""Shards of the gather beside a matmul of SQUARE, by ranks; that of the last takes about as long."""
+ORDERS = ("gather_first", "product_first")
+"""In which the host queues the two; `sequential` is on one stream."""
 SHAPES = ((1792, 4096), (3584, 8192), (6656, 16384))
 ROWS = (4096, 8192, 16384)
 """M of T4: rows of all ranks; (N, K) by SHAPES."""
@@ -43,7 +47,7 @@ class CollectiveCase:
         dtype: of the elements.
         num_sms: multiprocessors; 0: copy engines, None the backend's choice.
         timing: "eager" or "graph".
-        algorithm: for backends with several; "" elsewhere.
+        algorithm: for backends with several, and how a product is beside a gather; "" elsewhere.
         m, n, k: of the matmul on one rank, all gathered rows; 0 where there is none.
         t: row of the table.
     """
@@ -93,14 +97,15 @@ def moved_bytes(case: CollectiveCase, ranks: int) -> float:
 
 
 def bound_us(case: CollectiveCase, ranks: int) -> float:
-    """Bytes at the rate of the links, or the products at the rate of the cores, whichever takes longer."""
-    flops = 2.0 * case.m * case.n * case.k
-    return max(moved_bytes(case, ranks) / bounds.gbps(ranks) / 1e3, flops / TFLOPS / 1e6)
+    """Bytes at the rate of the links, or the products at the rate of the cores, whichever takes longer. Where bytes are
+    gathered and the caller names no multiprocessors, copy engines may do it, and the rate is theirs."""
+    flops, copies = 2.0 * case.m * case.n * case.k, "gather" in case.op and not case.num_sms
+    return max(moved_bytes(case, ranks) / bounds.gbps(ranks, copies=copies) / 1e3, flops / TFLOPS / 1e6)
 
 
 def cases(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCase]]:
     """(backend, case) in the order in which they are measured; `quick`: a few of each kind."""
-    for family in (_gathers, _reductions, _beside, _gather_matmuls, _matmul_all_reduces):
+    for family in (_gathers, _beside, _reductions, _matmul_all_reduces, _gather_matmuls):
         yield from family(ranks, quick)
 
 
@@ -109,9 +114,12 @@ def _gathers(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCase]]:
         gather = CollectiveCase("all_gather", mib * MIB, t="1, 2")
         for sms in (0, None, *(GATHER_SMS[:2] if quick else GATHER_SMS)):
             yield "crossdock", replace(gather, num_sms=sms)
-        for name, sms in (("nccl", None), ("nccl", 8), ("nccl_symm", None), ("nccl_symm", 8), ("nccl_ce", 0)):
-            yield name, replace(gather, num_sms=sms)
-        yield "torch", replace(gather, algorithm="copies")
+        some = [sms for sms in (GATHER_SMS[1:2] if quick else GATHER_SMS) if sms <= NCCL_SMS]
+        for name in ("nccl", "nccl_symm"):
+            for nccl_sms in (None, *some):
+                yield name, replace(gather, num_sms=nccl_sms)
+        yield "nccl_ce", replace(gather, num_sms=0)
+        yield "torch", gather
 
 
 def _reductions(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCase]]:
@@ -130,16 +138,14 @@ def _reductions(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCase]]
 
 
 def _beside(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCase]]:
-    if quick:
-        return
-    size = BESIDE_MIB.get(ranks, 64) * MIB
     square = {"dtype": torch.float16, "m": SQUARE, "n": SQUARE, "k": SQUARE, "t": "3"}
     yield "cublas", CollectiveCase("matmul", 0, **square)  # type: ignore[arg-type]
-    yield "crossdock", CollectiveCase("all_gather", size, torch.float16, 0, t="3")
-    both = CollectiveCase("matmul_beside_gather", size, **square)  # type: ignore[arg-type]
-    for name, sms in (("crossdock", 0), ("nccl", None), ("nccl_ce", 0)):
-        for algorithm in ("overlap", "sequential"):
-            yield name, replace(both, num_sms=sms, algorithm=algorithm)
+    for mib in BESIDE_MIB.get(ranks, BESIDE_MIB[8])[: 1 if quick else None]:
+        both = CollectiveCase("matmul_beside_gather", mib * MIB, **square)  # type: ignore[arg-type]
+        for name, sms in (("crossdock", None), ("crossdock", 0), ("nccl", None), ("nccl_ce", 0), ("torch", None)):
+            yield name, replace(both.gather(), num_sms=sms)
+            for order in (*ORDERS, "sequential"):
+                yield name, replace(both, num_sms=sms, algorithm=order)
 
 
 def _gather_matmuls(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCase]]:
@@ -162,13 +168,12 @@ def _gather_matmuls(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCa
 
 
 def _matmul_all_reduces(ranks: int, quick: bool) -> Iterator[tuple[str, CollectiveCase]]:
-    if quick:
-        return
     shape = {"m": SQUARE, "n": SQUARE, "k": 4 * SQUARE // ranks, "t": "6"}
     yield "cublas", CollectiveCase("matmul", 0, **shape)  # type: ignore[arg-type]
     both = CollectiveCase("matmul_all_reduce", SQUARE * SQUARE * 2, **shape)  # type: ignore[arg-type]
-    for sms in (None, 8, 16, 32):
+    for sms in (None,) if quick else (None, 8, 16, 32):
         yield "crossdock", replace(both, num_sms=sms)
-    for algorithm in ("two_streams", "sequential"):
-        yield "nccl", replace(both, algorithm=algorithm)
+    for name in ("nccl", "nccl_symm"):
+        for algorithm in ("two_streams", "sequential"):
+            yield name, replace(both, algorithm=algorithm)
     yield "torch", both

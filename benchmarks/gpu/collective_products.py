@@ -2,8 +2,10 @@
 
 * `crossdock`: `all_gather_matmul` (x in place in a registered out), `matmul_reduce_scatter`, `matmul_all_reduce`.
 * `nccl`: one after the other; `two_streams`: CHUNKS chunks of rows on two streams in turn, product and sum of each.
+  `nccl_symm`: what is summed is in a symmetric window.
 * `torch`: symmetric memory's fused operators; all-reduce by its two-shot, in place, behind the product.
-* A matmul beside a gather of other bytes: `overlap` on two streams, `sequential` on one, the gather by any backend.
+* A matmul beside a gather of other bytes, by any backend, on a stream of high priority: the gather is queued first or
+  the product, for either order may be the better one; `sequential` on one stream.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.collective_backends import POOL_SLACK, Runner
-from benchmarks.gpu.collective_cases import CollectiveCase
+from benchmarks.gpu.collective_backends import POOL_SLACK, Runner, Windows, nccl_group
+from benchmarks.gpu.collective_cases import ORDERS, CollectiveCase
 from ep_kernels.collectives import CollectiveConfig, Collectives
 
 CHUNKS = 4
@@ -84,25 +86,32 @@ class OurProduct(Product):
 class NcclProduct(Product):
     """See the module's head."""
 
-    def __init__(self, case: CollectiveCase, rank: int, ranks: int) -> None:
+    def __init__(self, case: CollectiveCase, rank: int, ranks: int, *, windows: bool) -> None:
         super().__init__(case, rank, ranks)
+        self._group = nccl_group(None, None)
         self._streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
         rows, columns = (case.m, case.k) if case.op == "all_gather_matmul" else (case.m, case.n)
         self._whole = torch.empty(rows, columns, dtype=case.dtype, device="cuda")
+        if case.op == "all_gather_matmul":  # in place
+            self.x = self._whole[rank * (rows // ranks) :][: rows // ranks]
+        self._windows = Windows(self._group) if windows else None
+        if self._windows is not None:
+            self.out = self._windows.empty(case.shape_out(ranks), case.dtype)
+            self._windows.register()
 
     def run(self) -> None:
         """See `Runner`."""
         if self.case.op == "all_gather_matmul":
-            dist.all_gather_into_tensor(self._whole, self.x)
+            dist.all_gather_into_tensor(self._whole, self.x, group=self._group)
             torch.mm(self._whole, self.w, out=self.out)
         elif self.case.op == "matmul_reduce_scatter":
             torch.mm(self.x, self.w, out=self._whole)
-            dist.reduce_scatter_tensor(self.out, self._whole)
+            dist.reduce_scatter_tensor(self.out, self._whole, group=self._group)
         elif self.case.algorithm == "two_streams":
             self._by_two_streams()
         else:
             torch.mm(self.x, self.w, out=self.out)
-            dist.all_reduce(self.out)
+            dist.all_reduce(self.out, group=self._group)
 
     def _by_two_streams(self) -> None:
         current = torch.cuda.current_stream()
@@ -111,12 +120,14 @@ class NcclProduct(Product):
         for number, (x, out) in enumerate(zip(self.x.chunk(CHUNKS), self.out.chunk(CHUNKS), strict=True)):
             with torch.cuda.stream(self._streams[number % 2]):
                 torch.mm(x, self.w, out=out)
-                dist.all_reduce(out, async_op=True).wait()
+                dist.all_reduce(out, group=self._group, async_op=True).wait()
         for stream in self._streams:
             current.wait_stream(stream)
 
     def close(self) -> None:
         """See `Runner`."""
+        if self._windows is not None:
+            self._windows.close()
         super().close()
         del self._whole
 
@@ -155,7 +166,7 @@ class Beside:
     """A matmul beside `inner`'s gather, whose x and out are those of the case; see `Runner`."""
 
     def __init__(self, case: CollectiveCase, inner: Runner) -> None:
-        self._inner, self._overlaps = inner, case.algorithm == "overlap"
+        self._inner, self._order = inner, case.algorithm
         self.x, self.out = inner.x, inner.out
         own = torch.Generator("cuda").manual_seed(7)
         made = [
@@ -164,20 +175,30 @@ class Beside:
         ]
         self._a, self._b = made
         self._y = torch.empty(case.m, case.n, dtype=case.dtype, device="cuda")
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
     def run(self) -> None:
         """See `Runner`."""
-        current = torch.cuda.current_stream()
-        if not self._overlaps:
-            torch.mm(self._a, self._b, out=self._y)
-            self._inner.run()
+        if self._order not in ORDERS:
+            self._multiply()
+            self._gather()
             return
+        current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
+        if self._order == "product_first":
+            self._multiply()
         with torch.cuda.stream(self._stream):
-            self._inner.run()
-        torch.mm(self._a, self._b, out=self._y)
+            self._gather()
+        if self._order == "gather_first":
+            self._multiply()
         current.wait_stream(self._stream)
+
+    def _gather(self) -> None:
+        self._inner.run()
+        self.out = self._inner.out
+
+    def _multiply(self) -> None:
+        torch.mm(self._a, self._b, out=self._y)
 
     def close(self) -> None:
         """See `Runner`. Raises AssertionError where the product is wrong."""
@@ -194,4 +215,6 @@ def create_product(name: str, case: CollectiveCase, group: Any, ranks: int) -> R
         return Product(case, group.rank, ranks)
     if name == "crossdock":
         return OurProduct(case, group, ranks)
-    return (TorchProduct if name == "torch" else NcclProduct)(case, group.rank, ranks)
+    if name == "torch":
+        return TorchProduct(case, group.rank, ranks)
+    return NcclProduct(case, group.rank, ranks, windows=name == "nccl_symm")

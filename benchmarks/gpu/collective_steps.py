@@ -43,7 +43,7 @@ class Steps:
                 return
             size = replace(SIZES["dense"], batch=batch)
             try:
-                self._train([name for name in fsdp.GATHERS if name in backends], size)
+                self._train([name for name in fsdp.GATHERS if name.removesuffix("_staged") in backends], size)
             except Exception as error:
                 self._failures.append(f"fsdp_step batch {batch}: {type(error).__name__}: {error}")
                 self._say(traceback.format_exc())

@@ -33,6 +33,7 @@ from benchmarks.gpu.collective_cases import (
     BACKENDS,
     MIB,
     OPS,
+    ORDERS,
     PRODUCTS,
     CollectiveCase,
     bound_us,
@@ -100,7 +101,7 @@ def wrong(backend: str, case: CollectiveCase, out: torch.Tensor, want: torch.Ten
 def runner_of(name: str, case: CollectiveCase, group: Any, ranks: int) -> Runner:
     """Backend `name` on a case; collective. Raises Unavailable with the reason."""
     if case.op == "matmul_beside_gather":
-        return Beside(case, create(name, case.gather(), group, ranks))
+        return Beside(case, create(name, case.gather(), group, ranks, beside=case.algorithm in ORDERS))
     return (create_product if case.op in PRODUCTS else create)(name, case, group, ranks)
 
 

@@ -49,7 +49,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Target:
-    """What is wanted of one figure: `value` `sign` `target`."""
+    """What is wanted of one figure: `value` `sign` `target`.
+
+    Attributes:
+        met: "yes", "no", or "void: " and why the figure says nothing: the peer does not do what the row is about.
+    """
 
     t: str
     what: str
@@ -59,6 +63,8 @@ class Target:
     met: str
 
 
+OVERLAPPED = 0.8
+"""Most of its own sequence that a peer's overlap may take, to be compared with ours as an overlap."""
 ALONE = {
     "matmul_beside_gather": ("matmul", "all_gather"),
     "all_gather_matmul": ("matmul", "all_gather"),
@@ -113,19 +119,28 @@ def with_ratios(lines: Sequence[Line]) -> list[Line]:
     return made
 
 
-Judged = tuple[str, str, float | None, str, float]
-"""(row, what, value, sign, target); no value: not measured."""
+Judged = tuple[str, str, float | None, str, float] | tuple[str, str, float | None, str, float, str]
+"""(row, what, value, sign, target) and, where it is void, why; no value: not measured."""
 
 
 def judged(lines: Sequence[Line], ranks: int) -> list[Target]:
     """Every figure that has a target and was measured. With fewer ranks than 8 the targets are those of 4."""
     table, eight, made = Table(lines), ranks == 8, []
     for row in ROWS_OF_TABLE:
-        for t, what, value, sign, target in row(table, eight):
+        for t, what, value, sign, target, *void in row(table, eight):
             if value is not None:
                 met = value >= target if sign == ">=" else value <= target
-                made.append(Target(t, what, round(value, 3), sign, round(target, 3), "yes" if met else "no"))
+                words = next((f"void: {why}" for why in void if why), "yes" if met else "no")
+                made.append(Target(t, what, round(value, 3), sign, round(target, 3), words))
     return made
+
+
+def _void(overlapped: Sequence[Line], sequential: Sequence[Line]) -> str:
+    """Why a peer's overlapped time says nothing of overlap; "": it does."""
+    if not overlapped or not sequential:
+        return ""
+    share = overlapped[0].p50_us / sequential[0].p50_us
+    return "" if share <= OVERLAPPED else f"its overlap takes {share:.2f} of its own sequence"
 
 
 def _to_part(mine: Sequence[Line], part: Line | None) -> float | None:
@@ -166,16 +181,38 @@ def _copies(table: Table, eight: bool) -> Iterator[Judged]:
 
 
 def _beside(table: Table, eight: bool) -> Iterator[Judged]:
-    kind = {"t": "3", "op": "matmul_beside_gather"}
-    mine = table.find(**kind, backend="crossdock", algorithm="overlap")
-    part = table.alone(mine[0]) if mine else None
-    yield "3", "matmul beside a gather, over the longer alone", _to_part(mine, part), "<=", 1.08
-    after = table.find(**kind, backend="crossdock", algorithm="sequential")
-    yield "3", "one after the other, to ours", _over(after, mine), ">=", 1.70
-    theirs = table.find(**kind, backend="nccl", algorithm="overlap")
-    yield "3", "nccl beside the matmul, to ours", _over(theirs, mine), ">=", 1.14 if eight else 1.10
-    copies = table.find(**kind, backend="nccl_ce", algorithm="overlap")
-    yield "3", "nccl_ce beside the matmul, to ours", _over(copies, mine), ">=", 1.0
+    sizes = sorted({line.bytes_per_rank for line in table.find(t="3", op="matmul_beside_gather")})
+    for size in sizes:
+        kind = {"t": "3", "op": "matmul_beside_gather", "bytes_per_rank": size}
+
+        def together(backend: str, kind: dict[str, object] = kind) -> list[Line]:
+            return [line for line in table.find(**kind, backend=backend) if line.algorithm != "sequential"]
+
+        def apart(backend: str, kind: dict[str, object] = kind) -> list[Line]:
+            return table.find(**kind, backend=backend, algorithm="sequential")
+
+        mine, what = together("crossdock"), f"matmul beside a gather of {size // MIB} MiB"
+        yield "3", f"{what}, share of the gather that is hidden", _hidden(table, mine), ">=", 0.95
+        if size == sizes[-1]:
+            part = table.alone(mine[0]) if mine else None
+            yield "3", f"{what}, over the longer alone", _to_part(mine, part), "<=", 1.08
+            yield "3", f"{what}, one after the other, to ours", _over(apart("crossdock"), mine), ">=", 1.70
+        for backend, least in (("nccl", 1.14 if eight else 1.10), ("nccl_ce", 1.0), ("torch", 1.0)):
+            theirs = together(backend)
+            yield "3", f"{what}, {backend} to ours", _over(theirs, mine), ">=", least, _void(theirs, apart(backend))
+
+
+def _hidden(table: Table, together: Sequence[Line]) -> float | None:
+    """The share of a gather, as long as it takes the same backend alone, that a product beside it hides."""
+    if not together:
+        return None
+    line = together[0]
+    product = table.find(t=line.t, op="matmul", m=line.m, n=line.n, k=line.k)
+    gather = table.find(t=line.t, op="all_gather", bytes_per_rank=line.bytes_per_rank, backend=line.backend)
+    if not product or not gather:
+        return None
+    shorter = min(product[0].p50_us, gather[0].p50_us)
+    return (product[0].p50_us + gather[0].p50_us - line.p50_us) / shorter
 
 
 def _gather_matmuls(table: Table, eight: bool) -> Iterator[Judged]:
@@ -225,8 +262,12 @@ def _all_reduces(table: Table, eight: bool) -> Iterator[Judged]:
     mine = table.find(**kind, backend="crossdock")
     part = table.alone(mine[0]) if mine else None
     yield "6", "matmul and all-reduce, over the matmul alone", _to_part(mine, part), "<=", 1.06
-    theirs = table.find(**kind, backend="nccl", algorithm="two_streams")
-    yield "6", "nccl in 4 chunks on 2 streams, to ours", _over(theirs, mine), ">=", 1.03
+    for backend in ("nccl", "nccl_symm"):
+        theirs, after = (table.find(**kind, backend=backend, algorithm=how) for how in ("two_streams", "sequential"))
+        slower = (
+            "its two streams take longer than one" if theirs and after and theirs[0].p50_us > after[0].p50_us else ""
+        )
+        yield "6", f"{backend} in 4 chunks on 2 streams, to ours", _over(theirs, mine), ">=", 1.03, slower
 
 
 def _steps(table: Table, eight: bool) -> Iterator[Judged]:

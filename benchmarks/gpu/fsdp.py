@@ -1,4 +1,4 @@
-"""Steps of a model whose parameters FSDP2 shards, by who gathers them: NCCL, NCCL's copy engines, or ours.
+"""Steps of a model whose parameters FSDP2 shards, by who gathers them: NCCL, NCCL's copy engines, or ours, twice.
 
     CUBLAS_WORKSPACE_CONFIG=:4096:8 torchrun --nproc-per-node 8 -m benchmarks.gpu.fsdp --all-gather crossdock
 
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.collective_backends import NCCL_POLICY_ZERO, nccl_group
+from benchmarks.gpu.collective_backends import NCCL_POLICY_ZERO, Windows, nccl_group
 from benchmarks.gpu.fsdp_model import SIZES, VOCABULARY, Size, buffer_bytes, sharded
 from ep_kernels.collectives import CollectiveConfig, Collectives
 from ep_kernels.collectives.fsdp import AllGather
@@ -35,30 +35,26 @@ from ep_kernels.groups import TorchGroup
 from ep_kernels.telemetry import quantile
 from ep_kernels.transports.collective_base import bytes_before_pool
 
-GATHERS = ("nccl", "nccl_ce", "crossdock")
+GATHERS = ("nccl", "nccl_ce", "crossdock", "crossdock_staged")
+"""The last has no registered buffers: shards are staged, a part at a time."""
 WARMUP, SETTLE, LEARNING_RATE = 10, 2, 1e-4
 DEADLINE_S = 300.0
 BUFFERS = 2
 """Of a block's parameters, in registered memory: what FSDP2 uses at once, with one block prefetched."""
-STAGING_BYTES = 1 << 20
-"""Gathers of FSDP2 are in place: little is staged."""
+STAGING_BYTES, STAGED_BYTES = 1 << 20, 32 << 20
+"""With registered buffers, into which gathers are in place, and without."""
 
 
-class Windows:
+class WindowGathers:
     """What `AllGather` needs of a `Collectives`, by NCCL's copy engines: memory of one window, the policy that leaves
     multiprocessors alone, and FSDP's stream, which is not the default one."""
 
     def __init__(self, num_bytes: int) -> None:
         self._group = nccl_group(None, NCCL_POLICY_ZERO)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._backend: Any = self._group._get_backend(device)
-        dist.all_reduce(torch.ones(1, device=device), group=self._group)  # windows cannot be the first operation
-        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
-        with torch.cuda.use_mem_pool(self._pool):
-            self._slab = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._backend.register_mem_pool(self._pool, symm=True)
-        self._used = 0
+        self._windows = Windows(self._group)
+        self._slab, self._used = self._windows.empty((num_bytes,), torch.uint8), 0
+        self._windows.register()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """As `Collectives.empty`; never returned."""
@@ -69,15 +65,14 @@ class Windows:
             raise ArgumentError("shape", f"room among {self._slab.numel()} bytes", list(shape))
         return self._slab[first : first + num_bytes].view(dtype).view(*shape)
 
-    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> Any:
+    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, beside: bool = False) -> Any:
         """As `Collectives.all_gather`."""
         assert out is not None, "FSDP2 gathers into memory of its own"
         return dist.all_gather_into_tensor(out, x, group=self._group, async_op=True)
 
     def close(self) -> None:
         """Give the window back."""
-        torch.cuda.synchronize()
-        self._backend.deregister_mem_pool(self._pool)
+        self._windows.close()
         del self._slab
 
 
@@ -123,12 +118,14 @@ def gathering(name: str, size: Size) -> Gathering:
         return Gathering(name, Plain(), 0, 0, lambda: None)
     pool_bytes = BUFFERS * (buffer_bytes(size, dist.get_world_size()) + 4096)
     if name == "nccl_ce":
-        windows: Any = Windows(pool_bytes)
+        windows: Any = WindowGathers(pool_bytes)
         return Gathering(name, AllGather(windows), 0, pool_bytes, windows.close)
-    transport = "nvlink" if torch.cuda.is_available() else "cpu"
+    transport, staging_bytes = "nvlink" if torch.cuda.is_available() else "cpu", STAGING_BYTES
+    if name == "crossdock_staged":
+        pool_bytes, staging_bytes = 0, STAGED_BYTES
     coll = Collectives(
         CollectiveConfig(
-            group=TorchGroup(), transport=transport, pool_bytes=pool_bytes, staging_bytes=STAGING_BYTES, num_sms=0
+            group=TorchGroup(), transport=transport, pool_bytes=pool_bytes, staging_bytes=staging_bytes, num_sms=0
         )
     )
     return Gathering(name, AllGather(coll), bytes_before_pool(coll.config) + pool_bytes, 0, coll.close)
@@ -158,6 +155,13 @@ class Trained:
         return next((i for i, pair in enumerate(zip(self.losses, losses, strict=True)) if pair[0] != pair[1]), None)
 
 
+def make_deterministic() -> None:
+    """From now on kernels give the same bits in every run."""
+    torch.use_deterministic_algorithms(True)  # warn_only leaves the gradients of attention to atomics
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time, not bits
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients differ from run to run
+
+
 class Training:
     """A new model and its steps; collective over the world, whose process group is torch's default one.
 
@@ -166,9 +170,7 @@ class Training:
     """
 
     def __init__(self, size: Size, seed: int, device: torch.device) -> None:
-        torch.use_deterministic_algorithms(True)  # warn_only leaves the gradients of attention to atomics
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time, not bits
-        torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients differ from run to run
+        make_deterministic()
         self._size, self._device, self._on_gpu = size, device, device.type == "cuda"
         self._model = sharded(size, device, seed)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=self._on_gpu)

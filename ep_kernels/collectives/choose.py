@@ -28,7 +28,7 @@ class CollectiveShape:
         num_ranks: active ranks.
         num_sms: as the caller said; None: chosen.
         x, out: where they lie. x in place (a slice of a registered out) is REGISTERED.
-        beside: an all-gather that a product follows, shard by shard.
+        beside: an all-gather while something else wants the multiprocessors.
         library: torch.distributed may do it where that is faster: a sum that need not have the bits of the definition.
     """
 
@@ -58,8 +58,8 @@ class Choice:
 def choose(shape: CollectiveShape, can: CollectiveCapabilities) -> Choice:
     """The algorithm of one call, equal on all ranks because its arguments are.
 
-    all_gather: copy engines where `num_sms` is 0, or is None and the shard is large, less so into a registered `out`
-    beside a product, which wants the multiprocessors; else multiprocessors. Push where `out` is registered, else pull.
+    all_gather: copy engines where `num_sms` is 0, or is None and the shard is large, less so beside something that
+    wants the multiprocessors; else multiprocessors. Push where `out` is registered, else pull.
     all_reduce: ONE_SHOT up to the crossover, TWO_SHOT above. What a transport lacks is skipped: one with a single
     algorithm (shared memory) always runs that.
     """
@@ -123,7 +123,7 @@ def _wanted(shape: CollectiveShape, can: CollectiveCapabilities) -> Sequence[Alg
     copies = (Algorithm.COPY_PUSH, Algorithm.COPY_PULL)
     kernels = (Algorithm.KERNEL_PUSH, Algorithm.KERNEL_PULL)
     sent, least = shape.num_bytes * (shape.num_ranks - 1), can.copy_min_bytes
-    if shape.beside and shape.out is BufferPlace.REGISTERED:  # what is pulled is staged first, and not told apart
+    if shape.beside:
         sent, least = shape.num_bytes, can.beside_min_bytes
     by_copy = shape.num_sms == 0 or (shape.num_sms is None and sent >= least)
     order = (*copies, *kernels) if by_copy else (*kernels, *copies)

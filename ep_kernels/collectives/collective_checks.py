@@ -69,6 +69,19 @@ def gathered(index: str, x: object, out: object, own: OwnRank) -> tuple[torch.Te
     return shard, whole
 
 
+def joined(x: torch.Tensor, out: object, own: OwnRank) -> torch.Tensor:
+    """out [n, R * k] for the columns x [n, k] of every rank, made where the caller gave none (zeros for inactive
+    ranks)."""
+    shape = (x.shape[0], own.size * x.shape[1])
+    if out is None:
+        make = torch.zeros if own.inactive else torch.empty
+        return made(make(shape, dtype=x.dtype, device=x.device))
+    whole = _like("out", out, shape, x, own)
+    if share_memory(x, whole):
+        raise ArgumentError("out", "memory apart from x", "bytes in common")
+    return whole
+
+
 def disjoint(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Check that among gathers of one call no out shares memory with another's out or x."""
     spans = sorted((*_span(out), i) for i, (_, out) in enumerate(pairs) if out.numel())
@@ -121,6 +134,13 @@ def num_sms(value: int | None, default: int | None, least: int) -> int | None:
         return None if default is not None and default < least else default
     if type(value) is not int or not least <= value < 1 << 16:
         raise ArgumentError("num_sms", f"None or an int in {least}..65535", repr(value))
+    return value
+
+
+def flag(name: str, value: object) -> bool:
+    """A bool."""
+    if type(value) is not bool:
+        raise ArgumentError(name, "a bool", repr(value))
     return value
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ep_kernels.config import Group
+from ep_kernels.config import MEMORY_HANDLES, Group
 from ep_kernels.errors import ConfigError
 
 _OWN = ("group", "kernel_cache_dir")
@@ -37,6 +37,9 @@ class CollectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     timeout_s: float = 10.0
     """Deadline of every wait, seconds. A healthy operation takes micro- to milliseconds; 10 s forgives a host that
     pages."""
+    memory_handle: str = "auto"
+    """GPUs: how peers map a region: see `MoEConfig.memory_handle`. Where the one that is asked for does not work,
+    torch.distributed serves (`fallback`)."""
     num_sms: int | None = None
     """GPUs: default of the operations' `num_sms`, the multiprocessors that one operation may fill. 0: copy engines
     alone (all-gather). None: as many as keep the links busy. Results do not depend on it."""
@@ -63,6 +66,8 @@ class CollectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             _require(type(value) is int and low <= value <= high, name, f"an int in {low}..{high}", value)
         timed = isinstance(self.timeout_s, int | float) and 0 < self.timeout_s <= 3600
         _require(timed, "timeout_s", "seconds in (0, 3600]", self.timeout_s)
+        handles = f"one of {MEMORY_HANDLES}"
+        _require(self.memory_handle in MEMORY_HANDLES, "memory_handle", handles, self.memory_handle)
         counted = self.num_sms is None or (type(self.num_sms) is int and 0 <= self.num_sms < 1 << 16)
         _require(counted, "num_sms", "None or an int in 0..65535", self.num_sms)
         for name in ("fallback", "exact_sums"):

@@ -63,14 +63,14 @@ class Operated(Protocol):
         """x [...] -> [...]."""
 
     def all_gather_matmul(
-        self, x: torch.Tensor, weights: Sequence[torch.Tensor], *, num_sms: int | None = None
+        self, x: torch.Tensor, weights: Sequence[torch.Tensor], *, dim: int = 0, num_sms: int | None = None
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """x [n, K] -> ([R * n, N_i] each, [R * n, K])."""
+        """x [n, K] -> ([R * n, N_i] each, [R * n, K]); of columns ([n, N_i] each, [n, R * K])."""
 
     def matmul_reduce_scatter(
-        self, x: torch.Tensor, w: torch.Tensor, *, chunks: int = 2, num_sms: int | None = None
+        self, x: torch.Tensor, w: torch.Tensor, *, dim: int = 0, chunks: int = 2, num_sms: int | None = None
     ) -> torch.Tensor:
-        """x [R * n, K] -> [n, N]."""
+        """x [T, K] -> [T / R, N], or [T, N / R]."""
 
     def matmul_all_reduce(
         self, x: torch.Tensor, w: torch.Tensor, *, chunks: int = 4, num_sms: int | None = None
@@ -125,19 +125,20 @@ def all_gather_matmul(
     coll: Operated,
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
+    dim: int,
     out: torch.Tensor | None,
     num_sms: int | None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """As `Collectives.all_gather_matmul`."""
-    whole, *ys = _called(coll, torch.ops.crossdock.all_gather_matmul, x, list(weights), num_sms)
+    whole, *ys = _called(coll, torch.ops.crossdock.all_gather_matmul, x, list(weights), dim, num_sms)
     return ys, _placed([whole], out)
 
 
 def matmul_reduce_scatter(
-    coll: Operated, x: torch.Tensor, w: torch.Tensor, chunks: int, num_sms: int | None
+    coll: Operated, x: torch.Tensor, w: torch.Tensor, dim: int, chunks: int, num_sms: int | None
 ) -> torch.Tensor:
     """As `Collectives.matmul_reduce_scatter`."""
-    return _called(coll, torch.ops.crossdock.matmul_reduce_scatter, x, w, chunks, num_sms)[0]
+    return _called(coll, torch.ops.crossdock.matmul_reduce_scatter, x, w, dim, chunks, num_sms)[0]
 
 
 def matmul_all_reduce(
@@ -197,15 +198,15 @@ def _all_reduce(order: torch.Tensor, name: str, x: torch.Tensor, op: str, num_sm
 
 
 def _all_gather_matmul(
-    order: torch.Tensor, name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], num_sms: int | None
+    order: torch.Tensor, name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], dim: int, num_sms: int | None
 ) -> list[torch.Tensor]:
-    ys, whole = find(name).all_gather_matmul(x.contiguous(), weights, num_sms=num_sms)
+    ys, whole = find(name).all_gather_matmul(x.contiguous(), weights, dim=dim, num_sms=num_sms)
     return [torch.empty_like(order), whole, *ys]
 
 
 def _matmul_reduce_scatter(order: torch.Tensor, name: str, x: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
-    w, chunks, num_sms = rest
-    made = find(name).matmul_reduce_scatter(x.contiguous(), w, chunks=chunks, num_sms=num_sms)
+    w, dim, chunks, num_sms = rest
+    made = find(name).matmul_reduce_scatter(x.contiguous(), w, dim=dim, chunks=chunks, num_sms=num_sms)
     return [torch.empty_like(order), made]
 
 
@@ -238,16 +239,19 @@ def _fake_all_reduce(order: torch.Tensor, name: str, x: torch.Tensor, *rest: Any
 
 
 def _fake_all_gather_matmul(
-    order: torch.Tensor, name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], num_sms: int | None
+    order: torch.Tensor, name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], dim: int, *rest: Any
 ) -> list[torch.Tensor]:
-    whole = _gathered(find(name).size, x)
+    size = find(name).size
+    whole = _gathered(size, x) if dim == 0 else x.new_empty(x.shape[0], size * x.shape[1])
     return [torch.empty_like(order), whole, *(x.new_empty(whole.shape[0], w.shape[1]) for w in weights)]
 
 
 def _fake_matmul_reduce_scatter(
-    order: torch.Tensor, name: str, x: torch.Tensor, w: torch.Tensor, *rest: Any
+    order: torch.Tensor, name: str, x: torch.Tensor, w: torch.Tensor, dim: int, *rest: Any
 ) -> list[torch.Tensor]:
-    return [torch.empty_like(order), x.new_empty(x.shape[0] // find(name).size, w.shape[1])]
+    size = find(name).size
+    shape = (x.shape[0] // size, w.shape[1]) if dim == 0 else (x.shape[0], w.shape[1] // size)
+    return [torch.empty_like(order), x.new_empty(shape)]
 
 
 def _fake_matmul_all_reduce(
@@ -261,10 +265,15 @@ for _name, _arguments, _real, _fake in (
     ("all_gather", "Tensor[] xs, int? num_sms", _all_gather, _fake_all_gather),
     ("reduce_scatter", "Tensor x, str op, int? num_sms", _reduce_scatter, _fake_reduce_scatter),
     ("all_reduce", "Tensor x, str op, int? num_sms", _all_reduce, _fake_all_reduce),
-    ("all_gather_matmul", "Tensor x, Tensor[] weights, int? num_sms", _all_gather_matmul, _fake_all_gather_matmul),
+    (
+        "all_gather_matmul",
+        "Tensor x, Tensor[] weights, int dim, int? num_sms",
+        _all_gather_matmul,
+        _fake_all_gather_matmul,
+    ),
     (
         "matmul_reduce_scatter",
-        "Tensor x, Tensor w, int chunks, int? num_sms",
+        "Tensor x, Tensor w, int dim, int chunks, int? num_sms",
         _matmul_reduce_scatter,
         _fake_matmul_reduce_scatter,
     ),

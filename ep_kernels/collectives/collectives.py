@@ -93,7 +93,12 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         return self._run(self._transport.empty, sizes, dtype)
 
     def all_gather(
-        self, x: torch.Tensor, *, out: torch.Tensor | None = None, num_sms: int | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        num_sms: int | None = None,
+        beside: bool = False,
     ) -> Work[torch.Tensor]:
         """Every rank's x, in rank order, on every rank. Collective.
 
@@ -103,16 +108,18 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             out: [R * n, ...] to write into, or None. The shard of an inactive rank is not written; a new out has zeros
                 there.
             num_sms: GPUs: multiprocessors to fill; 0: copy engines alone; None: `config.num_sms`.
+            beside: whether the caller runs something else meanwhile, equal on all ranks. Copy engines, which leave it
+                the multiprocessors, are then chosen from smaller sizes on. Compiled code waits at once: it is ignored.
 
         Returns a Work whose `wait()` gives out. Raises ArgumentError (nothing was sent), PeerTimeout, AbortedError,
         ClosedError, TransportError.
         """
         if is_compiling():
             return ops.done(ops.all_gather(self, [x], None if out is None else [out], num_sms)[0])
-        again = self._again("all_gather", x, out, num_sms)
+        again = self._again("all_gather", x, out, num_sms, beside)
         if again is not None:
             return again
-        gathered, pending = self._gather([x], None if out is None else [out], num_sms, repeats=True)
+        gathered, pending = self._gather([x], None if out is None else [out], num_sms, repeats=True, beside=beside)
         return Work(gathered[0], pending, self._finish)
 
     def all_gather_coalesced(
@@ -121,12 +128,13 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         *,
         outs: Sequence[torch.Tensor] | None = None,
         num_sms: int | None = None,
+        beside: bool = False,
     ) -> Work[list[torch.Tensor]]:
         """`all_gather` of several tensors with one handshake. Their shapes and dtypes may differ from each other, not
         between ranks; any of them may be empty. No out may lie in another's memory, nor in the x of another."""
         if is_compiling():
             return ops.done(ops.all_gather(self, xs, outs, num_sms))
-        gathered, pending = self._gather(xs, outs, num_sms)
+        gathered, pending = self._gather(xs, outs, num_sms, beside=beside)
         return Work(gathered, pending, self._finish)
 
     def reduce_scatter(
@@ -177,22 +185,27 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         x: torch.Tensor,
         weights: Sequence[torch.Tensor],
         *,
+        dim: int = 0,
         out: torch.Tensor | None = None,
         num_sms: int | None = None,
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """`([x_all @ w for w in weights], x_all)` with `x_all = all_gather(x)`; the rows of a rank are multiplied as
-        soon as they have arrived, this rank's own first. Collective.
+        """`([x_all @ w for w in weights], x_all)`, where x_all is the x of every rank, along rows or columns. The rows
+        of a rank are multiplied as soon as they have arrived, this rank's own first. Columns come in pieces of rows:
+        one is multiplied while the next is on its way. Collective.
 
         Args:
-            x: [n, K], as in `all_gather`.
+            x: [n, K], as in `all_gather`; of columns [n, K / R].
             weights: [K, N_i] each, of x's dtype and device; N_i may differ between ranks.
-            out: [R * n, K] for x_all, or None.
+            dim: along which x is gathered: 0, or 1 or -1, the last.
+            out: [R * n, K] for x_all, or None; of columns [n, K], apart from x.
 
-        Returns ([R * n, N_i] each, x_all [R * n, K]); rows of inactive ranks are those of what out holds there.
-        Raises as `all_gather`.
+        Returns ([R * n, N_i] each, x_all [R * n, K]), of columns ([n, N_i] each, x_all [n, K]); where a rank is
+        inactive, x_all has what out holds there. Raises as `all_gather`.
         """
         if is_compiling():
-            return ops.all_gather_matmul(self, x, weights, out, num_sms)
+            return ops.all_gather_matmul(self, x, weights, dim, out, num_sms)
+        if matmul.is_last(dim):
+            return self._gather_columns(x, checks.sequence("weights", weights, None), out, num_sms)
         matmul.check_weights(x, checks.sequence("weights", weights, None))
         half = matmul.half_bytes(x, self.size), matmul.takes_halves(weights)
         gathered, pending = self._gather([x], None if out is None else [out], num_sms, half=half)
@@ -201,24 +214,31 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         return ys, gathered[0]
 
     def matmul_reduce_scatter(
-        self, x: torch.Tensor, w: torch.Tensor, *, chunks: int = 2, num_sms: int | None = None
+        self, x: torch.Tensor, w: torch.Tensor, *, dim: int = 0, chunks: int = 2, num_sms: int | None = None
     ) -> torch.Tensor:
-        """`reduce_scatter(x @ w)`: while one chunk of the product is summed, the next is computed. Collective.
+        """The sum of every rank's x @ w, of which each rank gets its rows, or its columns: while one chunk of the
+        product is summed, the next is computed. Collective.
 
         Args:
-            x: [R * n, K]. w: [K, N], of x's dtype and device, both on all ranks of the same shape.
-            chunks: into which each rank's n rows are cut, at most n; fewer where they would be small.
+            x: [T, K]. w: [K, N], of x's dtype and device, both on all ranks of the same shape.
+            dim: along which the sum is scattered, a multiple of R: 0, or 1 or -1, the last.
+            chunks: into which the rows that a rank gets are cut, at most so many; fewer where they would be small.
 
-        Returns [n, N]: the product in the dtype of x, summed as `reduce_scatter` says. Raises as `all_gather`.
+        Returns [T / R, N], or [T, N / R] along the last dimension: the product in the dtype of x, summed as
+        `reduce_scatter` says. Raises as `all_gather`.
         """
         if is_compiling():
-            return ops.matmul_reduce_scatter(self, x, w, chunks, num_sms)
+            return ops.matmul_reduce_scatter(self, x, w, dim, chunks, num_sms)
+        last = matmul.is_last(dim)
         matmul.check_weights(x, [w])
         given = checks.contiguous("x", x, self.capabilities.device_type)
-        if given.shape[0] % self.size:
+        if last and w.shape[1] % self.size:
+            raise ArgumentError("w", f"a last dimension that {self.size} ranks divide", list(w.shape))
+        if not last and given.shape[0] % self.size:
             raise ArgumentError("x", f"a first dimension that {self.size} ranks divide", list(given.shape))
         self._ready("matmul_reduce_scatter")
-        pieces, terms = self._schedule(chunks, given, w, num_sms)
+        factors = matmul.Factors(given, w, self.size, last)
+        pieces, terms = self._schedule(chunks, given, w, factors.columns, num_sms)
         sms, begun = matmul.sms_beside(num_sms, self._config.num_sms, pieces), list[Any]()
 
         def scatter(rows: torch.Tensor, out: torch.Tensor) -> Work[torch.Tensor]:
@@ -226,8 +246,8 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
 
         with in_step(begun, self._broken):
             if terms is not None:
-                return self._run(copied_sums.scattered, terms, given, w, self.rank, self.size, pieces, begun)
-            return matmul.scattered(scatter, given, w, self.size, pieces, begun)
+                return self._run(copied_sums.scattered, terms, factors, self.rank, pieces, begun)
+            return matmul.scattered(scatter, factors, pieces, begun)
 
     def matmul_all_reduce(
         self, x: torch.Tensor, w: torch.Tensor, *, chunks: int = 4, num_sms: int | None = None
@@ -245,7 +265,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         matmul.check_weights(x, [w])
         given = checks.contiguous("x", x, self.capabilities.device_type)
         self._ready("matmul_all_reduce")
-        pieces, terms = self._schedule(chunks, given, w, num_sms)
+        pieces, terms = self._schedule(chunks, given, w, w.shape[1], num_sms)
         sms = matmul.sms_beside(num_sms, self._config.num_sms, pieces) if terms is None else None
         begun = list[Any]()
 
@@ -265,10 +285,10 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
             self._repeats.clear()
 
     def _again(
-        self, op: str, x: torch.Tensor, out: torch.Tensor | None, num_sms: int | None
+        self, op: str, x: torch.Tensor, out: torch.Tensor | None, num_sms: int | None, beside: bool = False
     ) -> Work[torch.Tensor] | None:
         """The operation, by the plan of an earlier one like it; None: no such plan, or the full path must check."""
-        found = None if self._repeats is None else self._repeats.find(op, x, out, num_sms)
+        found = None if self._repeats is None else self._repeats.find(op, x, out, num_sms, beside)
         if found is None or self._closed or self._fault is not None:
             return None
         plan, shape, at, there = found
@@ -297,10 +317,29 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if self._repeats is not None and not self._own.inactive:
             self._repeats.keep(args, op, out)
 
+    def _gather_columns(
+        self, x: torch.Tensor, weights: Sequence[Any], out: torch.Tensor | None, num_sms: int | None
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """`all_gather_matmul` along the last dimension."""
+        matmul.check_weights(x, weights, self.size)
+        given = checks.contiguous("x", x, self.capabilities.device_type)
+        gathered, begun = checks.joined(given, out, self._own), list[Any]()
+        checks.num_sms(num_sms, self._config.num_sms, 0)
+        self._ready("all_gather_matmul")
+
+        def gather(rows: torch.Tensor) -> Work[torch.Tensor]:
+            return self.all_gather(rows, num_sms=num_sms, beside=True)
+
+        pieces = matmul.column_pieces(checks.num_bytes(given), self.capabilities.beside_min_bytes)
+        with in_step(begun, self._broken):
+            ys = matmul.follow_columns(gather, given, list(weights), gathered, self._active, pieces, begun)
+        return ys, gathered
+
     def _schedule(
-        self, chunks: int, x: torch.Tensor, w: torch.Tensor, num_sms: int | None
+        self, chunks: int, x: torch.Tensor, w: torch.Tensor, columns: int, num_sms: int | None
     ) -> tuple[int, TermCopies | None]:
-        """(chunks of x @ w, copy engines for its terms; None where multiprocessors move them)."""
+        """(chunks of x @ w, copy engines for its terms; None where multiprocessors move them). `columns`: of what a
+        rank sums."""
         num_bytes, sms = x.shape[0] * w.shape[1] * w.itemsize, self._config.num_sms if num_sms is None else num_sms
         asked, can, terms = matmul.check_chunks(chunks), self.capabilities, self._transport.terms
         if sums_whole(num_bytes, self.size, sms, can):
@@ -308,7 +347,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         copied = not self._own.inactive and copies_terms(num_bytes, self.size, sms, can)
         if not copied or x.dtype not in SUM_DTYPES or torch.cuda.is_current_stream_capturing():
             return asked, None
-        fits = terms is not None and copied_sums.most_rows(terms, w.shape[1], w.dtype)
+        fits = terms is not None and copied_sums.most_rows(terms, columns, w.dtype)
         return asked, terms if fits else None
 
     def _own_rank(self) -> checks.OwnRank:
@@ -321,6 +360,7 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         num_sms: int | None,
         *,
         repeats: bool = False,
+        beside: bool = False,
         half: tuple[int, bool] | None = None,  # a matmul follows; half_bytes and takes_halves of GatherArgs
     ) -> tuple[list[torch.Tensor], PendingGather]:
         self._ready("all_gather")
@@ -336,7 +376,9 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if not alone and outs is not None:
             checks.disjoint(list(zip(given, made, strict=True)))
         sms = checks.num_sms(num_sms, self._config.num_sms, 0)
-        choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms, half is not None)
+        choice = self._choose(
+            CollectiveOp.ALL_GATHER, given, made, sms, checks.flag("beside", beside), half is not None
+        )
         torched = choice.algorithm is Algorithm.TORCH
         transport = self._by_torch("all_gather", choice.reason) if torched else self._transport
         args = GatherArgs(tuple(parts), choice.algorithm, sms, *half or (0, False))
@@ -368,12 +410,15 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         outs: Sequence[torch.Tensor],
         num_sms: int | None,
         beside: bool = False,
+        followed: bool = False,
     ) -> Choice:
+        """`followed`: by a matmul, shard by shard."""
         if (choice := only(op, self._transport.capabilities)) is not None:
             return choice
         total = sum(checks.num_bytes(x) for x in xs)
-        beside = beside and xs[0].is_cuda and not torch.cuda.is_current_stream_capturing()  # a graph tells no shards
         places, library = (self._place(xs), self._place(outs)), self._hands_over and not self._own.inactive
+        if followed and places[1] is BufferPlace.REGISTERED:  # what is pulled is staged first, and not told apart
+            beside = xs[0].is_cuda and not torch.cuda.is_current_stream_capturing()  # a graph tells no shards
         shape = CollectiveShape(op, total, sum(self._active), num_sms, *places, beside, library)
         return choose(shape, self.capabilities)
 

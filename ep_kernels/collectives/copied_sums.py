@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from ep_kernels.collectives.matmul import Factors
 from ep_kernels.collectives.work import Work
 from ep_kernels.transports.collective_base import PendingCollective, SentTerms, TermCopies
 
@@ -46,23 +47,25 @@ def piece_rows(rows: int, pieces: int, most: int) -> list[int]:
 
 
 @torch.no_grad()
-def scattered(
-    terms: TermCopies, x: torch.Tensor, w: torch.Tensor, rank: int, size: int, pieces: int, begun: list[object]
-) -> torch.Tensor:
-    """reduce_scatter(x @ w): [n, N] of x [R * n, K] and w [K, N]. `begun`: gets the operations."""
-    rows, columns = x.shape[0] // size, w.shape[1]
+def scattered(terms: TermCopies, factors: Factors, rank: int, pieces: int, begun: list[object]) -> torch.Tensor:
+    """reduce_scatter(x @ w): what this rank gets of it. `begun`: gets the operations."""
+    rows, columns, x, size = factors.rows, factors.columns, factors.x, factors.size
     pieces = scattered_pieces(pieces, rows * columns * x.itemsize, size)
-    by_rank, out = x.view(size, rows, x.shape[1]), x.new_empty(rows, columns)
+    out = x.new_empty(rows, columns)
 
     def finish(own: torch.Tensor, first: int, sent: SentTerms) -> None:
         last = first + own.shape[1]
-        torch.mm(by_rank[rank, first:last], w, out=own[rank])
+        factors.multiply(rank, first, last, own[rank])
         terms.add(sent, own[rank], out[first:last])
 
     waiting: list[tuple[torch.Tensor, int, SentTerms]] = []
     for first, length in _places(piece_rows(rows, pieces, most_rows(terms, columns, x.dtype))):
         product = x.new_empty(size, length, columns)
-        sent = _send(terms, by_rank[:, first : first + length], w, product, rank, begun)
+
+        def multiply(peer: int, rows: torch.Tensor, first: int = first) -> None:
+            factors.multiply(peer, first, first + len(rows), rows)
+
+        sent = _send(terms, multiply, product, rank, begun)
         waiting.append((product, first, sent))
         if len(waiting) > 1:
             finish(*waiting.pop(0))
@@ -95,7 +98,11 @@ def reduced(
         sent = []
         for length in two:
             xs, rows = (each[at : at + size * length].view(size, length, each.shape[1]) for each in (x, out))
-            sent.append((xs, rows, _send(terms, xs, w, rows, rank, begun)))
+
+            def multiply(peer: int, out: torch.Tensor, xs: torch.Tensor = xs) -> None:
+                torch.mm(xs[peer], w, out=out)
+
+            sent.append((xs, rows, _send(terms, multiply, rows, rank, begun)))
             at += size * length
         for xs, rows, each in sent:
             torch.mm(xs[rank], w, out=rows[rank])
@@ -133,16 +140,20 @@ def most_rows(terms: TermCopies, columns: int, dtype: torch.dtype) -> int:
 
 
 def _send(
-    terms: TermCopies, xs: torch.Tensor, w: torch.Tensor, rows: torch.Tensor, rank: int, begun: list[object]
+    terms: TermCopies,
+    multiply: Callable[[int, torch.Tensor], None],
+    rows: torch.Tensor,
+    rank: int,
+    begun: list[object],
 ) -> SentTerms:
-    """Begin to bring xs[p] @ w of [R, m, K] to each other rank p, as it is made in rows[p] of [R, m, N]; `begun` gets
-    the operation."""
+    """Begin to bring to each other rank p what `multiply` makes for it in rows[p] of [R, m, N]; `begun` gets the
+    operation."""
 
     def made() -> Iterator[int]:
         begun.append(rows.shape)
         for step in range(1, len(rows)):  # all ranks send at once, no two to one
             peer = (rank + step) % len(rows)
-            torch.mm(xs[peer], w, out=rows[peer])
+            multiply(peer, rows[peer])
             yield peer
 
     return terms.send(rows, made())

@@ -23,7 +23,8 @@ import gc
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -58,7 +59,9 @@ class Gatherer(Protocol):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """As there."""
 
-    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> Work[torch.Tensor]:
+    def all_gather(
+        self, x: torch.Tensor, *, out: torch.Tensor | None = None, beside: bool = False
+    ) -> Work[torch.Tensor]:
         """As there."""
 
 
@@ -88,6 +91,7 @@ class AllGather(_CustomAllGather):  # type: ignore[misc]
 
     def __init__(self, coll: Gatherer) -> None:
         self._coll = coll
+        self._registers = getattr(getattr(coll, "config", None), "pool_bytes", 1) > 0
         self._buffers: list[_Buffer] = []
         self._full: set[int] = set()  # bytes for which the pool has no more room
         self._checked: dist.ProcessGroup | None = None
@@ -107,7 +111,7 @@ class AllGather(_CustomAllGather):  # type: ignore[misc]
 
     def _new(self, num_bytes: int) -> _Buffer | None:
         """From the pool, which has room for it once idle ones of other sizes have been returned, or has none."""
-        if not num_bytes or num_bytes in self._full:
+        if not num_bytes or not self._registers or num_bytes in self._full:
             return None
         lent = sum(one.memory.numel() == num_bytes for one in self._buffers)
         if lent:
@@ -139,23 +143,25 @@ class AllGather(_CustomAllGather):  # type: ignore[misc]
         """Gather. Not async: the current stream, which is FSDP's own for it, waits. Raises as `Collectives.all_gather`,
         and ArgumentError where `group` is not made of the ranks of the collectives."""
         if group is not self._checked:
-            self._check(group)
+            check_ranks(self._coll, group)
+            self._checked = group
         with _explained(_GATHERS):
-            work = self._coll.all_gather(input_tensor, out=output_tensor)
+            work = self._coll.all_gather(input_tensor, out=output_tensor, beside=True)
             if not async_op:
                 work.wait()
-        return _Waitable(work) if async_op else None
+        return TorchWork(work, lambda: _explained(_GATHERS)) if async_op else None
 
-    def _check(self, group: dist.ProcessGroup) -> None:
-        """Check that the group has the ranks of the collectives; where unknown, as many, and this rank's place."""
-        if (group.rank(), group.size()) != (self._coll.rank, self._coll.size):
-            expected = f"rank {self._coll.rank} of {self._coll.size}, as the collectives"
-            raise ArgumentError("group", expected, f"rank {group.rank()} of {group.size()}")
-        own = process_group_of(getattr(getattr(self._coll, "config", None), "group", None))
-        if own is not None and (ranks := dist.get_process_group_ranks(own)) != dist.get_process_group_ranks(group):
-            expected = f"ranks {ranks}, as the collectives"
-            raise ArgumentError("group", expected, dist.get_process_group_ranks(group))
-        self._checked = group
+
+def check_ranks(coll: Gatherer, group: dist.ProcessGroup) -> None:
+    """Check that the group has the ranks of the collectives; where unknown, as many, and this rank's place. Raises
+    ArgumentError."""
+    if (group.rank(), group.size()) != (coll.rank, coll.size):
+        expected = f"rank {coll.rank} of {coll.size}, as the collectives"
+        raise ArgumentError("group", expected, f"rank {group.rank()} of {group.size()}")
+    own = process_group_of(getattr(getattr(coll, "config", None), "group", None))
+    if own is not None and (ranks := dist.get_process_group_ranks(own)) != dist.get_process_group_ranks(group):
+        expected = f"ranks {ranks}, as the collectives"
+        raise ArgumentError("group", expected, dist.get_process_group_ranks(group))
 
 
 _GATHERS = "gathers into a buffer that it has"
@@ -175,16 +181,23 @@ def _explained(does: str) -> Iterator[None]:
         raise
 
 
-class _Waitable(dist.Work):
-    """FSDP waits only for what is a `torch.distributed.Work`."""
+class TorchWork(dist.Work):
+    """A work of the collectives as one of torch.distributed: FSDP waits for no other.
 
-    def __init__(self, work: Work[torch.Tensor]) -> None:
+    Args:
+        work: of the collectives.
+        explained: stands around the wait.
+    """
+
+    def __init__(
+        self, work: Work[torch.Tensor], explained: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> None:
         super().__init__()
-        self._work = work
+        self._work, self._explained = work, explained
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """The current stream waits; the deadline is that of the collectives."""
-        with _explained(_GATHERS):
+        with self._explained():
             self._work.wait()
         return True
 

@@ -1,8 +1,9 @@
 """Matmuls that overlap with a collective. Schedules only: the GEMMs are torch's.
 
 On GPUs the current stream computes, and a second stream of the device runs what is summed meanwhile; on the CPU the
-same calls run one after another. Chunks and shards are rows, so every product is the one that a whole matmul has, as
-far as the GEMM library gives a row the same bits in any batch.
+same calls run one after another. Chunks and shards are rows or columns of the product, never parts of its inner
+dimension, so every product is the one that a whole matmul has, as far as the GEMM library gives a row, or a column, the
+same bits in any batch.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ COLUMNS = 2048
 many rows and however wide: about 650 TFLOP/s over 343 GB/s, as on H100 and H200."""
 HALF_ROWS = 1024
 """Fewest rows of half a shard that are a product of their own: with fewer, their tiles fill no GPU."""
+COLUMN_PIECES = 4
+"""Pieces of the rows whose columns are gathered: the product of one runs beside the gather of the next."""
 LANES = 2
 """Streams on which products run in turn: the last tiles of one leave multiprocessors to the first of the next."""
 
 
-def check_weights(x: object, weights: Sequence[object]) -> None:
-    """x [n, K] and w [K, N] of its dtype and device. Raises ArgumentError."""
+def check_weights(x: object, weights: Sequence[object], parts: int = 1) -> None:
+    """x [n, K / parts] and w [K, N] of its dtype and device. Raises ArgumentError."""
     if not isinstance(x, torch.Tensor) or x.ndim != 2:
         got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
         raise ArgumentError("x", "a tensor [n, K]", got)
+    inner = parts * x.shape[1]
     for w in weights:
-        if not isinstance(w, torch.Tensor) or w.ndim != 2 or w.shape[0] != x.shape[1]:
+        if not isinstance(w, torch.Tensor) or w.ndim != 2 or w.shape[0] != inner:
             got = list(w.shape) if isinstance(w, torch.Tensor) else type(w).__name__
-            raise ArgumentError("w", f"a tensor [{x.shape[1]}, N]", got)
+            raise ArgumentError("w", f"a tensor [{inner}, N]", got)
         if w.layout is not torch.strided:
             raise ArgumentError("w", "a dense tensor", w.layout)
         if w.dtype != x.dtype or w.device != x.device:
@@ -51,6 +55,13 @@ def check_chunks(chunks: object) -> int:
     if type(chunks) is not int or not 1 <= chunks <= _MAX_CHUNKS:
         raise ArgumentError("chunks", f"an int in 1..{_MAX_CHUNKS}", repr(chunks))
     return chunks
+
+
+def is_last(dim: object) -> bool:
+    """Whether that dimension of a matrix is the last one. Raises ArgumentError."""
+    if type(dim) is not int or dim not in (0, 1, -1):
+        raise ArgumentError("dim", "0, or 1 or -1, the last", repr(dim))
+    return dim != 0
 
 
 def group_sizes(num_shards: int, columns: int) -> list[int]:
@@ -150,35 +161,100 @@ def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield listed[start], listed[end - 1] + 1
 
 
+class Factors:
+    """Of a product x @ w whose sum is scattered: each rank gets some of its rows, or of its columns.
+
+    Attributes:
+        rows, columns: of what a rank gets.
+
+    Args:
+        x, w: [T, K], [K, N]; T or N is a multiple of `size`.
+        size: R.
+        last: ranks get columns.
+    """
+
+    def __init__(self, x: torch.Tensor, w: torch.Tensor, size: int, last: bool) -> None:
+        self.x, self.w, self.size, self.last = x, w, size, last
+        self.rows = x.shape[0] if last else x.shape[0] // size
+        self.columns = w.shape[1] // size if last else w.shape[1]
+
+    def multiply(self, rank: int, first: int, end: int, out: torch.Tensor) -> None:
+        """Rows [first, end) of what a rank gets, into out [end - first, columns]."""
+        if self.last:
+            torch.mm(self.x[first:end], self.w[:, rank * self.columns : (rank + 1) * self.columns], out=out)
+        else:
+            torch.mm(self.x[rank * self.rows + first : rank * self.rows + end], self.w, out=out)
+
+    def product(self, first: int, end: int) -> torch.Tensor:
+        """[R, end - first, columns]: of every rank."""
+        if not self.last and end - first == self.rows:
+            return torch.mm(self.x, self.w).view(self.size, self.rows, self.columns)
+        made = self.x.new_empty(self.size, end - first, self.columns)
+        for rank in range(self.size):
+            self.multiply(rank, first, end, made[rank])
+        return made
+
+
 @torch.no_grad()
 def scattered(
     scatter: Callable[[torch.Tensor, torch.Tensor], Work[torch.Tensor]],
-    x: torch.Tensor,
-    w: torch.Tensor,
-    size: int,
+    factors: Factors,
     chunks: int,
     works: list[Work[torch.Tensor]],
 ) -> torch.Tensor:
-    """reduce_scatter(x @ w). A chunk has some rows of every rank's n, so that its sum is some rows of out.
+    """reduce_scatter(x @ w). A chunk has some rows of what every rank gets, so that its sum is some rows of out.
 
     Args:
         scatter: begins a reduce_scatter of (rows [R * m, N], out [m, N]).
         works: empty; gets what was begun.
     """
-    rows = x.shape[0] // size
+    rows, out = factors.rows, factors.x.new_empty(factors.rows, factors.columns)
     if chunks == 1:
-        works.append(scatter(torch.mm(x, w), x.new_empty(rows, w.shape[1])))
+        works.append(scatter(factors.product(0, rows).flatten(0, 1), out))
         return works[0].wait()
-    by_rank = x.view(size, rows, x.shape[1])
-    out, overlap = x.new_empty(rows, w.shape[1]), _Overlap(x)
+    overlap = _Overlap(factors.x)
     for first, last in _cuts(rows, chunks):
-        product = x.new_empty(size, last - first, w.shape[1])
-        for rank in range(size):
-            torch.mm(by_rank[rank, first:last], w, out=product[rank])
+        product = factors.product(first, last)
         with overlap.behind(product):
             works.append(scatter(product.flatten(0, 1), out[first:last]))
     overlap.join(works, out)
     return out
+
+
+def column_pieces(num_bytes: int, least: int) -> int:
+    """Pieces of a shard of so many bytes whose columns are gathered; `least`: fewest bytes that are worth one."""
+    return max(1, min(COLUMN_PIECES, num_bytes // max(1, least)))
+
+
+@torch.no_grad()
+def follow_columns(
+    gather: Callable[[torch.Tensor], Work[torch.Tensor]],
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    gathered: torch.Tensor,
+    active: Sequence[bool],
+    pieces: int,
+    works: list[Work[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """`gathered @ w` for each w, with gathered [n, R * k] made of the columns x [n, k] of every rank, those of inactive
+    ranks apart. Shards come one behind the other, so each piece of rows is put in its place once it is there.
+
+    Args:
+        gather: begins an all_gather of rows [m, k].
+        works: empty; gets what was begun.
+    """
+    size, ys = len(active), [x.new_empty(x.shape[0], w.shape[1]) for w in weights]
+    by_rank, cuts = gathered.view(x.shape[0], size, x.shape[1]), list(_cuts(x.shape[0], pieces))
+    for number, (first, last) in enumerate(cuts):
+        for begin, end in cuts[len(works) : number + 2]:  # the next one is on its way while this one is multiplied
+            works.append(gather(x[begin:end]))
+        shards = works[number].wait().view(size, last - first, x.shape[1])
+        for rank, alive in enumerate(active):
+            if alive:
+                by_rank[first:last, rank].copy_(shards[rank])
+        for y, w in zip(ys, weights, strict=True):
+            torch.mm(gathered[first:last], w, out=y[first:last])
+    return ys
 
 
 @torch.no_grad()

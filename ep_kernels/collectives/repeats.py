@@ -31,10 +31,12 @@ class Repeats:
         self._plans: dict[Key, tuple[CollectivePlan, torch.Size]] = {}
         self._missed: Key | None = None
 
-    def find(self, op: str, x: Any, out: Any, num_sms: int | None) -> Found | None:
+    def find(self, op: str, x: Any, out: Any, num_sms: int | None, beside: object = False) -> Found | None:
         """None: there is no plan, or the arguments need another look; the next `keep` is of them."""
         self._missed = None
         if type(x) is not torch.Tensor or (num_sms is not None and type(num_sms) is not int):
+            return None
+        if type(beside) is not bool:
             return None
         if x.layout is not torch.strided or x.requires_grad or not x.is_contiguous():
             return None
@@ -55,7 +57,7 @@ class Repeats:
             if not there or out.is_neg():
                 return None
             out_key = self._out_key(x, out, at, there)
-        key = op, num_sms, x.shape, x.dtype, x.device, place, out_key
+        key = op, num_sms, beside, x.shape, x.dtype, x.device, place, out_key
         found = self._plans.get(key)
         if found is None:
             self._missed = None if x.dtype.is_complex else key  # which may be conjugated

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ep_kernels import StoreGroup, TorchGroup
-from ep_kernels.collectives import CollectiveConfig, Collectives, matmul
+from ep_kernels.collectives import CollectiveConfig, Collectives, collectives, matmul
 from ep_kernels.collectives import collective_reference as reference
+from ep_kernels.collectives.choose import CollectiveShape, choose
 from ep_kernels.errors import ArgumentError, ConfigError, HandleError, TransportError
 from ep_kernels.transports import collective_base
 from ep_kernels.transports.collective_base import GatherArgs
@@ -238,6 +239,68 @@ def products_of_other_widths(rank: int, size: int, store: Store, transport: str)
     return told[0].half_bytes, told[0].takes_halves
 
 
+def columns(rank: int, size: int, store: Store, transport: str) -> None:
+    """Along the last dimension, of small whole numbers, bit by bit what plain torch makes of the parts together; terms
+    of sums by copy engines where there are any. Of random ones, against float64."""
+    with Seat(rank, size, store, transport).collectives(staging_bytes=1 << 16) as coll:
+        can = coll._transport.capabilities
+        for least in (can.term_min_bytes, min(1, can.term_min_bytes)):
+            coll._transport.capabilities = replace(can, term_min_bytes=least, beside_min_bytes=min(1, least))
+            for rows in (0, 1, 7, 300):
+                for dtype in (torch.bfloat16, torch.float32):
+                    gathered_columns(coll, rows, dtype)
+                    scattered_columns(coll, rows, dtype)
+        xs, ws = everyone(coll, (5, 8), torch.float32, 1), everyone(coll, (8 * size, 3 * size), torch.float32, 2)
+        (y,), _ = coll.all_gather_matmul(on_device(coll, xs[rank]), [on_device(coll, ws[rank])], dim=-1)
+        torch.testing.assert_close(
+            y.cpu(), (torch.cat(xs, 1).double() @ ws[rank].double()).float(), rtol=1e-4, atol=1e-3
+        )
+
+
+def gathered_columns(coll: Collectives, rows: int, dtype: torch.dtype) -> None:
+    """x [rows, 6] of every rank, with and without an out, by two weights."""
+    xs = [x.clamp(-1, 1).mul(3).round() for x in everyone(coll, (rows, 6), dtype, rows)]
+    ws = [values((6 * coll.size, n), dtype, coll.rank, n).clamp(-1, 1).round() for n in (4, 9)]
+    whole, x = torch.cat(xs, dim=1), on_device(coll, xs[coll.rank])
+    for out in (None, poisoned(coll, whole.shape, dtype, registered=bool(rows))):
+        ys, made = coll.all_gather_matmul(x, [on_device(coll, w) for w in ws], dim=1, out=out)
+        assert out is None or made.data_ptr() == out.data_ptr()
+        same_bits(made, whole, "x_all")
+        for y, w in zip(ys, ws, strict=True):
+            same_bits(y, whole @ w, "y")
+
+
+def scattered_columns(coll: Collectives, rows: int, dtype: torch.dtype) -> None:
+    """The sum of x [rows, 8] @ w [8, 5 R]: 5 columns for each rank."""
+    xs, ws = (
+        [each.clamp(-1, 1).mul(3).round() for each in everyone(coll, shape, dtype, seed)]
+        for seed, shape in ((rows, (rows, 8)), (1, (8, 5 * coll.size)))
+    )
+    total = reference.all_reduce([x @ w for x, w in zip(xs, ws, strict=True)])[coll.rank]
+    assert total is not None
+    want = total[:, 5 * coll.rank : 5 * (coll.rank + 1)].contiguous()
+    for chunks in (1, 3):
+        got = coll.matmul_reduce_scatter(
+            on_device(coll, xs[coll.rank]), on_device(coll, ws[coll.rank]), dim=-1, chunks=chunks
+        )
+        same_bits(got, want, f"matmul_reduce_scatter of columns in {chunks}")
+
+
+def told_beside(rank: int, size: int, store: Store, transport: str) -> list[bool]:
+    """What the choice is told of what else runs: as the caller says, and for a gather that a product follows that it
+    does not where shards are staged."""
+    told: list[CollectiveShape] = []
+    with Seat(rank, size, store, transport).collectives() as coll, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "only", lambda *_: None)
+        patch.setattr(collectives, "choose", lambda shape, can: (told.append(shape), choose(shape, can))[1])
+        x = on_device(coll, torch.ones(4, 4))
+        for beside in (False, True):
+            coll.all_gather(x, beside=beside).wait()
+            coll.all_gather_coalesced([x, x], beside=beside).wait()
+        coll.all_gather_matmul(x, [x])
+        return [shape.beside for shape in told]
+
+
 def exact_products(coll: Collectives, rows: int) -> None:
     """Sums of products of small whole numbers, which no GEMM rounds, in bf16, which the sums do; copy engines bring
     terms of any size."""
@@ -266,6 +329,7 @@ def refused(rank: int, size: int, store: Store, transport: str) -> None:
         other = torch.device("meta")
         wide, far = torch.cat([x] * size), torch.cat([x] * size)
         mine, together = wide[4 * size * rank :][: 4 * size], coll.all_gather_coalesced
+        tall = on_device(coll, torch.zeros(6 * size, 6, dtype=torch.bfloat16))
         cases: list[tuple[str, Any]] = [
             ("x: expected a torch.Tensor, got list", lambda: coll.all_gather([1.0])),  # type: ignore[arg-type]
             ("x: expected a contiguous tensor", lambda: coll.all_gather(x.t())),
@@ -277,6 +341,7 @@ def refused(rank: int, size: int, store: Store, transport: str) -> None:
             ("x: expected a first dimension that", lambda: coll.reduce_scatter(x[: 4 * size - 1])),
             ("op: expected one of", lambda: coll.all_reduce(x, op="mean")),
             ("num_sms: expected None or an int in 0", lambda: coll.all_gather(x, num_sms=-1)),
+            ("beside: expected a bool", lambda: coll.all_gather(x, beside=1)),  # type: ignore[arg-type]
             ("num_sms: expected None or an int in 1", lambda: coll.all_reduce(x, num_sms=0)),
             ("xs: expected a list or tuple of tensors", lambda: coll.all_gather_coalesced([])),
             ("outs: expected a list or tuple of 1 tensors", lambda: coll.all_gather_coalesced([x], outs=[])),
@@ -287,11 +352,16 @@ def refused(rank: int, size: int, store: Store, transport: str) -> None:
             ("shape: expected room in the pool", lambda: coll.empty((1 << 40,), torch.uint8)),
             ("shape: expected room in the pool", lambda: coll.empty((1 << 32, 1 << 32), torch.uint8)),
             ("w: expected a dense tensor", lambda: coll.matmul_all_reduce(x, torch.eye(6, dtype=x.dtype).to_sparse())),
+            ("dim: expected 0, or 1 or -1", lambda: coll.all_gather_matmul(x, [x.t().contiguous()], dim=2)),
+            (r"w: expected a tensor \[", lambda: coll.all_gather_matmul(x, [torch.cat([x] * 7)], dim=-1)),
+            ("out: expected shape", lambda: coll.all_gather_matmul(x, [tall], dim=-1, out=x[:1])),
+            ("w: expected a last dimension that", lambda: coll.matmul_reduce_scatter(x, tall[:6, :5], dim=1)),
             ("x: expected what transport", lambda: coll.all_reduce(x.int())),
             ("x: expected what transport", lambda: coll.all_reduce(x, op="max")),
         ]
         if size == 1:
-            cases = [case for case in cases if "first dimension" not in case[0] and "expected shape" not in case[0]]
+            alone = ("first dimension", "last dimension", "expected shape")
+            cases = [case for case in cases if not any(words in case[0] for words in alone)]
         for match, call in cases:
             with pytest.raises(ArgumentError, match=match):
                 call()
@@ -376,6 +446,13 @@ def inactive(rank: int, size: int, store: Store, transport: str) -> None:
             check_all(coll, number, 100)
         fresh = coll.all_gather(on_device(coll, torch.ones(4))).wait().cpu()
         assert fresh.view(size, 4)[:, 0].tolist() == [float(r != 1) for r in range(size)]
+        x, eye, out = torch.ones(2, 3), torch.eye(3 * size), poisoned(coll, (2, 3 * size), torch.float32, False)
+        kept = out[:, 3:6].clone()
+        (y,), whole = coll.all_gather_matmul(on_device(coll, x), [on_device(coll, eye)], dim=-1)
+        same_bits(y, torch.tensor([float(r != 1) for r in range(size)]).repeat_interleave(3).expand(2, -1), "columns")
+        coll.all_gather_matmul(on_device(coll, x), [on_device(coll, eye)], dim=-1, out=out)
+        assert torch.equal(out[:, 3:6], kept)
+        assert (whole.shape, out[:, :3].unique().tolist()) == (out.shape, [1.0])
         coll.barrier()
 
 

@@ -121,14 +121,14 @@ def test_all_gather(num_bytes: int, num_sms: int | None, out: BufferPlace, algor
 
 
 def test_all_gather_beside_a_product() -> None:
-    """By what goes to one peer; from where it lies."""
+    """By what goes to one peer."""
     there: dict[str, Any] = {"beside": True, "out": BufferPlace.REGISTERED}
     assert chosen(GATHER, 39, **there) is Algorithm.KERNEL_PUSH
     assert chosen(GATHER, 40, **there) is Algorithm.COPY_PUSH
     assert chosen(GATHER, 40, **there, num_sms=8) is Algorithm.KERNEL_PUSH
     assert chosen(GATHER, 1, **there, num_sms=0) is Algorithm.COPY_PUSH
-    assert chosen(GATHER, 999, beside=True) is Algorithm.KERNEL_PULL
-    assert chosen(GATHER, 1000, beside=True) is Algorithm.COPY_PULL
+    assert chosen(GATHER, 39, beside=True) is Algorithm.KERNEL_PULL
+    assert chosen(GATHER, 40, beside=True) is Algorithm.COPY_PULL
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""FSDP2 with our all-gather: the same losses, bit for bit. Collectives inside torch.compile."""
+"""FSDP2 with our all-gather: the same losses, bit for bit. DeepSpeed's all-gathers, collectives in torch.compile."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +38,13 @@ def test_a_pool_that_is_too_small(world: Worlds, transport: str) -> None:
         assert 0 < registered < calls
 
 
+def test_no_pool(world: Worlds, transport: str) -> None:
+    """Shards are staged: nothing else is registered, as the caller wants it, and nobody is warned."""
+    for calls, registered in world(2).run(training.with_and_without, transport, {"prefetch": True}, 0):
+        assert calls >= 80
+        assert registered == 0
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it runs on GPUs where there are any")
 def test_steps_of_the_benchmark(world: Worlds, transport: str, size: int) -> None:
@@ -57,6 +64,11 @@ def test_a_buffer_that_one_rank_holds(world: Worlds) -> None:
 
 def test_other_ranks_at_the_same_places(world: Worlds) -> None:
     world(4).run(training.other_ranks)
+
+
+def test_gathers_of_deepspeed(world: Worlds, transport: str) -> None:
+    """Over a stand-in; steps of the real one are in tests/deepspeed."""
+    world(2).run(training.zero_without_deepspeed, transport)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -64,11 +64,20 @@ def test_matmuls_bit_by_bit(world: Worlds, transport: str, size: int) -> None:
     world(size).run(stories.exact_matmuls, transport)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_matmuls_along_the_last_dimension(world: Worlds, transport: str, size: int) -> None:
+    world(size).run(stories.columns, transport)
+
+
 def test_products_of_other_widths(world: Worlds, transport: str) -> None:
     """What ranks send does not depend on how wide the weights of each are."""
     first, second = world(2).run(stories.products_of_other_widths, transport)
     assert first[0] == second[0] > 0
     assert (first[1], second[1]) == (True, False)
+
+
+def test_callers_that_run_something_beside(world: Worlds, transport: str) -> None:
+    assert world(2).run(stories.told_beside, transport) == [[False, False, True, True, False]] * 2
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from ep_kernels import TorchGroup
 from ep_kernels.collectives import CollectiveConfig, Collectives
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives.fsdp import AllGather
+from ep_kernels.collectives.zero import ZeroGathers
 from ep_kernels.errors import ArgumentError, PeerTimeout
 from tests.collectives.fallback_stories import gloo
 from tests.collectives.steps import Seat, Store, check_all, everyone, on_device, same_bits, values
@@ -89,7 +92,7 @@ def with_and_without(
 ) -> tuple[int, int]:
     """20 steps: bit-identical losses; (gathers, those in registered memory)."""
     with gloo(rank, size, store), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore" if pool_bytes else "error", RuntimeWarning)
         device = "cuda" if needs_gpu(transport) else "cpu"
         plain = losses(device, rank, size, None, how)
         config = CollectiveConfig(group=TorchGroup(), transport=transport, pool_bytes=pool_bytes)
@@ -107,8 +110,10 @@ def benchmark_steps(rank: int, size: int, store: Store) -> None:
     with gloo(rank, size, store), warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         device, tiny = torch.device("cpu"), SIZES["tiny"]
-        plain, ours = (fsdp.trained(gather, tiny, 3, 1, device).losses for gather in ("nccl", "crossdock"))
-        assert ours == plain
+        plain, *ours = (
+            fsdp.trained(gather, tiny, 3, 1, device).losses for gather in ("nccl", "crossdock", "crossdock_staged")
+        )
+        assert ours == [plain, plain]
         assert len(set(plain)) == 3
 
 
@@ -170,6 +175,79 @@ def other_ranks(rank: int, size: int, store: Store) -> None:
                 gather(out, x, mirrored)
 
 
+class _Backend:
+    """As DeepSpeed's object behind its all-gathers."""
+
+    def all_gather_into_tensor(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def stand_in_for_deepspeed() -> Any:
+    """What `ZeroGathers` and the story below need of the module, laid out as there."""
+    module: Any = SimpleNamespace(cdb=_Backend())
+
+    def gather(out: torch.Tensor, x: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        return module.cdb.all_gather_into_tensor(output_tensor=out, input_tensor=x, group=group, async_op=async_op)
+
+    return SimpleNamespace(comm=SimpleNamespace(comm=module, all_gather_into_tensor=gather))
+
+
+def zero_without_deepspeed(rank: int, size: int, store: Store, transport: str) -> None:
+    """The story below over a stand-in; what is not initialised is refused."""
+    with gloo(rank, size, store):
+        deepspeed = stand_in_for_deepspeed()
+        own_way_of_zero(deepspeed, rank, size, transport)
+        deepspeed.comm.comm.cdb = None
+        with Seat(rank, size, store, transport).collectives() as coll:
+            with pytest.raises(ArgumentError, match="deepspeed: expected an initialised module"):
+                ZeroGathers(coll, deepspeed)
+            coll.barrier()
+
+
+def own_way_of_zero(deepspeed: Any, rank: int, size: int, transport: str) -> None:
+    """Groups of other ranks, tensors of other strides and of another device go DeepSpeed's own way, with one warning;
+    once the gathers are closed all do."""
+    device = "cuda" if needs_gpu(transport) else "cpu"
+    alone = [dist.new_group([r]) for r in range(size)][rank]
+    gather = deepspeed.comm.all_gather_into_tensor
+    want = [float(r) for r in range(size) for _ in range(3)]
+
+    def ours(coll: Collectives) -> int:
+        return [sample.op for sample in coll.samples()].count("all_gather")
+
+    def told(said: list[warnings.WarningMessage]) -> list[str]:
+        return [str(each.message) for each in said if each.category is RuntimeWarning]
+
+    with Collectives(CollectiveConfig(group=TorchGroup(), transport=transport, pool_bytes=0)) as coll:
+        x = torch.full((3,), float(rank), device=device)
+        out, single = torch.empty(3 * size, device=device), torch.empty(3, device=device)
+        with ZeroGathers(coll, deepspeed) as gathers, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert gather(out, x) is None
+            assert out.tolist() == want
+            work = gather(out.zero_(), x.view(1, 3), async_op=True)
+            assert work.wait()
+            assert (out.tolist(), ours(coll), told(said)) == (want, 2, [])
+            while not work.is_completed():
+                time.sleep(0.001)
+            for _ in range(2):
+                gather(single.zero_(), x, group=alone, async_op=True).wait()
+                assert single.tolist() == x.tolist()
+            why = f"group: expected rank {rank} of {size}, as the collectives, got rank 0 of 1"
+            assert told(said) == [f"an all-gather of DeepSpeed goes its own way: {why}"]
+            assert "not contiguous" in gathers._why_not(out[::2], x, None)
+            assert "meta" in gathers._why_not(out, x.to("meta"), None)
+            assert gathers._why_not(out, x, dist.GroupMember.NON_GROUP_MEMBER) == "group: this rank is not in it"
+            with pytest.raises(ArgumentError, match="deepspeed: expected its own all-gathers"):
+                ZeroGathers(coll, deepspeed)
+        gathers.close()
+        gather(out.zero_(), x)
+        assert (out.tolist(), ours(coll)) == (want, 0)
+        coll.barrier()
+
+
 def compiled(rank: int, size: int, store: Store, transport: str, backend: str, dynamic: bool) -> None:
     """All operations in one function, traced whole; every call is right, beside eager operations."""
     torch._dynamo.reset()
@@ -182,8 +260,11 @@ def compiled(rank: int, size: int, store: Store, transport: str, backend: str, d
             row = coll.reduce_scatter(whole * 2).wait()
             total = coll.all_reduce(row, out=room).wait()
             ys, _ = coll.all_gather_matmul(x, [w])
+            (wide,), _ = coll.all_gather_matmul(x, [torch.cat([w] * size)], dim=-1)
+            narrow = coll.matmul_reduce_scatter(x, torch.cat([w] * size, dim=1), dim=1)
             return (
-                whole, *pair, row, total + 0, ys[0], coll.matmul_reduce_scatter(whole, w), coll.matmul_all_reduce(x, w)
+                whole, *pair, row, total + 0, ys[0], coll.matmul_reduce_scatter(whole, w), coll.matmul_all_reduce(x, w),
+                wide, narrow,
             )  # fmt: skip
 
         run = torch.compile(step, fullgraph=True, backend=backend, dynamic=dynamic or None)
@@ -205,5 +286,7 @@ def compiled(rank: int, size: int, store: Store, transport: str, backend: str, d
             same_bits(got[5], whole, "all_gather_matmul")
             same_bits(got[6], reference.reduce_scatter([whole] * size)[rank], "matmul_reduce_scatter")
             same_bits(got[7], reference.all_reduce(xs)[rank], "matmul_all_reduce")
+            torch.testing.assert_close(got[8].cpu(), sum(xs, torch.zeros(rows, 6)))
+            same_bits(got[9], reference.all_reduce(xs)[rank], "matmul_reduce_scatter of columns")
             check_all(coll, number, number)
         coll.barrier()

@@ -93,7 +93,7 @@ class Stream:
 
     cuda_stream = device_index = 0
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -200,7 +200,7 @@ def pretended(rank: int = 0, size: int = 1, store: Any = None) -> Iterator[pytes
         patch.setattr(dist, "rendezvous", lambda url: iter([(store, rank, size)]))
         patch.setattr(dist, "get_node_local_rank", lambda fallback_rank=None: rank)
         patch.setattr(dist, "init_process_group", functools.partial(_init_process_group, dist.init_process_group))
-        patch.setattr(memory, "choose_kind", lambda device: (memory.HandleKind.POSIX_FD, {}))
+        patch.setattr(memory, "choose_kind", lambda device, handle="auto": (memory.HandleKind.POSIX_FD, {}))
         patch.setattr(memory, "allocate", FileRegion)
         patch.setattr(memory, "redeem", redeemed)
         patch.setattr(driver, "architecture", lambda device: "sm_90a")

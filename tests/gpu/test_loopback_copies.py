@@ -3,7 +3,6 @@ for a peer, but those of bring-up."""
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import time
@@ -17,7 +16,6 @@ from ep_kernels.collectives import Collectives, copied_sums
 from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveOp
 from ep_kernels.errors import PeerTimeout, TransportError
-from ep_kernels.transports.nvlink.memory import memory
 from tests.collectives.steps import Seat, everyone, on_device, same_bits, values
 from tests.collectives.stories import exact_products
 from tests.worlds import RankDied, World
@@ -36,15 +34,10 @@ def world() -> Iterator[World]:
 
 def seated(rank: int, size: int, store: Any, **fields: Any) -> Collectives:
     """A rank on the first GPU, its memory shared by file descriptor."""
+    usual = {"fallback": False, "memory_handle": "posix_fd"}
+    config = Seat(rank, size, store, "nvlink").config("first", **(usual | fields))
     torch.cuda.set_device(0)
-    usual = memory.choose_kind
-    memory.choose_kind = functools.partial(usual, kinds=[memory.HandleKind.POSIX_FD])
-    try:
-        config = Seat(rank, size, store, "nvlink").config("first", **({"fallback": False} | fields))
-        torch.cuda.set_device(0)
-        return Collectives(config)
-    finally:
-        memory.choose_kind = usual
+    return Collectives(config)
 
 
 def gather(coll: Collectives, n: int, dtype: torch.dtype, seed: int, way: str) -> tuple[Any, torch.Tensor | None]:

@@ -231,7 +231,7 @@ def choose(rank: int, size: int, store: Store) -> list[str]:
         k: why for k, why in probes.items() if why and list(HandleKind).index(k) < list(HandleKind).index(kind)
     }
     assert probes[kind] == ""
-    assert memory.choose_kind(rank, [HandleKind.CUDA_IPC]) == (HandleKind.CUDA_IPC, {})
+    assert memory.choose_kind(rank, "cuda_ipc") == (HandleKind.CUDA_IPC, {})
     return [f"{k.value}: {why or 'works'}" for k, why in probes.items()]
 
 
@@ -244,19 +244,17 @@ def test_every_kind_is_probed_for_real(world: World, record_property: Callable[[
 
 def steps_over(rank: int, size: int, store: Store, kind: HandleKind, case: RoutingCase, mode: Mode) -> str:
     """Whole communicators whose regions are shared in this way; their memory is free after close."""
-    place, usual = Place(rank, size, store, "nvlink"), memory.choose_kind
+    place = Place(rank, size, store, "nvlink")
     torch.cuda.set_device(rank)
     torch.zeros(1, device=rank)
     reason = memory.probe(kind, rank)
     if reason:
+        with pytest.raises(TransportError, match=f"memory_handle={kind.value!r} does not work on device {rank}"):
+            MoECommunicator(place.config(case, mode=mode, layout=Layout.GROUPED, memory_handle=kind.value))
         return reason
-    memory.choose_kind = functools.partial(usual, kinds=[kind])
-    try:
-        with place.communicator(case, mode=mode, layout=Layout.GROUPED) as comm:
-            for number in range(6):
-                check_step(comm, next_case(case, number))
-    finally:
-        memory.choose_kind = usual
+    with place.communicator(case, mode=mode, layout=Layout.GROUPED, memory_handle=kind.value) as comm:
+        for number in range(6):
+            check_step(comm, next_case(case, number))
     return ""
 
 
@@ -273,17 +271,13 @@ def test_communicators_over_each_kind(world: World, kind: HandleKind, mode: Mode
 def closed_while_written_to(rank: int, size: int, store: Store, kind: HandleKind, case: RoutingCase) -> str:
     """The owner closes while its peer goes on writing to its region: that is nobody else's memory yet, whatever the
     owner allocates, and free once the peer has closed."""
-    place, usual = Place(rank, size, store, "nvlink"), memory.choose_kind
+    place = Place(rank, size, store, "nvlink")
     prepare(rank)
     reason = memory.probe(kind, rank)
     if reason:
         return reason
-    memory.choose_kind = functools.partial(usual, kinds=[kind])
-    try:
-        comm = MoECommunicator(place.config(case, mode=Mode.LL, layout=Layout.RANK_MAJOR))
-        check_step(comm, case)
-    finally:
-        memory.choose_kind = usual
+    comm = MoECommunicator(place.config(case, mode=Mode.LL, layout=Layout.RANK_MAJOR, memory_handle=kind.value))
+    check_step(comm, case)
     comm.barrier()
     if rank == PEER:
         address = comm._transport._domain.mappings[OWNER].address  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ TESTS = {
     "benchmarks.gpu.network_push": (ONE_GPU, "test_a_push_to_the_proxy"),
     "benchmarks.gpu.nodes": (RANKS, "test_gpus_as_two_hosts"),
     "benchmarks.gpu.pieces": (ONE_GPU, "test_experts_in_pieces"),
+    "benchmarks.gpu.zero": (RANKS, "test_steps_of_zero"),
     "benchmarks.network": (PROCESSORS, "test_ring_proxy_and_providers"),
     "benchmarks.placement": (PROCESSORS, "test_where_experts_are_placed"),
     "benchmarks.plot": (RESULTS, "test_the_plots_are_written"),

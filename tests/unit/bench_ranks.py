@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,8 +133,14 @@ def collectives(rank: int, size: int, store: Any, words: list[str], harm: bool =
         few_cases = collective_cases.cases
         patch.setattr(collective_tables, "cases", lambda ranks, quick: few_cases(ranks, quick=True))
         patch.setattr(collective_tables, "kernels_of", lambda run: 1)
-        patch.setattr(collective_backends, "nccl_group", lambda *_: dist.group.WORLD)
-        patch.setattr(dist.ProcessGroup, "_get_backend", lambda *_: None)
+        for module in (collective_backends, collective_products):
+            patch.setattr(module, "nccl_group", lambda *_: dist.group.WORLD)
+        window = SimpleNamespace(
+            mem_allocator=None, register_mem_pool=lambda pool, symm: None, deregister_mem_pool=lambda pool: None
+        )
+        patch.setattr(dist.ProcessGroup, "_get_backend", lambda *_: window)
+        patch.setattr(torch.cuda, "MemPool", lambda allocator: allocator)
+        patch.setattr(torch.cuda, "use_mem_pool", lambda pool: contextlib.nullcontext())
         trained = fsdp.Trained([2.0, 3.0], 0.5, [7.0, 6.0])  # tests/collectives trains
         patch.setattr(fsdp, "gathering", lambda name, shape: fsdp.Gathering(name, None, 0, 0, lambda: None))
         patch.setattr(fsdp, "in_turns", lambda gathers, *_: {used.name: [trained] * 2 for used in gathers})
@@ -144,10 +151,9 @@ def collectives(rank: int, size: int, store: Any, words: list[str], harm: bool =
         return collective_tables.main(words), printed.getvalue()
 
 
-def training(rank: int, size: int, store: Any, words: list[str]) -> Ended:
-    """`benchmarks.gpu.fsdp`, which knows machines without a GPU; tests/collectives trains."""
-    from benchmarks.gpu import fsdp
-
+@contextlib.contextmanager
+def joining(rank: int, size: int, store: Any) -> Iterator[tuple[pytest.MonkeyPatch, io.StringIO]]:
+    """A program that begins a process group of its own begins this one; what is printed."""
     begin, printed = dist.init_process_group, io.StringIO()
 
     def joined(*kind: Any, **how: Any) -> None:
@@ -155,5 +161,27 @@ def training(rank: int, size: int, store: Any, words: list[str]) -> Ended:
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(dist, "init_process_group", joined)
+        yield patch, printed
+
+
+def training(rank: int, size: int, store: Any, words: list[str]) -> Ended:
+    """`benchmarks.gpu.fsdp`, which knows machines without a GPU; tests/collectives trains."""
+    from benchmarks.gpu import fsdp
+
+    with joining(rank, size, store) as (patch, printed):
         patch.setattr(fsdp, "trained", lambda gather, shape, steps, *_: fsdp.Trained([2.0], 0.5, [7.0] * steps))
         return fsdp.main(words), printed.getvalue()
+
+
+def zero(rank: int, size: int, store: Any, words: list[str], last: float) -> Ended:
+    """`benchmarks.gpu.zero`, without DeepSpeed, which tests/deepspeed runs. last: the last loss with our gathers."""
+    from benchmarks.gpu import fsdp
+    from benchmarks.gpu import zero as steps
+
+    with joining(rank, size, store) as (patch, printed):
+        stand_in: Any = SimpleNamespace(init_distributed=lambda *_, **__: None, __version__="0")
+        patch.setitem(sys.modules, "deepspeed", stand_in)
+        found = fsdp.Trained([2.0], 0.5, [7.0, last])
+        patch.setattr(steps, "in_turns", lambda names, *_: dict.fromkeys(names, found))
+        patch.setattr(steps, "alone", lambda *_: [7.0, 6.0])
+        return steps.main(words), printed.getvalue()

@@ -74,6 +74,36 @@ def test_our_own_are_measured_by_the_longer_of_their_parts() -> None:
     assert judged(lines[3:], 4) == [], "a run that was cut, or of some operations, lacks the parts"
 
 
+def beside(backend: str, us: float, order: str = "gather_first", mib: int = 64) -> Line:
+    square = {"m": 8192, "n": 8192, "k": 8192, "num_bytes": mib << 20, "t": "3"}
+    return taken(backend, [[us]], op="matmul_beside_gather", algorithm=order, **square)
+
+
+def test_an_overlap_counts_beside_peers_that_overlap() -> None:
+    """By the best of both orders, of ours and of theirs."""
+    product = taken("cublas", [[1500.0]], op="matmul", num_bytes=0, m=8192, n=8192, k=8192, t="3")
+    gathers = [taken(name, [[200.0]], num_bytes=64 << 20, t="3") for name in ("crossdock", "nccl_ce")]
+    ours = [beside("crossdock", 1510.0), beside("crossdock", 1600.0, "product_first")]
+    them = [beside("nccl_ce", 1650.0, "sequential"), beside("nccl_ce", 1640.0), beside("nccl", 1300.0)]
+    them += [beside("nccl", 1700.0, "sequential"), beside("nccl", 1250.0, "product_first")]
+    found = {target.what: target for target in judged([product, *gathers, *ours, *them], 2)}
+    what = "matmul beside a gather of 64 MiB"
+    assert found[f"{what}, share of the gather that is hidden"].value == 0.95
+    assert found[f"{what}, nccl to ours"] == Target("3", f"{what}, nccl to ours", 0.828, ">=", 1.1, "no")
+    void = found[f"{what}, nccl_ce to ours"]
+    assert (void.value, void.met) == (1.086, "void: its overlap takes 0.99 of its own sequence")
+
+
+def test_chunks_that_slow_a_peer_down_say_nothing() -> None:
+    kind = {"op": "matmul_all_reduce", "num_bytes": 1 << 27, "m": 8192, "n": 8192, "k": 8192, "t": "6"}
+    ours = taken("crossdock", [[100.0]], **kind)
+    for two, met in ((120.0, "yes"), (140.0, "void: its two streams take longer than one")):
+        them = [
+            taken("nccl", [[us]], algorithm=how, **kind) for how, us in (("two_streams", two), ("sequential", 130.0))
+        ]
+        assert [target.met for target in judged([ours, *them], 4)] == [met]
+
+
 def read(folder: Path, name: str, kind: type) -> list[dict[str, str]]:
     """Without T8, an operation that has been removed since."""
     with (folder / f"{name}.csv").open(newline="") as file:
@@ -114,7 +144,9 @@ def test_published_ratios_and_judgements_follow_from_the_published_times(folder:
 
 
 def test_the_bound_is_of_bytes_that_leave_a_gpu_or_of_products() -> None:
-    assert bound_us(GATHER, 8) == pytest.approx(7 * (16 << 20) / 343e3)
+    assert bound_us(replace(GATHER, num_sms=8), 8) == pytest.approx(7 * (16 << 20) / 343e3)
+    for unnamed in (None, 0):  # copy engines may do it
+        assert bound_us(replace(GATHER, num_sms=unnamed), 8) == pytest.approx(7 * (16 << 20) / 386e3)
     assert bound_us(CollectiveCase("all_reduce", 8 << 20), 4) == pytest.approx(2 * 3 / 4 * (8 << 20) / 350e3)
     assert bound_us(CollectiveCase("reduce_scatter", 1 << 20), 2) == pytest.approx((1 << 20) / 350e3)
     square = CollectiveCase("matmul_all_reduce", 1 << 20, m=8192, n=8192, k=8192)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import facts
+from benchmarks.gpu.collective_cases import ORDERS
 from benchmarks.gpu.tables import GROUPS
 from benchmarks.report import read
 from tests.tools import needs
@@ -73,19 +74,25 @@ def test_wrong_results_of_two_hosts_are_no_figures(world: World, tmp_path: Path)
     assert [fault.split()[2] for fault in failures(tmp_path)] == ["T=4:", "T=8:"]
 
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_gather_matmul", "matmul_reduce_scatter")
+COLLECTIVES = (
+    "all_gather", "reduce_scatter", "all_reduce", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
+    "matmul_beside_gather",
+)  # fmt: skip
 
 
 def test_collectives_of_ours_and_others(world: World, tmp_path: Path) -> None:
     ops = {*COLLECTIVES, "matmul", "fsdp_step"}
-    words = ["--runs", "1", "--iterations", "2", "--backends", "crossdock,nccl,cublas", "--ops", ",".join(ops)]
+    backends = "crossdock,nccl,nccl_symm,nccl_ce,cublas"
+    words = ["--runs", "1", "--iterations", "2", "--backends", backends, "--ops", ",".join(ops)]
     for status, printed in world.run(bench_ranks.collectives, [*words, "--out", str(tmp_path)]):
         assert status == 0, printed
     lines = read(tmp_path, "collectives")
     assert {line["op"] for line in lines} == ops
     assert all(float(line["p50_us"]) > 0 for line in lines)
-    assert all({line["backend"] for line in lines if line["op"] == op} == {"crossdock", "nccl"} for op in COLLECTIVES)
-    assert {target["t"] for target in read(tmp_path, "targets")} == {"7"}, "the others are of sizes of their own"
+    assert all({line["backend"] for line in lines if line["op"] == op} >= {"crossdock", "nccl"} for op in COLLECTIVES)
+    assert {line["algorithm"] for line in lines if line["op"] == "matmul_beside_gather"} == {*ORDERS, "sequential"}
+    assert {line["backend"] for line in lines} == {*backends.split(","), "crossdock_staged"}
+    assert {target["t"] for target in read(tmp_path, "targets")} == {"3", "6", "7"}, "others are of sizes of their own"
     assert failures(tmp_path) == []
 
 
@@ -106,3 +113,13 @@ def test_steps_of_fsdp(world: World, gather: str) -> None:
     told = json.loads(printed)
     assert (told["all_gather"], told["ranks"], told["steps"]) == (gather, 2, 3)
     assert len(told["losses_sha256"]) == 64
+
+
+@pytest.mark.parametrize(("last", "ended"), [(6.0, (0, None)), (6.5, (1, 1))])
+def test_steps_of_zero(world: World, last: float, ended: tuple[int, int | None]) -> None:
+    """Losses that differ from DeepSpeed's own are told, and the exit status."""
+    (status, printed), (other, nothing) = world.run(bench_ranks.zero, ["--model", "tiny", "--steps", "2"], last)
+    told = [json.loads(line) for line in printed.splitlines()]
+    assert [line["all_gather"] for line in told] == ["deepspeed", "crossdock"]
+    assert {(status, line["first_other_loss"]) for line in told} == {ended}
+    assert (other, nothing) == (status, "")

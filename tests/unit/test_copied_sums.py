@@ -16,6 +16,7 @@ from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives import copied_sums
 from ep_kernels.collectives.choose import copies_terms, sums_whole
 from ep_kernels.collectives.collective_types import CollectiveCapabilities
+from ep_kernels.collectives.matmul import Factors
 from ep_kernels.collectives.work import Work, in_step
 from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
 from ep_kernels.transports.nvlink.copy_engines.collective_copies import NvlinkTerms
@@ -87,7 +88,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
         each.close()
 
 
-def factors(size: int, rows: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def drawn(size: int, rows: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """x and w of every rank, whose products are exact, so that no GEMM may round them otherwise."""
     generator = torch.Generator().manual_seed(draw_seed())
 
@@ -104,19 +105,23 @@ def by_all(call: Callable[[Rank], Any], ranks: Ranks) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_reduce_scatter(made: Callable[..., Ranks], size: int, dtype: torch.dtype) -> None:
-    """Several in turn over the same slots, in as many pieces as are asked for, or as staging wants."""
+@pytest.mark.parametrize("last", [False, True])
+def test_reduce_scatter(made: Callable[..., Ranks], size: int, dtype: torch.dtype, last: bool) -> None:
+    """Several in turn over the same slots, in as many pieces as are asked for, or as staging wants; of rows or, where
+    ranks divide them, of columns."""
     ranks = made(size)
     for rows, pieces in ((1, 1), (7, 2), (40, 1), (33, 5)):
-        xs, ws = factors(size, size * rows, dtype)
+        xs, ws = drawn(size, size * rows, dtype)
+        ws = [w[:, : COLUMNS // size * size].contiguous() for w in ws]
 
         def call(one: Rank, xs: Any = xs, ws: Any = ws, pieces: int = pieces) -> torch.Tensor:
             rank = one.group.rank
-            return copied_sums.scattered(one.terms, xs[rank], ws[rank], rank, size, pieces, [])
+            return copied_sums.scattered(one.terms, Factors(xs[rank], ws[rank], size, last), rank, pieces, [])
 
-        got, told = by_all(call, ranks), reference.reduce_scatter([x @ w for x, w in zip(xs, ws, strict=True)])
-        for out, want in zip(got, told, strict=True):
-            assert torch.equal(out, want), (rows, pieces)  # type: ignore[arg-type]
+        total = reference.all_reduce([x @ w for x, w in zip(xs, ws, strict=True)])[0]
+        assert total is not None
+        for out, want in zip(by_all(call, ranks), total.chunk(size, dim=int(last)), strict=True):
+            assert torch.equal(out, want), (rows, pieces)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -124,7 +129,7 @@ def test_all_reduce(made: Callable[..., Ranks], size: int) -> None:
     """The last rows are summed by the caller's own all_reduce; others than that are not."""
     ranks = made(size)
     for rows, pieces in ((3, 1), (64, 4), (200, 2), (90, 7)):
-        xs, ws = factors(size, rows, torch.float32)
+        xs, ws = drawn(size, rows, torch.float32)
         products = [x @ w for x, w in zip(xs, ws, strict=True)]
         want, last = reference.all_reduce(products)[0], list[int]()
 
@@ -149,8 +154,8 @@ def test_all_reduce(made: Callable[..., Ranks], size: int) -> None:
 
 def test_a_rank_that_sends_nothing_is_named(made: Callable[..., Ranks]) -> None:
     ranks = made(2, 0.05)
-    alone, (xs, ws) = Rank(ranks, 0), factors(2, 8, torch.float32)
-    copied_sums.scattered(alone.terms, xs[0], ws[0], 0, 2, 1, [])
+    alone, (xs, ws) = Rank(ranks, 0), drawn(2, 8, torch.float32)
+    copied_sums.scattered(alone.terms, Factors(xs[0], ws[0], 2, False), 0, 1, [])
     with pytest.raises(PeerTimeout, match="rank 1") as found:
         alone.raise_fault()
     assert (found.value.op, found.value.phase) == ("reduce_scatter", "credit")
@@ -159,14 +164,14 @@ def test_a_rank_that_sends_nothing_is_named(made: Callable[..., Ranks]) -> None:
 def test_what_was_begun_is_told(made: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing, where the terms lie on another device; two pieces, where memory is used up in the second."""
     ranks, begun = made(2), list[object]()
-    alone, (xs, ws) = Rank(ranks, 0), factors(2, 16, torch.float64)
+    alone, (xs, ws) = Rank(ranks, 0), drawn(2, 16, torch.float64)
     with pytest.raises(ArgumentError, match="x: expected a tensor that is here"):
-        copied_sums.scattered(alone.terms, xs[0], ws[0], 0, 2, 2, begun)
+        copied_sums.scattered(alone.terms, Factors(xs[0], ws[0], 2, False), 0, 2, begun)
     assert (begun, alone.copies.seq) == ([], 0)
     monkeypatch.setattr(torch, "mm", failing(torch.mm, 1))
     broken = list[TransportError]()
     with pytest.raises(MemoryError), in_step(begun, broken.append):
-        copied_sums.scattered(alone.terms, xs[0].float(), ws[0].float(), 0, 2, 2, begun)
+        copied_sums.scattered(alone.terms, Factors(xs[0].float(), ws[0].float(), 2, False), 0, 2, begun)
     assert (len(begun), alone.copies.seq) == (2, 2)
     assert [str(each) for each in broken] == ["a call ended between its operations: MemoryError: no more"]
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ep_kernels.errors import TransportError
+from ep_kernels.collectives import CollectiveConfig
+from ep_kernels.config import MEMORY_HANDLES, MoEConfig
+from ep_kernels.errors import ConfigError, TransportError
 
 pytest.importorskip("cuda.bindings.driver")
 from ep_kernels.transports.nvlink.memory import memory
@@ -37,10 +40,23 @@ def test_the_choice_and_its_reason_are_logged(machine: dict[HandleKind, str], ca
 
 
 def test_a_kind_may_be_asked_for(machine: dict[HandleKind, str]) -> None:
-    assert memory.choose_kind(0, [HandleKind.CUDA_IPC]) == (HandleKind.CUDA_IPC, {})
+    assert memory.choose_kind(0, "cuda_ipc") == (HandleKind.CUDA_IPC, {})
     machine[HandleKind.CUDA_IPC] = "no"
-    with pytest.raises(TransportError, match="no way to share device memory works here: cuda_ipc: no"):
-        memory.choose_kind(0, [HandleKind.CUDA_IPC])
+    with pytest.raises(TransportError, match="memory_handle='cuda_ipc' does not work on device 3: cuda_ipc: no"):
+        memory.choose_kind(3, "cuda_ipc")
+    assert memory.choose_kind(3, "auto")[0] is HandleKind.FABRIC
+
+
+def test_configurations_name_the_kinds_in_their_order() -> None:
+    assert ("auto", *(kind.value for kind in HandleKind)) == MEMORY_HANDLES
+    group = SimpleNamespace(rank=0, size=1, epoch=0, all_gather=lambda *_: [])
+    for make in (
+        lambda **fields: CollectiveConfig(group=group, **fields),
+        lambda **fields: MoEConfig(group=group, num_experts=4, hidden_size=64, topk=2, max_tokens_per_rank=8, **fields),
+    ):
+        assert [make(memory_handle=name).memory_handle for name in MEMORY_HANDLES] == list(MEMORY_HANDLES)
+        with pytest.raises(ConfigError, match=r"memory_handle: expected one of .*, got 'ipc'"):
+            make(memory_handle="ipc")
 
 
 def test_no_kind_at_all_gives_every_reason(machine: dict[HandleKind, str]) -> None:

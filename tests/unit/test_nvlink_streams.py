@@ -225,6 +225,33 @@ def test_kernels_that_cannot_wait_for_each_other_are_not_named(device: Device, h
         launch(device, second, 0 if how == "one stream" else 1, "c")
 
 
+def test_behind_a_rest_the_first_stream_is_the_only_one(device: Device) -> None:
+    """As one on which nothing but the barrier of bring-up ran: what follows on another stream waits for nothing, and is
+    not told of any more."""
+    order = made_order()
+    launch(device, order, 0, "barrier")
+    order.rest()
+    assert launch(device, order, 1, "a").work == ["a"]
+    assert order.event is None
+    launch(device, order, 2, "b")
+    assert order.event is not None
+    order.rest()
+    assert order.event is None
+
+
+def test_the_stream_of_the_launch_before(device: Device) -> None:
+    order = made_order()
+    assert order.here() is None
+    launch(device, order, 1, "a")
+    assert order.here() is None, "the current one is another"
+    with device.stream(device.streams[1]):
+        assert order.here() is device.streams[1]
+    launch(device, order, 0, "b")
+    assert order.here() is device.streams[0]
+    order.rest()
+    assert order.here() is None
+
+
 @pytest.mark.usefixtures("used")
 def test_the_launch_behind_a_rest_is_looked_at(device: Device) -> None:
     first, second = made_with(132), made_with(132)

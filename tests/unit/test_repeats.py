@@ -170,10 +170,13 @@ class Owner:
     epoch = 0
 
     def __init__(self) -> None:
-        self.is_quiet, self.num_captured = True, 0
+        self.is_quiet, self.num_captured, self.told = True, 0, list[tuple[int, int]]()
 
     def undisturbed(self) -> Any:
         return SimpleNamespace(cuda_stream=7, device=torch.device("cpu")) if self.is_quiet else None
+
+    def used(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.told.append((x.data_ptr(), out.data_ptr()))
 
     def untroubled(self) -> int | None:
         return 7 if self.is_quiet else None
@@ -215,8 +218,9 @@ def test_a_planned_kernel_sums_what_it_is_given(monkeypatch: pytest.MonkeyPatch,
     for _ in range(2):
         xs = list(rows(3, n, torch.float32, generator))
         outs = [torch.full((n,), float("nan")) for _ in xs]
-        for (plan, kernel, _), x, out, (call,) in zip(plans, xs, outs, calls, strict=True):
+        for (plan, kernel, owner), x, out, (call,) in zip(plans, xs, outs, calls, strict=True):
             assert plan.begin(x, out, x.data_ptr(), out.data_ptr()) is not None
+            assert owner.told.pop() == (x.data_ptr(), out.data_ptr()), "for streams of other launches"
             assert kernel.library.started.pop() == (ctypes.addressof(kernel.prepared()), 7, ctypes.addressof(call.args))
         loop.run(calls)
         loop.check()
@@ -228,12 +232,13 @@ def test_a_planned_kernel_sums_what_it_is_given(monkeypatch: pytest.MonkeyPatch,
     assert plan.begin(xs[0], outs[0], 1, 2) is not None
     assert owner.num_captured == 1
     library.started.clear()
+    owner.told.clear()
     library.answer = DISTURBED
     assert plan.begin(xs[0], outs[0], 1, 2) is None
     owner.is_quiet = False
     library.answer = 0
     assert plan.begin(xs[0], outs[0], 1, 2) is None
-    assert library.started == []
+    assert (library.started, owner.told) == ([], [])
 
 
 def test_a_planned_copy_keeps_memory_and_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

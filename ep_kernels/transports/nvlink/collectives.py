@@ -136,8 +136,8 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
             copies.flag_row(self._engine.map, "SHARD", size), self._engine.copy_word, 0, 0, 0,
             copies.flag_row(self._engine.map, "HALF", size),
         )  # fmt: skip
-        # Copy engines, with a stream and a thread of their own.
-        self._copy_stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        # Copy engines, with a thread of their own and a stream, whose staging by a kernel waits for no product's tiles.
+        self._copy_stream: torch.cuda.Stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         flags = copies.FlagMemory(size, base + ready, self._tables.aborted.data_ptr())
         self._copies = copies.CopyEngines(
             places, self._tables.host, self.config.timeout_s, self._copy_stream.cuda_stream, launch.load(), flags,
@@ -207,7 +207,12 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
 
     def undisturbed(self) -> torch.cuda.Stream | None:
         """See `collective_repeat.PlanOwner`."""
-        return None if self.untroubled() is None else self._streams.alone_on()
+        return None if self.untroubled() is None else self._streams.here()
+
+    def used(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """See `collective_repeat.PlanOwner`."""
+        if self._streams.event is not None:
+            self._streams.leave((x, out))
 
     def untroubled(self) -> int | None:
         """See `collective_repeat.PlanOwner`."""

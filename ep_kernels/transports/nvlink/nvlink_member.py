@@ -47,7 +47,7 @@ class NvlinkMember(MemberTransport):
     `_enter_device`.
 
     Args:
-        config: has `group`, `timeout_s` and `kernel_cache_dir`.
+        config: has `group`, `timeout_s`, `memory_handle` and `kernel_cache_dir`.
         abi: what all ranks must have in common.
     """
 
@@ -113,8 +113,10 @@ class NvlinkMember(MemberTransport):
 
     def _allocate(self, num_bytes: int, blank: Sequence[tuple[int, int]], cure: str) -> bytes:
         """The region with bytes [begin, end) of each `blank` zero; the ticket."""
-        network = getattr(self.config, "network", None)  # collectives have none
-        self._domain = Domain(self.config.group, self.config.timeout_s, self._abi, self._tables.host, network)
+        config, network = self.config, getattr(self.config, "network", None)  # collectives have none
+        self._domain = Domain(
+            config.group, config.timeout_s, self._abi, self._tables.host, network, config.memory_handle
+        )
         boxes = None if self._remote is None else self._remote.ticket()
         ticket = self._domain.allocate(num_bytes, self._device, cure, boxes)
         for begin, end in blank:

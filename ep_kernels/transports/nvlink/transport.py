@@ -66,7 +66,7 @@ class NvlinkTransport(NvlinkMember, Transport):
         # The device, and whether rows go to other hosts.
         num_sms = self._enter_device([self.config.resolved_dispatch_sms, self.config.resolved_combine_sms])
         block_bytes = driver.block_bytes(self._device.index) - plan.STATIC_BYTES
-        network, boxed = self.config.network, needs_boxes(self.config.network, self._device)
+        network, boxed = self.config.network, needs_boxes(self.config.network, self._device, self.config.memory_handle)
         if boxed:
             remote.check(self.config)
         # Sizes, records and tables.

@@ -29,6 +29,7 @@ from crossdock.common.small_files import parse_yaml, read_small
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 GroupName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:/-]{1,128}\Z")]
+MemoryHandle = Literal["auto", "fabric", "posix_fd", "cuda_ipc"]
 DEFAULT_GROUP = "default"
 DEFAULT_WORLD = 4
 """Ranks of a group whose size is not configured."""
@@ -184,6 +185,8 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """Folder name under `ep_kernels/transports`: cpu, or nvlink for GPUs."""
     network: WorkerNetworkConfig | None = None
     """How ranks of other hosts are reached. Null: the group is one host."""
+    memory_handle: MemoryHandle = "auto"
+    """GPUs: how peers map a rank's memory: auto (the first that works), fabric, posix_fd or cuda_ipc alone."""
     kernel_cache_dir: str = ""
     """GPUs: folder for kernels compiled at first use. Empty: `.cache/crossdock/kernels` in the user's home."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
@@ -305,6 +308,8 @@ class FrameworkConfig(_Config, frozen=True, kw_only=True):
     """How ranks reach those of other hosts; a fixed port counts up by rank. Null: the group is one host."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 100.0
     """Deadline of every wait for a peer. As long as DeepEP's, since engines compile and capture at different speeds."""
+    memory_handle: MemoryHandle = "auto"
+    """GPUs: how peers map a rank's memory: auto (the first that works), fabric, posix_fd or cuda_ipc alone."""
     kernel_cache_dir: str = ""
     """Folder for compiled kernels and what `crossdock tune` measured. Empty: `.cache/crossdock/kernels` at home."""
     exit_on_fault: bool = True

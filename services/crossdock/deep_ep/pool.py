@@ -132,8 +132,9 @@ class Pool:
         settings = self._settings
         return MoEConfig(
             group=self.group, transport=settings.transport or of_device(like.device.type).name,
-            timeout_s=settings.timeout_s, kernel_cache_dir=settings.kernel_cache_dir or None,
-            max_in_flight=IN_FLIGHT, network=self._network_of(like.device), **fields,
+            timeout_s=settings.timeout_s, memory_handle=settings.memory_handle,
+            kernel_cache_dir=settings.kernel_cache_dir or None, max_in_flight=IN_FLIGHT,
+            network=self._network_of(like.device), **fields,
         )  # fmt: skip
 
     def _free(self) -> list[int]:

@@ -91,12 +91,9 @@ class StreamOrder:
             self._change(torch.cuda.current_stream(self._device))
         return handle
 
-    def alone_on(self) -> torch.cuda.Stream | None:
-        """The current stream, where every launch so far has been on it: the next one needs neither `enter` nor `leave`.
-        None elsewhere."""
-        if self.event is not None or torch._C._cuda_getCurrentRawStream(self._device.index) != self._handle:
-            return None
-        return self._last
+    def here(self) -> torch.cuda.Stream | None:
+        """The current stream, where the launch before was on it: the next one needs no `enter`. None elsewhere."""
+        return self._last if torch._C._cuda_getCurrentRawStream(self._device.index) == self._handle else None
 
     def _change(self, stream: torch.cuda.Stream) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -115,8 +112,10 @@ class StreamOrder:
         self.current.value = self._handle
 
     def rest(self) -> None:
-        """The host has waited for the last launch. The next one, on whatever stream, is looked at closely."""
+        """The host has waited for the last launch. The next one, on whatever stream, is looked at closely, and waits
+        for none before."""
         self._handle = self.current.value = _NO_STREAM
+        self._last = self.event = None
         if self._num_blocks:
             forget_use(self, self._device.index)
 

@@ -1,9 +1,9 @@
 """An operation like an earlier one: its records are filled but for two addresses, and one call launches it.
 
 A plan is valid for arguments of the same shape, dtype, registered offset and options, and only as long as
-the same ranks take part. A plan begins nothing where there may be something to tell, where launches of kernels have
-been on several streams, or, for copy engines, under graph capture: it says None, and the operation takes the long way,
-which sees to all of that.
+the same ranks take part. A plan begins nothing where there may be something to tell, where the kernel before was on
+another stream, or, for copy engines, under graph capture: it says None, and the operation takes the long way, which
+sees to all of that.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ class PlanOwner(WorkOwner, Protocol):
 
     def undisturbed(self) -> torch.cuda.Stream | None:
         """The current stream, where a kernel may begin on it as far as Python knows; else None."""
+
+    def used(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """A kernel that uses these was launched on it."""
 
     def untroubled(self) -> int | None:
         """The current CUstream, where copies may begin behind it, whatever others are behind; else None."""
@@ -73,6 +76,7 @@ class KernelPlan:
                 return None
             launch.raise_refused(launch.LAUNCH, status, self._library)
             self._owner.note_capture()
+        self._owner.used(x, out)
         return KernelWork(self._owner, stream, self._ranks, self._epoch)
 
 

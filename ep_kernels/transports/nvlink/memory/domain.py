@@ -83,14 +83,14 @@ class PeerWatch:
         self._watched, self._end, self._ending = {}, -1, -1
 
 
-def needs_boxes(network: NetworkConfig | None, device: torch.device) -> bool:
-    """Whether what goes to ranks of other hosts takes the network, since this GPU's memory cannot be mapped there.
-    Logs why."""
+def needs_boxes(network: NetworkConfig | None, device: torch.device, handle: str) -> bool:
+    """Whether what goes to ranks of other hosts takes the network, since this GPU's memory cannot be mapped there by
+    the `memory_handle` of the configuration. Logs why."""
     from ep_kernels.transports.nvlink.memory import memory
 
     if network is None:
         return False
-    kind, _ = memory.choose_kind(device.index)
+    kind, _ = memory.choose_kind(device.index, handle)
     needs = kind.value not in SPAN_HOSTS
     _log.info("nvlink: rows to ranks of other hosts go %s", "over the network" if needs else "over the NVLink fabric")
     return needs
@@ -113,6 +113,7 @@ class Domain:
         abi: what all ranks must have in common.
         host: this rank's page of host memory, which knows who is dead.
         network: by which ranks of other hosts are reached; None: all are of this host.
+        handle: `memory_handle` of the configuration.
     """
 
     region: Any
@@ -120,9 +121,15 @@ class Domain:
     watch: PeerWatch
 
     def __init__(
-        self, group: Group, timeout_s: float, abi: str, host: HostPage, network: NetworkConfig | None = None
+        self,
+        group: Group,
+        timeout_s: float,
+        abi: str,
+        host: HostPage,
+        network: NetworkConfig | None = None,
+        handle: str = "auto",
     ) -> None:
-        self._group, self._timeout_s, self._abi, self._host = group, timeout_s, abi, host
+        self._group, self._timeout_s, self._abi, self._host, self._handle = group, timeout_s, abi, host, handle
         self._network, self._own = network, (network.domain if network else "") or ticket.own_host()
         self._open: list[Any] = []  # what close() closes, in order of creation
         self.mappings: list[Any] = []
@@ -145,7 +152,7 @@ class Domain:
 
         self._device = device
         memory.free_returned()
-        kind, _ = memory.choose_kind(device.index)
+        kind, _ = memory.choose_kind(device.index, self._handle)
         self.region = memory.allocate(kind, num_bytes, device.index, cure)
         self._open.append(self.region)
         self.mailbox = mailbox.Mailbox(self._group.rank, self._host.is_gone)

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -291,13 +291,12 @@ def _open_elsewhere(token: bytes, device: int) -> None:
 _probed = functools.cache(probe)
 
 
-def choose_kind(
-    device: int, kinds: Sequence[HandleKind] = tuple(HandleKind)
-) -> tuple[HandleKind, dict[HandleKind, str]]:
-    """The first of `kinds` that works on this device, and why each before it does not; logs both. A device is probed
-    once. Raises TransportError if none works."""
+def choose_kind(device: int, handle: str = "auto") -> tuple[HandleKind, dict[HandleKind, str]]:
+    """The first kind that works on this device, of all or of the one that the configuration names (`memory_handle`),
+    and why each before it does not; logs both. A device is probed once. Raises TransportError if none works, with every
+    reason."""
     refused: dict[HandleKind, str] = {}
-    for kind in kinds:
+    for kind in HandleKind if handle == "auto" else (HandleKind(handle),):
         reason = _probed(kind, device)
         if not reason:
             words = "; ".join(f"{k.value}: {why}" for k, why in refused.items()) or "nothing"
@@ -305,4 +304,6 @@ def choose_kind(
             return kind, refused
         refused[kind] = reason
     words = "; ".join(f"{k.value}: {why}" for k, why in refused.items())
+    if handle != "auto":
+        raise TransportError(f"nvlink: memory_handle={handle!r} does not work on device {device}: {words}")
     raise TransportError(f"nvlink: no way to share device memory works here: {words}")

@@ -311,6 +311,7 @@ class Model:
             timeout_s=self._config.step_timeout_s,
             transport=self._config.transport,
             network=self._network,
+            memory_handle=self._config.memory_handle,
             kernel_cache_dir=self._config.kernel_cache_dir or None,
             **fields,
         )

@@ -1,0 +1,211 @@
+"""Steps of a model whose parameters DeepSpeed's ZeRO-3 shards, by who gathers them: DeepSpeed itself, or ours.
+
+    torchrun --nproc-per-node 2 -m benchmarks.gpu.zero --steps 100                    (needs the package deepspeed)
+    torchrun --nproc-per-node 2 -m benchmarks.gpu.zero --steps 100 --all-gather crossdock       (one of them alone)
+
+Both take turns in one model of random weights and tokens, for a few steps each; then a model of the same seed is
+trained by DeepSpeed alone, as many steps. A gather moves bytes, so all losses must be equal bit by bit; where one is
+not, the exit status is 1. Kernels are deterministic, for which GPUs want CUBLAS_WORKSPACE_CONFIG=:4096:8. On CPUs it
+runs over gloo and the `cpu` transport, without times. Prints a line of JSON for each, from rank 0: median and 99th
+percentile of a step (slowest rank, ms), peak memory with what was registered (largest rank, GiB), first and last loss,
+and a hash over the bits of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import gc
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.fsdp import DEADLINE_S, SETTLE, Trained, line_of, local_rank, make_deterministic
+from benchmarks.gpu.fsdp_model import SIZES, VOCABULARY, Model, Size
+from ep_kernels.collectives import CollectiveConfig, Collectives
+from ep_kernels.collectives.zero import ZeroGathers
+from ep_kernels.groups import TorchGroup
+from ep_kernels.transports.collective_base import bytes_before_pool
+
+GATHERS = ("deepspeed", "crossdock")
+TURNS, LEARNING_RATE = 3, 1e-4
+STAGING_BYTES = 32 << 20
+"""Of a shard that is under way: larger ones travel in rounds."""
+
+
+def config_of(size: Size, on_gpu: bool) -> dict[str, Any]:
+    """DeepSpeed's: its defaults for ZeRO-3, bf16 on GPUs. Parameters of the tiny model are sharded, too."""
+    zero: dict[str, Any] = {"stage": 3}
+    if size == SIZES["tiny"]:
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 4096}
+    return {
+        "train_micro_batch_size_per_gpu": size.batch, "zero_optimization": zero, "bf16": {"enabled": on_gpu},
+        "zero_allow_untested_optimizer": True, "steps_per_print": 1 << 30,
+    }  # fmt: skip
+
+
+class Training:
+    """A new model and its steps; collective over the world.
+
+    Attributes:
+        losses: of each step, on this rank.
+    """
+
+    def __init__(self, size: Size, seed: int, device: torch.device) -> None:
+        import deepspeed
+
+        make_deterministic()
+        self._size, self._device, self._on_gpu = size, device, device.type == "cuda"
+        torch.manual_seed(seed)
+        with torch.device(device):
+            model = Model(size)
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.02 if "embed" in name else parameter.shape[0] ** -0.5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        made = deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(size, self._on_gpu))
+        self._engine: Any = made[0]
+        self._tokens = torch.Generator().manual_seed(seed * 64 + dist.get_rank())
+        self.losses: list[torch.Tensor] = []
+
+    def steps(self, count: int) -> list[float]:
+        """Milliseconds of each on the slowest rank; 0 on CPUs. Waits for the device."""
+        marks = [self._step() for _ in range(count)] + [self._mark()]
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        took = [a.elapsed_time(b) if a is not None else 0.0 for a, b in itertools.pairwise(marks)]
+        slowest = torch.tensor(took, dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.tolist()
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return None
+        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        mark.record()
+        return mark
+
+    def _step(self) -> Any:
+        shape = self._size.batch, self._size.sequence + 1
+        batch = torch.randint(VOCABULARY, shape, generator=self._tokens).to(self._device)
+        mark = self._mark()
+        loss = self._engine(batch)
+        self._engine.backward(loss)
+        self._engine.step()
+        self.losses.append(loss.detach())
+        return mark
+
+    def all_losses(self) -> list[float]:
+        """Summed over ranks."""
+        everyone = torch.stack(self.losses).double()
+        dist.all_reduce(everyone)
+        return everyone.tolist()
+
+    def close(self) -> None:
+        """Give the model's memory back."""
+        self._engine.destroy()
+        del self._engine
+        gc.collect()
+
+
+class Ours:
+    """Our collectives over the world, and the bytes that they hold."""
+
+    def __init__(self) -> None:
+        transport = "nvlink" if torch.cuda.is_available() else "cpu"
+        config = CollectiveConfig(group=TorchGroup(), transport=transport, pool_bytes=0, staging_bytes=STAGING_BYTES)
+        self.coll = Collectives(config)
+        self.num_bytes = bytes_before_pool(config)
+
+    @contextlib.contextmanager
+    def gathering(self, name: str) -> Iterator[None]:
+        """`name` of GATHERS serves DeepSpeed meanwhile."""
+        import deepspeed
+
+        with ZeroGathers(self.coll, deepspeed) if name == "crossdock" else contextlib.nullcontext():
+            yield
+
+
+def _peak_gib(apart: int, device: torch.device) -> float:
+    """Of the largest rank since the last look, with bytes that are not torch's."""
+    if device.type != "cuda":
+        return 0.0
+    memory = torch.tensor([(torch.cuda.max_memory_allocated() + apart) / 2**30], dtype=torch.float64, device=device)
+    torch.cuda.reset_peak_memory_stats()
+    dist.all_reduce(memory, dist.ReduceOp.MAX)
+    return float(memory)
+
+
+def in_turns(names: Sequence[str], size: Size, steps: int, seed: int, device: torch.device) -> dict[str, Trained]:
+    """A new model, whose parameters each of `names` gathers in turn, in all about `steps` steps."""
+    ours, training = Ours(), Training(size, seed, device)
+    each = max(1, steps // (TURNS * len(names)) - SETTLE)
+    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
+    for name in [*names] * TURNS:
+        with ours.gathering(name):
+            training.steps(SETTLE)
+            _peak_gib(0, device)
+            ms, peaks = taken[name]
+            ms += training.steps(each)
+            peaks.append(_peak_gib(ours.num_bytes if name == "crossdock" else 0, device))
+    losses = training.all_losses()
+    training.close()
+    ours.coll.close()
+    return {name: Trained(ms, max(peaks), losses) for name, (ms, peaks) in taken.items()}
+
+
+def alone(size: Size, steps: int, seed: int, device: torch.device) -> list[float]:
+    """Losses of a model that DeepSpeed alone serves."""
+    training = Training(size, seed, device)
+    training.steps(steps)
+    losses = training.all_losses()
+    training.close()
+    return losses
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, compare, print; 1 where losses differ."""
+    import deepspeed
+
+    options = _parse(arguments)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank()) if on_gpu else torch.device("cpu")
+    timeout = datetime.timedelta(seconds=DEADLINE_S)
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timeout)
+    deepspeed.init_distributed("nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
+    size = SIZES[options.model]
+    size = dataclasses.replace(size, batch=options.batch or size.batch)
+    names = (options.all_gather,) if options.all_gather else GATHERS
+    found = in_turns(names, size, options.steps, options.seed, device)
+    losses = next(iter(found.values())).losses
+    want = alone(size, len(losses), options.seed, device)
+    other = next((i for i, pair in enumerate(zip(losses, want, strict=True)) if pair[0] != pair[1]), None)
+    if dist.get_rank() == 0:
+        for name, trained in found.items():
+            line = line_of(name, options.model, size, trained)
+            print(json.dumps(line | {"first_other_loss": other, "deepspeed": deepspeed.__version__}), flush=True)
+    dist.destroy_process_group()
+    return 0 if other is None else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.zero", description=__doc__)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--all-gather", choices=GATHERS, help="one of them alone; without it both take turns")
+    parser.add_argument("--model", choices=sorted(SIZES), default="dense")
+    parser.add_argument("--batch", type=int, help="sequences per rank")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO-3 with our all-gathers."""
