@@ -225,18 +225,24 @@ def test_kernels_that_cannot_wait_for_each_other_are_not_named(device: Device, h
         launch(device, second, 0 if how == "one stream" else 1, "c")
 
 
-def test_behind_a_rest_the_first_stream_is_the_only_one(device: Device) -> None:
-    """As one on which nothing but the barrier of bring-up ran: what follows on another stream waits for nothing, and is
-    not told of any more."""
+def test_behind_a_rest_of_barriers_the_next_stream_is_the_only_one(device: Device) -> None:
+    """The barrier of bring-up ran on torch's default stream: the next one waits for nothing, and may stay alone."""
     order = made_order()
     launch(device, order, 0, "barrier")
     order.rest()
     assert launch(device, order, 1, "a").work == ["a"]
     assert order.event is None
-    launch(device, order, 2, "b")
-    assert order.event is not None
+
+
+def test_behind_a_rest_memory_of_handles_is_still_kept(device: Device) -> None:
+    """A dispatch on one stream, a barrier, then its combine on another: the handle may be dropped at once."""
+    order = made_order()
+    with device.stream(device.streams[0]):
+        order.enter()
+        order.leave([tensor()])
     order.rest()
-    assert order.event is None
+    launch(device, order, 1, "combine")
+    assert order.event is not None
 
 
 def test_the_stream_of_the_launch_before(device: Device) -> None:

@@ -79,6 +79,7 @@ class StreamOrder:
         self._handle = _NO_STREAM  # of `_last`
         self._last: torch.cuda.Stream | None = None
         self._captured: torch.cuda.Stream | None = None
+        self._has_kept = False
         self.current = ctypes.c_int64(_NO_STREAM)
         """The handle of the stream on which the next launch needs no `enter`; -1: none."""
         self.event: torch.cuda.Event | None = None
@@ -112,15 +113,17 @@ class StreamOrder:
         self.current.value = self._handle
 
     def rest(self) -> None:
-        """The host has waited for the last launch. The next one, on whatever stream, is looked at closely, and waits
-        for none before."""
+        """The host has waited for the last launch. The next one, on whatever stream, is looked at closely. While only
+        barriers have run, as at bring-up, it is the first: no handle has memory of another stream."""
         self._handle = self.current.value = _NO_STREAM
-        self._last = self.event = None
+        if not self._has_kept:
+            self._last = self.event = None
         if self._num_blocks:
             forget_use(self, self._device.index)
 
     def leave(self, kept: Any) -> None:
         """A kernel that uses the tensors in `kept` was launched on the stream that `enter` gave."""
+        self._has_kept = self._has_kept or bool(kept)
         if self.event is None or self._last is None or torch.cuda.is_current_stream_capturing():
             return
         self.event.record(self._last)
