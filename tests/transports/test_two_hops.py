@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,7 @@ PAYLOADS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp32 partials": {"output_dtype": torch.float32},
     "fp8 combine": {"combine_dtype": FP8},
+    "fp8 combine of fp32": {"dtype": torch.float32, "combine_dtype": FP8},
     "fp8 both ways": {"quantize": True, "combine_dtype": FP8},
     "bytes with scales": {"dtype": torch.uint8, "scale_columns": 9, "scale_dtype": torch.uint8},
     "exact": {"exact_combine": True},
@@ -63,12 +65,14 @@ def test_payloads(world: Worlds, mode: Mode, payload: str) -> None:
     world(4).run(run_cases, FIRST, steps, overrides)
 
 
-@pytest.mark.parametrize("over", [HALVES, "cpu-shuffle-first"])
+@pytest.mark.parametrize("over", [HALVES, FIRST])
 def test_eight_ranks_and_replicas(world: Worlds, over: str) -> None:
+    """Partials in fp32, so that another order of the four of a host is another sum."""
     tokens = (3, 0, 5, 1, 2, 8, 4, 6)
     placed = replicated(8, 20, 12, draw_seed())
     steps = [RoutingCase(20, 8, 2064, tokens, kind, draw_seed(), placed, 8) for kind in ("uniform", "zipf", "k_hot")]
-    world(8).run(run_cases, over, steps, {"mode": Mode.HT, "layout": Layout.GROUPED, **TWO_HOPS})
+    overrides = {"mode": Mode.HT, "layout": Layout.GROUPED, "output_dtype": torch.float32, **TWO_HOPS}
+    world(8).run(run_cases, over, steps, overrides)
 
 
 @pytest.mark.parametrize("payload", ["bf16", "fp8 combine"])
@@ -255,6 +259,38 @@ def collector_sleeps(rank: int, size: int, store: Any, transport: str, case: Rou
             comm.barrier()
         meet(store, rank, size, "gone on")
     return said
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_late_rank_is_shown_and_not_its_collector(world: Worlds, slow: int) -> None:
+    """Ranks 0 and 1 collect for 2 and 3, so rows of both are late when one of them is."""
+    case = silent_case(4, draw_seed())
+    shown = [world(4).run(late_to_combine, TCP, case, slow) for _ in range(3)]
+    for rank in (2, 3):
+        waits = min((found[rank] for found in shown), key=lambda waits: waits[1 - slow])
+        assert waits[slow] > LATE_S / 2
+        assert waits[1 - slow] < LATE_S / 4
+    assert max(found[1 - slow][slow] for found in shown) > LATE_S / 2, "its collector sees it, too"
+
+
+LATE_S = 0.4
+
+
+def late_to_combine(rank: int, size: int, store: Any, transport: str, case: RoutingCase, slow: int) -> list[float]:
+    """Seconds that this rank's combine has waited for each."""
+
+    def story(comm: Any, of: RoutingCase) -> list[float]:
+        request, inputs = start(comm, of)
+        out, handle = request.wait()
+        expected = check_dispatch(comm, inputs, out)
+        comm.barrier()
+        comm.samples()
+        if rank == slow:
+            time.sleep(LATE_S)
+        check_combine(comm, expected, out, handle)
+        return [ns / 1e9 for ns in faults.next_sample(comm).peer_wait_ns]
+
+    return run_story(rank, size, store, transport, story, case, TWO_HOPS)  # type: ignore[no-any-return]
 
 
 def test_a_dead_rail_is_named_not_the_source() -> None:

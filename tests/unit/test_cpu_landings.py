@@ -40,7 +40,7 @@ HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32
 ARRIVED = 0
 SEQ_BITS = 18
 """Of the number in an immediate (native/remote.hpp)."""
-HEAD = struct.Struct("=qQQiiii17i")
+HEAD = struct.Struct("=qqQQiiii17i")
 """`cd::SlotMeta` as far as the parts for the host of rank 0."""
 HEAD_BYTES = 4416
 """Of all of it."""
@@ -107,7 +107,7 @@ class Receiver:
     ) -> None:
         """Of a dispatch (0) or combine (1), which says so many other messages, and of rows in its first chunk."""
         slot, at = self.slot(op, seq)
-        self.write(at, HEAD.pack(0, seq, origin, tokens, 0, 0, mode, others, rows, *[0] * 15))
+        self.write(at, HEAD.pack(0, 0, seq, origin, tokens, 0, 0, mode, others, rows, *[0] * 15))
         self.comes((DISPATCH_HEAD, COMBINE_HEAD)[op], slot, seq)
 
     def comes_places(self, op: int, seq: int, places: list[int]) -> None:
@@ -225,7 +225,7 @@ def test_numbers_after_an_agreement_are_those_of_the_largest(make: Make, ahead: 
     assert receiver.lib.cd_barrier(receiver.pointer) == native.OK
     assert receiver.transport.exchange([0] * 8)[1] is not None
     slot, at = receiver.slot(0, dispatch)
-    assert struct.unpack_from("=Q", receiver.mirror, at + 8)[0] == dispatch
+    assert struct.unpack_from("=Q", receiver.mirror, at + 16)[0] == dispatch
     assert receiver.word(PUBLISHED_AT + 64 * slot) == dispatch
     receiver.comes_head(0, dispatch, origin=dispatch)
     receiver.dispatch()

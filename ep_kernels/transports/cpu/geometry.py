@@ -10,8 +10,9 @@ from ep_kernels.types import CombineOrder, Layout
 
 MAX_ROWS = 2**31 - 1
 """Places of rows are int32."""
-TWO_HOP_BYTES = 0
-"""Partials of a rank from which on it pays that its host's ranks add them first."""
+TWO_HOP_BYTES = 256 << 10
+"""Bytes of one rank's tokens, as partials, from which on a combine goes by collectors: fewer return sooner by one hop,
+which wakes nobody else (docs/lab/network-speed.md)."""
 _NS = 1_000_000_000
 _ROUTING_BYTES = 8
 """Bytes for each chosen expert of a row: its place and its weight."""

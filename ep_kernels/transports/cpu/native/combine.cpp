@@ -249,12 +249,24 @@ class SourceSums {
   Adder adder_{c_, op_, from_, wrong_};
 };
 
+// From when a wait for rank r is its own doing. In two hops a collector waits for the ranks of its host: from when all
+// those had come.
+int64_t begin_of(const Comm& c, const CombineOp& op, int r, int slot, int64_t receive_ns) {
+  int64_t begin = receive_ns;
+  if (c.is_here(r) || !has_two_hops(c, op.routing)) return begin;
+  for (uint64_t left = c.ranks_of[c.host[r]] & ~(1ull << r); left; left &= left - 1) {
+    begin = std::max(begin, c.peer[__builtin_ctzll(left)].combine_meta(slot)->arrived_ns);
+  }
+  return begin;
+}
+
 void record(Comm& c, const CombineOp& op, int slot, int64_t receive_ns) {
   Sample sample{int32_t(Op::combine), op.routing.mode,  op.routing.tokens, c.g.ranks, op.seq,
                 op.clock.start_ns,    op.clock.send_ns, op.clock.send_ns + now_ns() - receive_ns, {}};
   for (uint64_t left = c.peers(); left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
-    sample.peer_wait_ns[r] = std::max<int64_t>(0, c.peer[r].combine_meta(slot)->published_ns - receive_ns);
+    const int64_t wait_ns = c.peer[r].combine_meta(slot)->published_ns - begin_of(c, op, r, slot, receive_ns);
+    sample.peer_wait_ns[r] = std::max<int64_t>(0, wait_ns);
   }
   c.samples.push(sample);
 }

@@ -96,6 +96,7 @@ constexpr Span chunk_of(int64_t tokens, int64_t row_bytes, int i) {
 // Head of a dispatch or combine slot; valid once the slot's `published` word carries its sequence number.
 struct alignas(64) SlotMeta {
   int64_t published_ns;  // CLOCK_MONOTONIC of the reader's host; in a mirror: when the last byte came
+  int64_t arrived_ns;    // the same, in a mirror: when all but the rows had come
   uint64_t seq;          // as `published`
   uint64_t origin;       // sequence number of the dispatch that made the routing: equal on all ranks
   int32_t tokens;        // dispatch: T of the owner

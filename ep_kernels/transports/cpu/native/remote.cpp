@@ -177,7 +177,9 @@ News slot_came(Comm& c, Op op, int rank, Imm kind, int slot, int chunk, uint32_t
   for (int i = 0; i < kChunks; ++i) here |= uint64_t(l->parts.rows[i] == all.rows[i]) << i;
   Word& word = out ? words.dispatch_arrived[slot] : words.combine_arrived[slot];
   const uint64_t now = meta.seq << kChunks | here;
-  if (now <= word.v.load(std::memory_order_relaxed)) return News::none;
+  const uint64_t before = word.v.load(std::memory_order_relaxed);
+  if (now <= before) return News::none;
+  if (before >> kChunks != meta.seq) meta.arrived_ns = now_ns();
   grow(word, now);
   if (here == kAllChunks) {
     meta.published_ns = now_ns();
