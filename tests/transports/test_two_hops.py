@@ -14,10 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ep_kernels import ConfigError, MoECommunicator
 from ep_kernels.routing import Route, route
+from ep_kernels.transports.cpu.geometry import two_hop_tokens
 from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
 from ep_kernels.types import CombineOrder, Layout, Mode, Overflow
 from tests.cases import RoutingCase, cases, draw_seed, replicated, routing_cases
+from tests.groups import LonelyGroup
 from tests.transports import calls, faults, gradients, sleepers
 from tests.transports.faults import SLACK_S, lose, meet, silent_case
 from tests.transports.steps import (
@@ -187,6 +190,33 @@ def row_bytes(comm: Any) -> int:
     counts = (Sent * len(SENT_KINDS))()
     comm._transport.lib.cd_sent(comm._transport.comm.pointer, counts)
     return int(counts[SENT_KINDS.index("rows")].bytes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "least"),
+    [({}, 1024), ({"hidden_size": 7168}, 19), ({"two_hop_tokens": 7}, 7), ({"combine_dtype": FP8}, 1986)],
+)
+def test_where_two_hops_begin(fields: dict[str, Any], least: int) -> None:
+    """From 256 KiB of one rank's partials on, or as it is said."""
+    case = RoutingCase(4, 2, 128, (1, 1))
+    assert two_hop_tokens(case.config(LonelyGroup(0, 2), combine_order=CombineOrder.DOMAIN, **fields)) == least
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "few", 1 << 31])
+def test_a_number_of_tokens_that_is_none(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="two_hop_tokens"):
+        RoutingCase(4, 2, 128, (1, 1)).config(LonelyGroup(0, 2), two_hop_tokens=wrong)
+
+
+def test_ranks_agree_where_two_hops_begin(world: Worlds) -> None:
+    said = world(2).run(begins_by_rank, TCP, RoutingCase(4, 2, 128, (1, 1)))
+    assert all("two_hop_tokens" in words for words in said)
+
+
+def begins_by_rank(rank: int, size: int, store: Any, transport: str, case: RoutingCase) -> str:
+    with pytest.raises(ConfigError) as error:
+        MoECommunicator(Place(rank, size, store, transport).config(case, **{**TWO_HOPS, "two_hop_tokens": rank}))
+    return str(error.value)
 
 
 # Faults.

@@ -155,7 +155,7 @@ Status finish_collecting(Comm& c, CombineOp& op, int slot) {
 }
 
 Status Comm::progress() {
-  for (int slot = 0; slot < g.in_flight; ++slot) {
+  for (int slot = 0; g.by_domain && slot < g.in_flight; ++slot) {
     CombineOp* op = collecting[slot];
     if (!op) continue;
     if (const uint32_t among = ready(*this, *op, slot)) return forward(*this, *op, slot, among);
