@@ -332,6 +332,30 @@ def test_a_dead_rail_is_named_not_the_source() -> None:
     assert loss.waited_s < SLACK_S
 
 
+def test_a_rail_that_stands_still_is_named_not_the_source(world: Worlds) -> None:
+    """Rank 3 gets rank 1's rows for rank 2, which waits for both."""
+    assert world(4).run(rail_stops, TCP, silent_case(4, draw_seed()))[:3] == [3, 3, 3]
+
+
+def rail_stops(rank: int, size: int, store: Any, transport: str, case: RoutingCase) -> int:
+    place, named = Place(rank, size, store, transport), -1
+    with place.communicator(case, timeout_s=faults.PATIENCE_S) as comm:
+        check_step(comm, case)
+        meet(store, rank, size, "begun")
+        if rank == 3:
+            store.set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            store.wait(["stopped"])
+            named = lose(lambda: check_step(comm, case)).peer
+            sleepers.meet_others(store, (rank + 1) % size, size, "seen")
+        if rank == 0:
+            os.kill(int(store.get("stopped")), signal.SIGCONT)
+        meet(store, rank, size, "over")
+        comm.abort("the story has ended")
+    return named
+
+
 def rail_dies(rank: int, size: int, store: Any, transport: str, case: RoutingCase) -> Any:
     place, seen = Place(rank, size, store, transport), None
     with place.communicator(case, timeout_s=60.0) as comm:

@@ -199,8 +199,8 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """Sums over hosts. rank: the same bits wherever ranks run; domain: each host's own first, so that one row per token
     returns of a host. Equal on all workers."""
     two_hop_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Of `combine_order: domain`: a step in which a rank brings at least so many tokens returns that one row, a smaller
-    one a row per rank, which is a hop less and the same bits. Equal on all workers. Null: from 256 KiB of rows on."""
+    """`combine_order: domain`: from so many tokens of a rank on a step returns that one row, below it a row per rank, a
+    hop less and the same bits. Equal on all workers. Null: from 256 KiB of rows on."""
     max_tokens_per_step: Count = 512
     """M: larger requests are split. Sizes the regions (R * M rows per buffer) and bounds a step's latency."""
     ll_max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None

@@ -288,7 +288,11 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
       }
     }
     if (spins(now - waiting.began, want.op <= Op::combine ? step_spin_ns : meet_spin_ns)) continue;
-    if (now - waiting.started >= timeout_ns) return fail(want, silent, seen(silent), Why::silent, waiting.started);
+    if (now - waiting.started >= timeout_ns) {
+      // Of a rank that carries what others send, and is silent itself, before those others.
+      if (const uint64_t carriers = carriers_of(waiting.missing) & waiting.missing) silent = __builtin_ctzll(carriers);
+      return fail(want, silent, seen(silent), Why::silent, waiting.started);
+    }
     if (now - waiting.looked >= kSliceNs) {
       waiting.looked = now;
       if (const Status status = look_for_signals(now); status != kOk) return status;
