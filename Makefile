@@ -140,6 +140,9 @@ bench-service: $(DEV) ## Measure the expert service beside its experts in one pr
 bench-network: $(DEV) ## Measure ring, proxy and providers on the loop-back device, and gloo beside them; table, csv and run.json
 	$(PY) -m benchmarks.network --out docs/results/$$(date +%F)-network $(ARGS)
 
+bench-scale: $(DEV) ## Forecast dispatch and combine of 8 to 512 GPUs, in one hop and two, by arithmetic; csv, run.json, plots
+	$(PY) -m benchmarks.scale --out docs/results/$$(date +%F)-scale $(ARGS)
+
 chaos: $(DEV) ## Kill, stop and cut off control planes and workers at random under load (3 minutes; ARGS="--seconds 600")
 	$(PY) -m tests.chaos --out docs/results/$$(date +%F)-chaos $(ARGS)
 

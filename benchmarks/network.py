@@ -222,7 +222,7 @@ def runs(case: Case, step: Step, rank: int) -> list[int]:
 def dispatches(case: Case, rounds: int) -> list[Row]:
     """Over two hosts: ours, gloo, and the provider's stream."""
     of = f"T={case.tokens}, 2 hosts x {case.ranks // 2}"
-    result = measure(case, ("over_hosts", "crossdock", "gloo"), rounds, SEED)
+    result = measure(case, ("over_hosts", "two_hops", "crossdock", "gloo"), rounds, SEED)
     step = make_steps(case, 1, SEED)[0]
     num_bytes = statistics.mean(sum(runs(case, step, rank)) for rank in range(case.ranks))
     slowest = max_of(_in_processes(case, _turns, rounds))
@@ -231,6 +231,7 @@ def dispatches(case: Case, rounds: int) -> list[Row]:
     apart = num_bytes / (whole - here) / 1e3 / statistics.median(streamed)
     gloo = result.p50("gloo", "dispatch") / result.p50("over_hosts", "dispatch")
     back = result.p50("gloo", "combine") / result.p50("over_hosts", "combine")
+    two_hops = quotients(*(result.slowest_us[name, "combine"] for name in ("two_hops", "over_hosts")))
     return [
         row("dispatch: rows that leave a rank", of, ours, "GB/s"),
         row("stream: messages of the same sizes", of, streamed, "GB/s"),
@@ -243,6 +244,8 @@ def dispatches(case: Case, rounds: int) -> list[Row]:
         row("dispatch: gloo", of, [us / 1e3 for us in result.slowest_us["gloo", "dispatch"]], "ms"),
         row("dispatch: gloo by ours", of, [gloo], "", least=GLOO),
         row("combine: ours", of, [us / 1e3 for us in result.slowest_us["over_hosts", "combine"]], "ms"),
+        row("combine: ours in two hops", of, [us / 1e3 for us in result.slowest_us["two_hops", "combine"]], "ms"),
+        row("combine: two hops by one", of, two_hops, ""),
         row("combine: ours on one host", of, [us / 1e3 for us in result.slowest_us["crossdock", "combine"]], "ms"),
         row("combine: gloo by ours", of, [back], "", least=GLOO),
     ]

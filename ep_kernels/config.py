@@ -83,6 +83,10 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     combine_order: CombineOrder = CombineOrder.RANK
     """Order in which partials of several hosts are added. One host: the same bits either way. `exact_combine` has an
     order of its own."""
+    two_hop_tokens: int | None = None
+    """`CombineOrder.DOMAIN` over hosts: a step in which a rank brings at least so many tokens returns one row per token
+    and host, summed there; smaller ones a row per rank, which spares them a hop. The same bits. None:
+    `transports.cpu.geometry.TWO_HOP_BYTES` of partials."""
     exact_combine: bool = False
     """Every routed row travels, in the output dtype, and is summed at its source in ascending k, without pre-reduction.
     Per-expert layouts only."""
@@ -224,7 +228,7 @@ def _check_kinds(c: MoEConfig) -> None:
         _require(type(getattr(c, name)) is bool, name, "a bool", getattr(c, name))
     _require(c.memory_handle in MEMORY_HANDLES, "memory_handle", f"one of {MEMORY_HANDLES}", c.memory_handle)
     limits = ("num_sms", 1), ("dispatch_sms", 1), ("combine_sms", 1)
-    for name, low in (("max_recv_rows", 1), ("ll_max_tokens", 0), *limits):
+    for name, low in (("max_recv_rows", 1), ("ll_max_tokens", 0), ("two_hop_tokens", 0), *limits):
         value = getattr(c, name)
         fits = value is None or (type(value) is int and low <= value < 1 << 31)
         _require(fits, name, f"None or an int in {low}..2^31-1", value)

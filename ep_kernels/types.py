@@ -187,7 +187,8 @@ class LatencySample:
         start_ns: monotonic time at entry of the send half.
         send_ns: nanoseconds until this rank's own sends were done, from start.
         peer_wait_ns: per rank, nanoseconds from the start of the receive half until that peer's data was there
-            (0 for itself and for inactive ranks). On GPUs as one of its blocks saw it.
+            (0 for itself and for inactive ranks). On GPUs as one of its blocks saw it. Of a rank that sums for this
+            one's host (`CombineOrder.DOMAIN`) from when all ranks of its own host had come: it waits for them.
         total_ns: nanoseconds spent inside the operation (send half + receive half, without the time between).
     """
 

@@ -5,6 +5,8 @@ The tokens lie in `dispatch_input` and the experts' outputs in `combine_input`, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from benchmarks.backends import Setup
@@ -14,9 +16,15 @@ from ep_kernels.network import NetworkConfig
 
 
 class Crossdock:
-    """See `backends.Backend`."""
+    """See `backends.Backend`.
 
-    def __init__(self, setup: Setup, network: NetworkConfig | None = None) -> None:
+    Args:
+        setup: of the backend.
+        network: None: one host.
+        options: more fields of the MoEConfig.
+    """
+
+    def __init__(self, setup: Setup, network: NetworkConfig | None = None, **options: Any) -> None:
         case = setup.case
         self.payload_s: dict[str, list[float]] = {}
         self._case, self._rank = case, setup.rank
@@ -32,6 +40,7 @@ class Crossdock:
                 dtype=case.dtype,
                 timeout_s=60,
                 network=network,
+                **options,
             )
         )
         self._out = torch.empty(case.tokens, case.hidden, dtype=case.dtype)

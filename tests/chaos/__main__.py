@@ -122,11 +122,19 @@ class Outcome:
     takeovers_s: list[float]
 
 
-def run(seconds: float, seed: int, folder: Path, ways: Ways, num_hosts: int = 1, provider: str = "tcp") -> Outcome:
+def run(
+    seconds: float,
+    seed: int,
+    folder: Path,
+    ways: Ways,
+    num_hosts: int = 1,
+    provider: str = "tcp",
+    two_hops: bool = False,
+) -> Outcome:
     """Harm for so long."""
     chooser = random.Random(seed + 1)
     events: list[Event] = []
-    with frozen(folder / "code"), World(folder, ways, num_hosts, provider) as world:
+    with frozen(folder / "code"), World(folder, ways, num_hosts, provider, two_hops) as world:
         load, harms = Load(world.target, world.tensors, NUM_CLIENTS), Harms(world, seed)
         load.start()
         epoch = 1
@@ -199,6 +207,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--provider", choices=("tcp", "shuffle(tcp)"), default="tcp", help="of their rows; shuffle: in any order"
     )
+    parser.add_argument(
+        "--two-hops", action="store_true", help="a host adds its partials and returns one row per token"
+    )
     arguments = parser.parse_args()
     if not 0 < arguments.hosts <= NUM_WORKERS:
         parser.error(f"--hosts: expected 1..{NUM_WORKERS}, got {arguments.hosts}")
@@ -220,9 +231,10 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="crossdock-chaos-"))
     print(f"seed {arguments.seed}; network: {ways.kind}{f' ({why})' if why else ''}; logs in {folder}", flush=True)
     load_before, found = os.getloadavg()[0], facts_of_run()
-    outcome = run(arguments.seconds, arguments.seed, folder, ways, arguments.hosts, arguments.provider)
+    hosts, provider, two_hops = arguments.hosts, arguments.provider, arguments.two_hops
+    outcome = run(arguments.seconds, arguments.seed, folder, ways, hosts, provider, two_hops)
     summary = {"seed": arguments.seed, "seconds": arguments.seconds, "network": ways.kind, "no_namespaces": why}
-    summary |= {"hosts": arguments.hosts, "provider": arguments.provider}
+    summary |= {"hosts": hosts, "provider": provider, "two_hops": two_hops}
     summary |= {"load_average_before": round(load_before, 2), "load_average_after": round(os.getloadavg()[0], 2)}
     summary |= summarise(outcome)
     if arguments.out:

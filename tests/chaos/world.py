@@ -41,6 +41,7 @@ class World:
         ways: how all reach each other; closed with this.
         num_hosts: among which the workers are divided: those of one share memory, the others have a network.
         provider: of that network.
+        two_hops: combines return one row per token and host, whatever their size.
 
     Attributes:
         ways: these.
@@ -50,8 +51,10 @@ class World:
         tensors: of the model.
     """
 
-    def __init__(self, folder: Path, ways: Ways, num_hosts: int = 1, provider: str = "tcp") -> None:
-        self.num_hosts, self._provider = num_hosts, provider
+    def __init__(
+        self, folder: Path, ways: Ways, num_hosts: int = 1, provider: str = "tcp", two_hops: bool = False
+    ) -> None:
+        self.num_hosts, self._provider, self._two_hops = num_hosts, provider, two_hops
         self.folder, self.ways, self.api = folder, ways, LeaseApi(ways.api_host)
         self.tensors = write_model(folder / "model")
         self.target = ",".join(place.advertised for place in ways.controls)
@@ -97,6 +100,8 @@ class World:
             step_timeout_s=2.0,
             drain_timeout_s=5.0,
             network=self._network(number, place),
+            combine_order="domain" if self._two_hops else "rank",
+            two_hop_tokens=0 if self._two_hops else None,
         )
 
     def _network(self, number: int, place: Place) -> WorkerNetworkConfig | None:

@@ -101,7 +101,7 @@ def backward_matches_reference(comm: MoECommunicator, case: RoutingCase) -> None
     numbers = [torch.arange(math.prod(shape)).float().view(shape) + 1e5 * r for r, shape in enumerate(shapes)]
     dtype = comm.config.resolved_output_dtype
     ys = [expert(o, dtype) for o in expected.outputs]
-    zs, home = reference.combine(expected.step, ys, row_weights=numbers, apply_weights=False)
+    zs, home = reference.combine(expected.step, ys, row_weights=numbers, apply_weights=False, domains=comm.domains)
     assert home is not None
     mine = numbers[comm.rank].to(out.tokens.device)
     request = comm.combine_async(expert(out, dtype), handle, row_weights=mine, apply_weights=False)

@@ -240,12 +240,14 @@ def test_anything(world: Worlds, transport: str, capabilities: Capabilities, siz
     check()
 
 
-@pytest.mark.parametrize("payload", ["bf16", "fp32 partials", "fp8 combine", "fp16"])
+@pytest.mark.parametrize("payload", ["bf16", "to fp32", "fp8 combine", "fp16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("two_hop_tokens", [0, 4])
 def test_combine_by_domain(
-    world: Worlds, transport: str, capabilities: Capabilities, layout: Layout, payload: str
+    world: Worlds, transport: str, capabilities: Capabilities, two_hop_tokens: int, layout: Layout, payload: str
 ) -> None:
-    overrides = {"mode": Mode.HT, "layout": layout, "combine_order": CombineOrder.DOMAIN, **PAYLOADS.get(payload, {})}
+    order = {"combine_order": CombineOrder.DOMAIN, "two_hop_tokens": two_hop_tokens}
+    overrides = {"mode": Mode.HT, "layout": layout, **order, **PAYLOADS.get(payload, {})}
     skip_unless(capabilities, overrides, transport)
     steps = cases(4, 6, hidden_size=272, num_experts=9, topk=5)
     world(4).run(run_cases, transport, steps, overrides)

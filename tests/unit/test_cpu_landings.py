@@ -27,7 +27,7 @@ from ep_kernels.routing import ExpertMap
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.transport import CpuTransport
-from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
+from ep_kernels.types import CombineOrder, DispatchHandle, DispatchOutput, Layout, Mode
 from tests.groups import LonelyGroup
 from tests.unit.network_ends import DOWN, End, join
 
@@ -40,7 +40,7 @@ HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32
 ARRIVED = 0
 SEQ_BITS = 18
 """Of the number in an immediate (native/remote.hpp)."""
-HEAD = struct.Struct("=qQQiiii17i")
+HEAD = struct.Struct("=qqQQiiii17i")
 """`cd::SlotMeta` as far as the parts for the host of rank 0."""
 HEAD_BYTES = 4416
 """Of all of it."""
@@ -107,7 +107,7 @@ class Receiver:
     ) -> None:
         """Of a dispatch (0) or combine (1), which says so many other messages, and of rows in its first chunk."""
         slot, at = self.slot(op, seq)
-        self.write(at, HEAD.pack(0, seq, origin, tokens, 0, 0, mode, others, rows, *[0] * 15))
+        self.write(at, HEAD.pack(0, 0, seq, origin, tokens, 0, 0, mode, others, rows, *[0] * 15))
         self.comes((DISPATCH_HEAD, COMBINE_HEAD)[op], slot, seq)
 
     def comes_places(self, op: int, seq: int, places: list[int]) -> None:
@@ -116,7 +116,7 @@ class Receiver:
 
     def dispatches(self, number: int) -> None:
         """Without tokens, by this rank alone."""
-        op = native.dispatch_op((0,) * 6, (0, 0), (0,) * 4, (1, 1, 0), (0,) * 7)
+        op = native.dispatch_op((0,) * 7, (0, 0), (0,) * 4, (1, 1, 0), (0,) * 7)
         for _ in range(number):
             assert self.lib.cd_dispatch(self.pointer, ctypes.byref(op), native.SEND) == native.OK
 
@@ -225,7 +225,7 @@ def test_numbers_after_an_agreement_are_those_of_the_largest(make: Make, ahead: 
     assert receiver.lib.cd_barrier(receiver.pointer) == native.OK
     assert receiver.transport.exchange([0] * 8)[1] is not None
     slot, at = receiver.slot(0, dispatch)
-    assert struct.unpack_from("=Q", receiver.mirror, at + 8)[0] == dispatch
+    assert struct.unpack_from("=Q", receiver.mirror, at + 16)[0] == dispatch
     assert receiver.word(PUBLISHED_AT + 64 * slot) == dispatch
     receiver.comes_head(0, dispatch, origin=dispatch)
     receiver.dispatch()
@@ -251,6 +251,17 @@ def test_a_head_of_more_tokens_than_there_can_be(make: Make, tokens: int) -> Non
     receiver.comes_head(0, 1, tokens)
     with pytest.raises(TransportError, match=rf"dispatch: rank 1 sent {tokens} tokens, expected 0\.\.{T}"):
         receiver.dispatch()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, T, T + 1, -1])
+def test_an_older_routing_with_other_tokens_than_it_was_made_of(make: Make, tokens: int) -> None:
+    receiver = make(3)
+    receiver.comes_places(0, 1, [0, 2] * T)
+    receiver.comes_head(0, 1, 2)
+    _, handle = receiver.dispatch()
+    receiver.comes_head(0, 2, tokens, origin=1)
+    with pytest.raises(TransportError, match=rf"dispatch: rank 1 sent {tokens} tokens, expected 0\.\.2"):
+        receiver.dispatch(handle)
 
 
 @pytest.mark.parametrize("place", [2 * T, 100_000, 2**31 - 1, -2, -(2**31)])
@@ -322,7 +333,10 @@ NUMBERS = st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 2 * T * K + 2)
 IMMEDIATES = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 1023), st.integers(0, 4)), max_size=6)
 
 
-@pytest.mark.parametrize("fields", [{"layout": each} for each in Layout] + [{"exact_combine": True}])
+BY_HOST = {"combine_order": CombineOrder.DOMAIN, "two_hop_tokens": 0}
+
+
+@pytest.mark.parametrize("fields", [*({"layout": each} for each in Layout), {"exact_combine": True}, BY_HOST])
 def test_nothing_that_comes_is_read_or_written_beyond(make: Make, fields: dict[str, Any]) -> None:
     """Random heads, places, tables and immediates: an error, or a result, and no byte beside the results' own."""
     receiver = make(3, timeout_s=0.002, **fields)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from ep_kernels import MoECommunicator
+from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.cpu_routing import FreshState, RoutingState, StatePlaces, fresh_state
-from ep_kernels.types import Layout
+from ep_kernels.types import CombineOrder, Layout
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
 
-ROUTING = ("dest", "weights", "rows", "row_weights", "source_tokens", "origin", "tokens", "mode")
+ROUTING = ("dest", "weights", "rows", "row_weights", "source_tokens", "source_dest", "origin", "tokens", "mode")
 
 
 def words(record: ctypes.Structure, names: tuple[str, ...]) -> list[int]:
@@ -23,8 +24,8 @@ def words(record: ctypes.Structure, names: tuple[str, ...]) -> list[int]:
 
 
 def test_a_dispatch_has_each_word_in_its_place() -> None:
-    op = native.dispatch_op(range(1, 7), (7, 1), range(9, 13), (1, 0, 1), range(13, 20), (21, 22, 23))
-    assert words(op.routing, ROUTING) == [1, 2, 3, 4, 5, 6, 7, 1]
+    op = native.dispatch_op(range(1, 8), (8, 1), range(9, 13), (1, 0, 1), range(13, 20), (21, 22, 23))
+    assert words(op.routing, ROUTING) == [1, 2, 3, 4, 5, 6, 7, 8, 1]
     given = ("x", "scales", "ids", "weights", "fresh", "exact_shapes", "wide_ids", "pad")
     assert words(op, given) == [9, 10, 11, 12, 1, 0, 1, 0]
     outs = ("valid", "tokens", "out_scales", "out_ids", "out_weights", "counts", "offsets")
@@ -35,20 +36,23 @@ def test_a_dispatch_has_each_word_in_its_place() -> None:
 
 
 def test_a_combine_has_each_word_in_its_place() -> None:
-    op = native.combine_op(range(1, 7), (7, 1), (9, 10), (-1, 1), (12, 13, 2))
-    assert words(op.routing, ROUTING) == [1, 2, 3, 4, 5, 6, 7, 1]
+    op = native.combine_op(range(1, 8), (8, 1), (9, 10), (-1, 1), (12, 13, 2))
+    assert words(op.routing, ROUTING) == [1, 2, 3, 4, 5, 6, 7, 8, 1]
     assert words(op, ("y", "row_weights", "outputs_slot", "apply_weights")) == [9, 10, -1, 1]
     assert words(op, ("z", "z_weights", "z_type")) == [12, 13, 2]
-    assert (op.pad, native.CombineOp.pad.offset + 4) == (0, ctypes.sizeof(op))
+    assert (op.to_collect, native.CombineOp.to_collect.offset + 4) == (0, ctypes.sizeof(op))
     assert ctypes.sizeof(op) == native._OF_COMBINE.size
 
 
+@pytest.mark.parametrize("collects", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("layout", list(Layout))
-def test_a_state_in_one_allocation_is_as_one_in_eight(layout: Layout, tokens: int) -> None:
+def test_a_state_in_one_allocation_is_as_one_in_nine(layout: Layout, tokens: int, collects: bool) -> None:
     """The same shapes and dtypes, addresses of its tensors, and no word twice."""
     case = RoutingCase(6, 3, 64, (5,), max_tokens=5)
-    with MoECommunicator(case.config(LonelyGroup(), transport="cpu", layout=layout)) as comm:
+    over_hosts = {"network": NetworkConfig(listen="127.0.0.1:0"), "combine_order": CombineOrder.DOMAIN}
+    options = over_hosts if collects else {}
+    with MoECommunicator(case.config(LonelyGroup(), transport="cpu", layout=layout, **options)) as comm:
         geometry = comm._transport.geometry  # type: ignore[attr-defined]
         state, other = FreshState(StatePlaces(geometry), tokens), fresh_state(geometry, tokens)
         names = [f.name for f in fields(RoutingState) if f.name not in ("totals", "origin")]
@@ -60,7 +64,7 @@ def test_a_state_in_one_allocation_is_as_one_in_eight(layout: Layout, tokens: in
         for number, name in enumerate(names, 1):
             mine = getattr(state, name)
             assert bool((mine == torch.tensor(number, dtype=mine.dtype)).all()), name
-        order = ("dest", "weights", "rows", "row_weights", "source_tokens", "valid", "counts", "offsets")
+        order = ["dest", "weights", "rows", "row_weights", "source_tokens", "source_dest", "valid", "counts", "offsets"]
         filled = [(name, at) for name, at in zip(order, state.addresses(), strict=True) if getattr(state, name).numel()]
         assert all(getattr(state, name).data_ptr() == at for name, at in filled)
         assert (state.totals, state.origin) == (other.totals, other.origin)

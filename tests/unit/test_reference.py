@@ -245,3 +245,103 @@ def test_order_of_domains_by_hand() -> None:
     for domains, want in (([0, 1, 2], kept), ([0, 1, 1], 1.0), ([0, 0, 0], kept), ([0, 0, 2], kept)):
         z = reference.combine(step, ys, domains=domains)[0][0]
         assert z[0, 0] == torch.tensor(want).bfloat16(), domains
+
+
+ORDERED = st.fixed_dictionaries(
+    {
+        "layout": st.sampled_from(list(Layout)),
+        "combine_dtype": st.sampled_from([None, torch.float8_e4m3fn]),
+        "combine_order": st.sampled_from(list(CombineOrder)),
+    }
+)
+
+
+@settings(max_examples=60)
+@given(routing_cases(), ORDERED, st.data())
+def test_the_order_of_sums_is_the_one_that_is_written_down(
+    case: RoutingCase, overrides: dict[str, Any], data: st.DataObject
+) -> None:
+    """Token by token and addend by addend, for any hosts: the same bits; near the sum in float64; DOMAIN of one host is
+    RANK."""
+    config = config_of(case, **overrides)
+    ranks = range(case.num_ranks)
+    drawn = data.draw(st.lists(st.integers(0, 2), min_size=case.num_ranks, max_size=case.num_ranks))
+    domains = [drawn.index(host) for host in drawn]
+    xs = [torch.randn(case.tokens[r], case.hidden_size, generator=seeded(case, r)).bfloat16() for r in ranks]
+    ids, weights = [case.topk_ids(r) for r in ranks], [case.topk_weights(r) for r in ranks]
+    outs, step = reference.dispatch(config, xs, ids, weights)
+    ys = [torch.randn(out.tokens.shape, generator=seeded(case, 7 + r)).bfloat16() for r, out in enumerate(outs)]
+    zs, _ = reference.combine(step, ys, domains=domains)
+    for source in ranks:
+        same_bits(zs[source], summed(step, ys, source, domains), f"z of rank {source}")
+        exact, size = summed_exactly(step, ys, source)
+        most = 0.2 if config.combine_dtype is not None else 4 * EPS[torch.bfloat16]
+        assert ((zs[source].double() - exact).abs() <= most * size).all()
+    one = msgspec.structs.replace(config, combine_order=CombineOrder.DOMAIN)
+    by_rank = msgspec.structs.replace(config, combine_order=CombineOrder.RANK)
+    together, apart = (
+        reference.combine(replace(step, config=each), ys, domains=[0] * case.num_ranks)[0] for each in (one, by_rank)
+    )
+    for a, b in zip(together, apart, strict=True):
+        same_bits(a, b, "one host")
+
+
+def seeded(case: RoutingCase, stream: int) -> torch.Generator:
+    return torch.Generator().manual_seed(case.seed * 16 + stream)
+
+
+def partials_of(step: reference.ReferenceStep, ys: list[torch.Tensor], source: int, t: int) -> dict[int, torch.Tensor]:
+    """float32 [H] by rank that token t was routed to: its rows there, weighted, in ascending k; not yet rounded."""
+    per_expert, found = step.config.resolved_layout.per_expert, dict[int, list[torch.Tensor]]()
+    for k, rank in enumerate(step.routes[source].rank[t].tolist()):
+        rows = found.setdefault(rank, [])
+        place = int(step.places[rank][source][t, k]) if rank >= 0 else -1
+        if place >= 0 and (per_expert or not rows):
+            row = ys[rank].flatten(0, -2)[place].float()
+            rows.append(row * step.weights[source][t, k] if per_expert else row)
+    found.pop(-1, None)
+    return {rank: running(rows) if rows else torch.zeros(ys[rank].shape[-1]) for rank, rows in sorted(found.items())}
+
+
+def moved(config: MoEConfig, row: torch.Tensor) -> torch.Tensor:
+    if config.combine_dtype is None:
+        return row.bfloat16().float()
+    return quant.dequantize(*quant.quantize(row[None]))[0]
+
+
+def summed(step: reference.ReferenceStep, ys: list[torch.Tensor], source: int, domains: list[int]) -> torch.Tensor:
+    """z [T, H] of a source as docs and `CombineOrder` say it."""
+    z = torch.zeros(len(step.routes[source].rank), ys[0].shape[-1])
+    for t in range(len(z)):
+        addends = {rank: moved(step.config, row) for rank, row in partials_of(step, ys, source, t).items()}
+        if step.config.combine_order is CombineOrder.DOMAIN:
+            hosts: dict[int, list[torch.Tensor]] = {}
+            for rank, row in addends.items():
+                hosts.setdefault(domains[rank], []).append(row)
+            crossing = {host: len(rows) > 1 and host != domains[source] for host, rows in hosts.items()}
+            sums = {host: running(rows) for host, rows in sorted(hosts.items())}
+            addends = {host: moved(step.config, row) if crossing[host] else row for host, row in sums.items()}
+        if addends:
+            z[t] = running(list(addends.values()))
+    return z.to(step.config.resolved_output_dtype)
+
+
+def running(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Their sum, one after the other, from the first on."""
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total
+
+
+def summed_exactly(
+    step: reference.ReferenceStep, ys: list[torch.Tensor], source: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of all weighted rows, sum of their sizes) in float64; of fp8 the size is that of the largest in the row."""
+    shape = (len(step.routes[source].rank), ys[0].shape[-1])
+    total, size = torch.zeros(shape, dtype=torch.float64), torch.full(shape, 1e-6, dtype=torch.float64)
+    for t in range(shape[0]):
+        for row in partials_of(step, ys, source, t).values():
+            total[t] += row.double()
+            size[t] += row.double().abs().max() if step.config.combine_dtype is not None else row.double().abs()
+    return total, size

@@ -166,6 +166,10 @@ def test_the_order_of_sums_reaches_the_group_and_must_be_equal() -> None:
     assert WorkerConfig(model="m").combine_order == CombineOrder.RANK.value
     with pytest.raises(ConfigFileError, match="combine_order"):
         load(WorkerConfig, None, ["model=m", "combine_order=host"])
+    with Model(WorkerConfig(model="m", two_hop_tokens=9), small_checkpoint()).connect(LonelyGroup(), 4) as comm:
+        assert comm.config.two_hop_tokens == 9
+    with pytest.raises(ConfigFileError, match="two_hop_tokens"):
+        load(WorkerConfig, None, ["model=m", "two_hop_tokens=-1"])
 
 
 def test_limits_of_multiprocessors_reach_the_communicator() -> None:

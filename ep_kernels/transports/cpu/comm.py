@@ -108,6 +108,8 @@ class NativeComm:
             raise TransportError("cpu transport: out of memory")
         self.next = (ctypes.c_uint64 * 4).from_address(lib.cd_next(self.pointer))
         """Numbers of the next dispatch, combine, barrier and exchange."""
+        self.collecting: list[object] = [None] * config.max_in_flight
+        """Records of combines, by slot, that the native half may read in any wait (native/collector.hpp)."""
         self.region: OwnRegion | None = None
         self.landing: OwnRegion | None = None
         self.buffers = [SlotBuffers(config, geometry) for _ in range(config.max_in_flight)]

@@ -26,6 +26,7 @@ class RoutingParts:
     rows: torch.Tensor
     row_weights: torch.Tensor
     source_tokens: torch.Tensor
+    source_dest: torch.Tensor
     counts: torch.Tensor
     offsets: torch.Tensor
     valid: torch.Tensor
@@ -33,12 +34,12 @@ class RoutingParts:
     origin: int
 
     def addresses(self) -> tuple[int, ...]:
-        """Of dest, weights, rows, row_weights and source_tokens, as `native.Routing` has them; of valid, counts and
-        offsets."""
+        """Of dest, weights, rows, row_weights, source_tokens and source_dest, as `native.Routing` has them; of valid,
+        counts and offsets."""
         return tuple(
             tensor.data_ptr()
             for tensor in (
-                self.dest, self.weights, self.rows, self.row_weights, self.source_tokens,
+                self.dest, self.weights, self.rows, self.row_weights, self.source_tokens, self.source_dest,
                 self.valid, self.counts, self.offsets,
             )
         )  # fmt: skip
@@ -46,15 +47,15 @@ class RoutingParts:
     def weighted(self, weights: torch.Tensor) -> RoutingState:
         """The state with other weights of this rank's tokens."""
         return RoutingState(
-            self.dest, weights, self.rows, self.row_weights, self.source_tokens, self.counts, self.offsets, self.valid,
-            self.totals, self.origin,
+            self.dest, weights, self.rows, self.row_weights, self.source_tokens, self.source_dest,
+            self.counts, self.offsets, self.valid, self.totals, self.origin,
         )  # fmt: skip
 
     def flatten(self) -> list[torch.Tensor]:
         """See `base.HandleState`."""
         numbers = torch.tensor([*self.totals, self.origin], device=CPU)
         return [
-            self.dest, self.weights, self.rows, self.row_weights, self.source_tokens,
+            self.dest, self.weights, self.rows, self.row_weights, self.source_tokens, self.source_dest,
             self.counts, self.offsets, self.valid, numbers,
         ]  # fmt: skip
 
@@ -82,6 +83,8 @@ class RoutingState(RoutingParts):
         rows: int32 [R, M, W], row of this rank's output that serves each source's token, -1 = none; first T_s tokens.
         row_weights: float32 [R, M, K], weights of each source's tokens (per-expert layouts), else empty.
         source_tokens: int32 [R], T_s of each source.
+        source_dest: int32 [R, M, K], dest of the sources for which this rank is the collector, where combines go by
+            collectors; else empty.
         counts, offsets: int32, as in DispatchOutput (offsets also where it has none).
         valid: bool [T].
         totals: rows delivered, rows dropped, invalid ids.
@@ -93,6 +96,7 @@ class RoutingState(RoutingParts):
     rows: torch.Tensor
     row_weights: torch.Tensor
     source_tokens: torch.Tensor
+    source_dest: torch.Tensor
     counts: torch.Tensor
     offsets: torch.Tensor
     valid: torch.Tensor
@@ -117,7 +121,7 @@ class PartPlace(NamedTuple):
 
 
 class StatePlaces:
-    """Places of the state of one geometry: eight tensors in one allocation.
+    """Places of the state of one geometry: nine tensors in one allocation.
 
     Attributes:
         parts: by name.
@@ -135,6 +139,7 @@ class StatePlaces:
             "rows": ((ranks, most, topk if per_expert else 1), torch.int32, False),
             "row_weights": ((ranks, most, topk) if per_expert else (0,), torch.float32, False),
             "source_tokens": ((ranks,), torch.int32, False),
+            "source_dest": (_source_dest(geometry), torch.int32, False),
             "valid": ((most,), torch.bool, True),
             "counts": ((groups,), torch.int32, False),
             "offsets": ((groups + 1,), torch.int32, False),
@@ -177,16 +182,20 @@ class FreshState(RoutingParts):
 
     def addresses(self) -> tuple[int, ...]:
         """See `RoutingState.addresses`."""
-        base, (a, b, c, d, e, f, g, h) = self.block.data_ptr(), self.places.offsets
-        return base + a, base + b, base + c, base + d, base + e, base + f, base + g, base + h
+        base, (a, b, c, d, e, f, g, h, i) = self.block.data_ptr(), self.places.offsets
+        return base + a, base + b, base + c, base + d, base + e, base + f, base + g, base + h, base + i
 
 
 def _part(name: str) -> property:
     return property(lambda self: self.part(name))
 
 
-for _name in ("dest", "weights", "rows", "row_weights", "source_tokens", "counts", "offsets", "valid"):
+for _name in ("dest", "weights", "rows", "row_weights", "source_tokens", "source_dest", "counts", "offsets", "valid"):
     setattr(FreshState, _name, _part(_name))
+
+
+def _source_dest(geometry: native.Geometry) -> tuple[int, ...]:
+    return (geometry.ranks, geometry.max_tokens, geometry.topk) if geometry.by_domain else (0,)
 
 
 def fresh_state(geometry: native.Geometry, tokens: int) -> RoutingState:
@@ -200,6 +209,7 @@ def fresh_state(geometry: native.Geometry, tokens: int) -> RoutingState:
         rows=torch.empty(geometry.ranks, most, topk if per_expert else 1, dtype=torch.int32, device=CPU),
         row_weights=torch.empty((geometry.ranks, most, topk) if per_expert else (0,), dtype=torch.float32, device=CPU),
         source_tokens=torch.empty(geometry.ranks, dtype=torch.int32, device=CPU),
+        source_dest=torch.empty(_source_dest(geometry), dtype=torch.int32, device=CPU),
         counts=torch.empty(groups, dtype=torch.int32, device=CPU),
         offsets=torch.empty(groups + 1, dtype=torch.int32, device=CPU),
         valid=torch.empty(tokens, dtype=torch.bool, device=CPU),
@@ -215,7 +225,8 @@ def again(previous: RoutingState) -> RoutingState:
         weights=checks.made(torch.empty_like(previous.weights)),
         rows=previous.rows,
         row_weights=torch.empty_like(previous.row_weights),
-        source_tokens=torch.empty_like(previous.source_tokens),
+        source_tokens=previous.source_tokens,
+        source_dest=previous.source_dest,
         counts=previous.counts,
         offsets=previous.offsets,
         valid=previous.valid,

@@ -18,7 +18,7 @@ _LL = Mode.LL
 _GIVEN, _RETURNED = struct.Struct("=2i4Q4i"), struct.Struct("=Q2i2Q2i2Q2i")
 """Of a DispatchOp, from `routing.tokens` on: tokens, mode, x, scales, ids, weights, fresh, exact_shapes, wide_ids, pad.
 Of a CombineOp, from `routing.origin` on: origin, tokens, mode, y, row_weights, outputs_slot, apply_weights, z,
-z_weights, z_type, pad."""
+z_weights, z_type, to_collect."""
 _GIVEN_AT = native.DispatchOp.routing.offset + native.Routing.tokens.offset
 _RETURNED_AT = native.CombineOp.routing.offset + native.Routing.origin.offset
 _VIEWS = 64

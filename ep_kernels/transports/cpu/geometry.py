@@ -10,6 +10,9 @@ from ep_kernels.types import CombineOrder, Layout
 
 MAX_ROWS = 2**31 - 1
 """Places of rows are int32."""
+TWO_HOP_BYTES = 256 << 10
+"""Bytes of one rank's tokens, as partials, from which on a combine goes by collectors: fewer return sooner by one hop,
+which wakes nobody else (docs/lab/network-speed.md)."""
 _NS = 1_000_000_000
 _ROUTING_BYTES = 8
 """Bytes for each chosen expert of a row: its place and its weight."""
@@ -37,7 +40,7 @@ def geometry_of(config: MoEConfig) -> native.Geometry:
         hidden=config.hidden_size,
         exact=config.exact_combine,
         alignment=config.expert_alignment,
-        by_domain=config.combine_order is CombineOrder.DOMAIN,
+        by_domain=_by_domain(config),
         x_type=native.type_code(config.dtype),
         out_type=native.type_code(out_dtype),
         combine_type=native.type_code(config.resolved_combine_dtype),
@@ -45,6 +48,7 @@ def geometry_of(config: MoEConfig) -> native.Geometry:
         scales=scales,
         first_id=config.first_id,
         absent_id=config.resolved_absent_id,
+        two_hop_tokens=two_hop_tokens(config),
         row_bytes=config.hidden_size * config.payload_dtype.itemsize,
         scale_bytes=scale_bytes,
         capacity=capacity * here,
@@ -52,6 +56,18 @@ def geometry_of(config: MoEConfig) -> native.Geometry:
         y_rows=most * anywhere,
         timeout_ns=int(config.timeout_s * _NS),
     )
+
+
+def _by_domain(config: MoEConfig) -> bool:
+    """Whether the order of hosts can make a difference."""
+    return config.combine_order is CombineOrder.DOMAIN and config.network is not None and not config.exact_combine
+
+
+def two_hop_tokens(config: MoEConfig) -> int:
+    """Tokens of a rank from which on a combine goes by collectors: equal on all ranks, since the configuration is."""
+    if config.two_hop_tokens is not None:
+        return config.two_hop_tokens
+    return -(-TWO_HOP_BYTES // quant.partial_bytes(config))
 
 
 def wire_bytes(config: MoEConfig, geometry: native.Geometry) -> tuple[int, int]:

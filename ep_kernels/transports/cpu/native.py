@@ -82,7 +82,7 @@ class Geometry(ctypes.Structure):
     _fields_ = (
         _fields(c_int32, "rank ranks experts local_experts stride topk max_tokens in_flight")
         + _fields(c_int32, "hidden exact alignment by_domain x_type out_type combine_type layout scales")
-        + _fields(c_int32, "first_id absent_id pad")
+        + _fields(c_int32, "first_id absent_id two_hop_tokens")
         + _fields(c_int64, "row_bytes scale_bytes capacity slots y_rows timeout_ns")
     )
 
@@ -91,7 +91,7 @@ class Routing(ctypes.Structure):
     """`cd::Routing`."""
 
     _fields_ = (
-        _fields(c_void_p, "dest weights rows row_weights source_tokens")
+        _fields(c_void_p, "dest weights rows row_weights source_tokens source_dest")
         + _fields(c_uint64, "origin")
         + _fields(c_int32, "tokens mode")
     )
@@ -121,11 +121,11 @@ class CombineOp(ctypes.Structure):
         + _fields(c_void_p, "y row_weights")
         + _fields(c_int32, "outputs_slot apply_weights")
         + _fields(c_void_p, "z z_weights")
-        + _fields(c_int32, "z_type pad")
+        + _fields(c_int32, "z_type to_collect")
     )
 
 
-_OF_DISPATCH, _OF_COMBINE = struct.Struct("=4q6Q2i4Q4i7Q4i"), struct.Struct("=4q6Q2i2Q2i2Q2i")
+_OF_DISPATCH, _OF_COMBINE = struct.Struct("=4q7Q2i4Q4i7Q4i"), struct.Struct("=4q7Q2i2Q2i2Q2i")
 """All of a DispatchOp, of a CombineOp. To fill one word by word costs microseconds."""
 
 

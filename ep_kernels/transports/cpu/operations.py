@@ -177,6 +177,7 @@ class CpuCombine:
         self._z: torch.Tensor | None = None
         if not args.at_once:
             checks.made(torch.empty(0, dtype=torch.uint8, device=CPU))  # z will have memory
+            comm.collecting[self.slot] = self._op, state
             self._run(native.SEND)
             self._args = None  # the rows are staged, or lent
 

@@ -196,7 +196,11 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     combine_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Dtype of rows in combine. Empty: float32 on a CPU; on GPUs `dtype`: half the bytes, partial sums are rounded."""
     combine_order: Literal["rank", "domain"] = "rank"
-    """Sums over hosts. rank: the same bits wherever ranks run; domain: each host's own first. Equal on all workers."""
+    """Sums over hosts. rank: the same bits wherever ranks run; domain: each host's own first, so that one row per token
+    returns of a host. Equal on all workers."""
+    two_hop_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """`combine_order: domain`: from so many tokens of a rank on a step returns that one row, below it a row per rank, a
+    hop less and the same bits. Equal on all workers. Null: from 256 KiB of rows on."""
     max_tokens_per_step: Count = 512
     """M: larger requests are split. Sizes the regions (R * M rows per buffer) and bounds a step's latency."""
     ll_max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None

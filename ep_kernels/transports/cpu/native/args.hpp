@@ -15,6 +15,7 @@ struct Routing {
                             //   W = K for per-expert layouts, else 1
   float* row_weights;       // [R, M, K] every source's weights; per-expert layouts only
   int32_t* source_tokens;   // [R] T of each source
+  int32_t* source_dest;     // [R, M, K] by_domain: `dest` of the sources for which this rank is the collector
   uint64_t origin;          // sequence number of the dispatch that made it; set there
   int32_t tokens, mode;
 };
@@ -51,7 +52,7 @@ struct CombineOp {
   uint8_t* z;               // [T, H], out
   float* z_weights;         // [T, K], out, or null
   Type z_type;              // of z: the sums, which are fp32, are rounded to it once
-  int32_t pad;
+  uint32_t to_collect;      // what this rank has still to sum for other hosts, bits as in collector.cpp; set there
 };
 
 // Waits until no peer reads the slot of the next dispatch any more.

@@ -18,70 +18,12 @@
 // peers until they have consumed the combine; `outputs_busy` remembers that for the next writer of the buffer.
 #include <algorithm>
 
-#include "partials.hpp"
+#include "addends.hpp"
+#include "collector.hpp"
 #include "remote.hpp"
 
 namespace cd {
 namespace {
-
-// One rank's contribution to this combine, as the source rank reads it.
-struct Contribution {
-  const int32_t* table;      // [T, K]
-  const float* row_weights;  // [T, K]
-  const uint8_t* rows;
-  const float* scales;
-  bool direct;
-  uint32_t num_rows;  // that a place of the table may name
-};
-
-constexpr int32_t kNone = -1;  // in a table: nothing is held there
-
-// The first place found that cannot be, by whichever thread; none: rank -1.
-class WrongPlace {
- public:
-  void note(int rank, int32_t place) {
-    uint64_t none = 0;
-    found_.compare_exchange_strong(none, uint64_t(rank + 1) << 32 | uint32_t(place));
-  }
-  int rank() const { return int(found_.load() >> 32) - 1; }
-  int32_t place() const { return int32_t(uint32_t(found_.load())); }
-
- private:
-  std::atomic<uint64_t> found_{0};
-};
-
-Contribution contribution_of(const Comm& c, int r, int slot) {
-  const SlotMeta& meta = *c.peer[r].combine_meta(slot);
-  const int64_t mine = int64_t(c.g.rank) * c.g.max_tokens * c.g.topk;
-  const bool direct = meta.source == Source::outputs && c.is_here(r);
-  const int32_t buffer = meta.outputs_slot;
-  const int64_t num_rows = !direct ? c.map.partials : uint32_t(buffer) < uint32_t(c.g.in_flight) ? c.g.y_rows : 0;
-  return {c.peer[r].table(slot) + mine, c.peer[r].row_weights(slot) + mine,
-          direct ? c.peer[r].outputs(buffer) : c.peer[r].partials(slot), c.peer[r].partial_scales(slot),
-          direct, uint32_t(num_rows)};
-}
-
-// One addend of a token's sum: a partial or row that was moved, or rows of which the source rank makes the partial;
-// weighted there if exact.
-struct Addend {
-  const uint8_t* moved = nullptr;  // as staged, combine dtype
-  const float* scales = nullptr;
-  Terms terms;  // direct
-  int domain = 0;  // lowest rank of the host that it comes from
-  bool weighted = false;
-  float weight = 1.0f;  // exact
-};
-
-void fetch(const Comm& c, const Addend& a, int64_t first, int64_t n, float* acc) {
-  if (!a.moved) {
-    reduce(c, a.terms, a.weighted, first, n, acc);
-    if (!is_row(c, a.terms, a.weighted)) cross(c, acc, n);
-  } else if (c.g.combine_type == Type::e4m3) {
-    c.ops.dequantize(acc, a.moved + first, a.scales + first / 128, n);
-  } else {
-    c.ops.load(acc, a.moved + first * size_of(c.g.combine_type), c.g.combine_type, n);
-  }
-}
 
 // The word of a slot of a rank of another host.
 uint64_t arrived(const Comm& c, int r, int slot) {
@@ -92,13 +34,13 @@ uint64_t arrived(const Comm& c, int r, int slot) {
 class Adder {
  public:
   Adder(const Comm& c, const CombineOp& op, const Contribution* from, WrongPlace& wrong)
-      : c_(c), op_(op), from_(from), wrong_(wrong), by_domain_(c.g.by_domain && !c.g.exact) {}
+      : c_(c), op_(op), from_(from), wrong_(wrong), two_hops_(has_two_hops(c, op.routing)) {}
 
   void sum_up(Span tokens) {
     for (int64_t t = tokens.begin; t < tokens.end; ++t) {
       collect(t);
       uint8_t* z = op_.z + t * c_.g.hidden * size_of(op_.z_type);
-      by_domain_ ? sum_by_domain(z) : sum(z);
+      c_.g.by_domain ? sum_by_domain(z) : sum(z);
       if (op_.z_weights) carry_weights(t);
     }
   }
@@ -106,6 +48,8 @@ class Adder {
  private:
   const int32_t* dest(int64_t t) const { return op_.routing.dest + t * c_.g.topk; }
   int rank_of(int32_t place) const { return place / c_.g.stride; }
+  // Who gives this rank what rank r holds.
+  int giver_of(int r) const { return two_hops_ && !c_.is_here(r) ? c_.collector[c_.host[r]] : r; }
 
   // The addends of token t, in the order in which they are summed.
   void collect(int64_t t) {
@@ -117,24 +61,24 @@ class Adder {
       }
       return;
     }
-    // Else one partial of each rank that has rows of the token: ranks ascend, or hosts and in them ranks.
-    uint64_t ranks = 0;
-    for (int k = 0; k < c_.g.topk; ++k) {
-      if (dest(t)[k] >= 0) ranks |= 1ull << rank_of(dest(t)[k]);
+    // Else one partial of each rank that has rows of the token, or the sum of its host: ranks ascend, or hosts and in
+    // them ranks.
+    uint64_t givers = 0;
+    for (uint64_t ranks = ranks_in(c_, dest(t)); ranks; ranks &= ranks - 1) {
+      givers |= 1ull << giver_of(__builtin_ctzll(ranks));
     }
-    if (!by_domain_) {
-      for (; ranks; ranks &= ranks - 1) add_partial(t, __builtin_ctzll(ranks));
+    if (!c_.g.by_domain) {
+      for (; givers; givers &= givers - 1) add_partial(t, __builtin_ctzll(givers));
       return;
     }
-    while (ranks) {  // hosts in ascending order of their lowest rank, which need not hold a row of this token
+    while (givers) {  // hosts in ascending order of their lowest rank, which need not hold a row of this token
       int lowest = kMaxRanks;
-      for (uint64_t left = ranks; left; left &= left - 1) lowest = std::min(lowest, c_.host[__builtin_ctzll(left)]);
-      for (uint64_t left = ranks; left; left &= left - 1) {
-        const int r = __builtin_ctzll(left);
-        if (c_.host[r] != lowest) continue;
-        add_partial(t, r);
+      for (uint64_t left = givers; left; left &= left - 1) lowest = std::min(lowest, c_.host[__builtin_ctzll(left)]);
+      const uint64_t together = givers & c_.ranks_of[lowest];
+      givers &= ~together;
+      for (uint64_t left = together; left; left &= left - 1) {
+        add_partial(t, __builtin_ctzll(left));
         addends_[n_ - 1].domain = lowest;
-        ranks &= ~(1ull << r);
       }
     }
   }
@@ -148,28 +92,15 @@ class Adder {
     return a;
   }
 
-  void point(Addend& a, const Contribution& from, int64_t at) {
-    a.moved = from.rows + at * c_.map.c_row_bytes;
-    a.scales = from.scales + at * blocks_of(c_.g.hidden);
-  }
-
-  // A place that rank r's table names, read once: a peer may write the table at any time.
-  int64_t place_in(int r, const int32_t& entry) {
-    const int32_t at = __atomic_load_n(&entry, __ATOMIC_RELAXED);
-    if (uint32_t(at) < from_[r].num_rows) return at;
-    if (at != kNone) wrong_.note(r, at);
-    return kNone;
-  }
-
   void add_row(int64_t t, int k, int r) {
-    const int64_t at = place_in(r, from_[r].table[t * c_.g.topk + k]);
+    const int64_t at = place_in(from_[r], r, from_[r].table[t * c_.g.topk + k], wrong_);
     Addend& a = next();
     if (op_.apply_weights) a.weight = op_.routing.weights[t * c_.g.topk + k];
     if (at < 0) return;
     if (from_[r].direct) {
       a.terms.push(from_[r].rows + at * c_.map.y_row_bytes, 1.0f);
     } else {
-      point(a, from_[r], at);
+      point(c_, a, from_[r], at);
     }
   }
 
@@ -177,14 +108,14 @@ class Adder {
     const int32_t* table = from_[r].table + t * c_.g.topk;
     Addend& a = next();
     if (!from_[r].direct) {
-      if (const int64_t at = place_in(r, table[0]); at >= 0) point(a, from_[r], at);
+      if (const int64_t at = place_in(from_[r], r, table[0], wrong_); at >= 0) point(c_, a, from_[r], at);
       return;
     }
     const bool expert_rows = per_expert(c_.g.layout);
     a.weighted = expert_rows && op_.apply_weights;
     for (int k = 0; k < width_of(c_); ++k) {
       if (expert_rows && (dest(t)[k] < 0 || rank_of(dest(t)[k]) != r)) continue;
-      const int64_t at = place_in(r, table[k]);
+      const int64_t at = place_in(from_[r], r, table[k], wrong_);
       if (at >= 0) a.terms.push(from_[r].rows + at * c_.map.y_row_bytes, op_.routing.weights[t * c_.g.topk + k]);
     }
   }
@@ -216,7 +147,7 @@ class Adder {
     }
   }
 
-  // CombineOrder::DOMAIN. The addends of one host follow each other.
+  // CombineOrder::DOMAIN. The addends of one host follow each other; a sum that its collector has made is one.
   void sum_by_domain(uint8_t* z) {
     for (int64_t first = 0; first < c_.g.hidden; first += kColumns) {
       const int64_t n = std::min(kColumns, c_.g.hidden - first);
@@ -243,7 +174,7 @@ class Adder {
     for (int k = 0; k < c_.g.topk; ++k) {
       const int32_t place = dest(t)[k];
       const int64_t at = t * c_.g.topk + k;
-      op_.z_weights[at] = place < 0 ? 0.0f : from_[rank_of(place)].row_weights[at];
+      op_.z_weights[at] = place < 0 ? 0.0f : from_[giver_of(rank_of(place))].row_weights[at];
     }
   }
 
@@ -251,7 +182,7 @@ class Adder {
   const CombineOp& op_;
   const Contribution* from_;
   WrongPlace& wrong_;
-  const bool by_domain_;
+  const bool two_hops_;
   Addend addends_[kMaxRanks];
   int n_ = 0;
 };
@@ -261,7 +192,7 @@ class SourceSums {
  public:
   SourceSums(Comm& c, const CombineOp& op, int slot) : c_(c), op_(op), slot_(slot) {
     for (int r = 0; r < c.g.ranks; ++r) {
-      if (c.is_active(r)) from_[r] = contribution_of(c, r, slot);
+      if (c.is_active(r)) from_[r] = contribution_of(c, r, slot, c.g.rank);
     }
     missing_.fill(kChunks);
     const bool is_large = op.routing.tokens * c.map.y_row_bytes > kHelperBytes;
@@ -318,12 +249,24 @@ class SourceSums {
   Adder adder_{c_, op_, from_, wrong_};
 };
 
+// From when a wait for rank r is its own doing. In two hops a collector waits for the ranks of its host: from when all
+// those had come.
+int64_t begin_of(const Comm& c, const CombineOp& op, int r, int slot, int64_t receive_ns) {
+  int64_t begin = receive_ns;
+  if (c.is_here(r) || !has_two_hops(c, op.routing)) return begin;
+  for (uint64_t left = c.ranks_of[c.host[r]] & ~(1ull << r); left; left &= left - 1) {
+    begin = std::max(begin, c.peer[__builtin_ctzll(left)].combine_meta(slot)->arrived_ns);
+  }
+  return begin;
+}
+
 void record(Comm& c, const CombineOp& op, int slot, int64_t receive_ns) {
   Sample sample{int32_t(Op::combine), op.routing.mode,  op.routing.tokens, c.g.ranks, op.seq,
                 op.clock.start_ns,    op.clock.send_ns, op.clock.send_ns + now_ns() - receive_ns, {}};
   for (uint64_t left = c.peers(); left; left &= left - 1) {
     const int r = __builtin_ctzll(left);
-    sample.peer_wait_ns[r] = std::max<int64_t>(0, c.peer[r].combine_meta(slot)->published_ns - receive_ns);
+    const int64_t wait_ns = c.peer[r].combine_meta(slot)->published_ns - begin_of(c, op, r, slot, receive_ns);
+    sample.peer_wait_ns[r] = std::max<int64_t>(0, wait_ns);
   }
   c.samples.push(sample);
 }
@@ -339,6 +282,9 @@ Status combine_receive(Comm& c, CombineOp& op) {
     return c.peer[r].control().combine_published[slot].v.load(std::memory_order_acquire);
   };
   Status status = c.wait(want, [&](int r) { return c.is_here(r) ? published(r) : arrived(c, r, slot) >> kChunks; });
+  // All ranks of this host have: what is left to sum for other hosts, before the own tokens.
+  if (status == kOk) status = finish_collecting(c, op, slot);
+  c.collecting[slot] = nullptr;
   if (status != kOk) return status;
   // All ranks combine the same dispatch.
   const Status same = c.agree({Op::combine, Phase::routing, op.routing.origin},
@@ -352,7 +298,8 @@ Status combine_receive(Comm& c, CombineOp& op) {
       sums.finish();
       const WrongPlace& wrong = sums.wrong();
       if (const int r = wrong.rank(); r >= 0) {
-        return c.refuse(Op::combine, Wrong::place, r, wrong.place(), contribution_of(c, r, slot).num_rows - int64_t(1));
+        const int64_t rows = contribution_of(c, r, slot, c.g.rank).num_rows;
+        return c.refuse(Op::combine, Wrong::place, r, wrong.place(), rows - 1);
       }
     }
     record(c, op, slot, receive_ns);

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "partials.hpp"
+#include "collector.hpp"
 #include "remote.hpp"
 
 namespace cd {
@@ -23,17 +23,19 @@ void stage_partial(Comm& c, const Terms& terms, bool weighted, int slot, int64_t
   for (int64_t first = 0; first < g.hidden; first += kColumns) {
     const int64_t n = std::min(kColumns, g.hidden - first);
     reduce(c, terms, weighted, first, n, acc);
-    if (g.combine_type == Type::e4m3) {
-      c.ops.quantize(out + first, scales + first / 128, acc, false, n);
-    } else {
-      c.ops.store(out + first * size_of(g.combine_type), acc, g.combine_type, n);
-    }
+    store_partial(c, acc, first, n, out, scales);
   }
+}
+
+// Whether a token of a source of another host has a row on any rank of this host.
+bool is_for_this_host(const Comm& c, const CombineOp& op, int64_t token) {
+  return ranks_in(c, op.routing.source_dest + token * c.g.topk) & c.active & c.here;
 }
 
 // Where the partials of the sources in `among` will lie: table[s][t][0] = the partial of everything that is held here
 // of a token, -1 = nothing; exact: table[s][t][k]. Partials of one source follow each other, the sources ascend.
-void place_partials(Comm& c, const CombineOp& op, int slot, uint64_t among) {
+// `summed`: sources of which all that this host holds of a token gets one place.
+void place_partials(Comm& c, const CombineOp& op, int slot, uint64_t among, uint64_t summed) {
   const Geometry& g = c.g;
   const int width = width_of(c);
   int32_t next = 0;
@@ -46,6 +48,8 @@ void place_partials(Comm& c, const CombineOp& op, int slot, uint64_t among) {
       const int32_t* rows = op.routing.rows + token * width;
       if (g.exact) {
         for (int k = 0; k < width; ++k) table[k] = rows[k] < 0 ? -1 : next++;
+      } else if (summed >> s & 1) {
+        table[0] = is_for_this_host(c, op, token) ? next++ : -1;
       } else {
         table[0] = std::any_of(rows, rows + width, [](int32_t row) { return row >= 0; }) ? next++ : -1;
       }
@@ -110,7 +114,7 @@ void stage_row_weights(Comm& c, const CombineOp& op, int slot) {
 
 }  // namespace
 
-Status combine_send(Comm& c, CombineOp& op) {
+static Status send(Comm& c, CombineOp& op) {
   op.clock.start_ns = now_ns();
   expect(c, true);
   op.seq = c.next[int(Op::combine)];
@@ -131,19 +135,35 @@ Status combine_send(Comm& c, CombineOp& op) {
     c.outputs_busy[op.outputs_slot] = op.seq;
     stage_table(c, op, slot);
   }
-  place_partials(c, op, slot, lend ? ~c.here : ~0ull);
+  // In two hops this rank sends the sums of those for whom it collects, else its own partials for all.
+  const bool two_hops = has_two_hops(c, op.routing);
+  const uint64_t sends = two_hops ? c.collects : ~0ull;
+  place_partials(c, op, slot, lend ? ~c.here : ~0ull, two_hops ? c.collects : 0);
   if (op.row_weights) stage_row_weights(c, op, slot);
   meta.tokens = op.routing.tokens;
   meta.origin = op.routing.origin;
   meta.seq = op.seq;
-  Status sent = send_tables(c, op, slot);
+  Status sent = send_tables(c, op, slot, sends);
+  // Partials for other hosts, chunk by chunk: one is under way while the next is staged.
+  Word& staged = c.own.control().combine_arrived[slot];
+  if (two_hops) begin_collecting(c, op, slot);
   const int32_t* tokens = op.routing.source_tokens;
-  for (int chunk = 0; sent == kOk && c.num_rails && chunk < kChunks; ++chunk) {
+  const int32_t most = *std::max_element(tokens, tokens + c.g.ranks);
+  const int chunks = c.num_rails ? num_chunks(most, c.map.c_row_bytes) : 0;
+  for (int chunk = 0; sent == kOk && chunk < chunks; ++chunk) {
     for (int s = 0; s < c.g.ranks; ++s) {
       if (!c.is_here(s)) stage_partials(c, op, slot, s, chunk_of(tokens[s], c.map.c_row_bytes, chunk));
     }
-    sent = send_partials(c, op, slot, chunk);
+    if (two_hops) {
+      c.publish(staged, op.seq << kChunks | (chunk + 1 < chunks ? (2ull << chunk) - 1 : kAllChunks));
+      while ((sent = c.progress()) == kOk) {
+      }
+      if (sent == kNothing) sent = kOk;
+    } else {
+      sent = send_partials(c, op, slot, chunk, sends);
+    }
   }
+  if (sent == kOk && two_hops) sent = send_late_heads(c, op, slot, sends);
   if (sent != kOk) return sent;
   for (int s = 0; s < c.g.ranks && !lend; ++s) {
     if (c.is_here(s)) stage_partials(c, op, slot, s, {0, tokens[s]});
@@ -152,6 +172,13 @@ Status combine_send(Comm& c, CombineOp& op) {
   c.publish(c.own.control().combine_published[slot], op.seq);
   op.clock.send_ns = now_ns() - op.clock.start_ns;
   return kOk;
+}
+
+Status combine_send(Comm& c, CombineOp& op) {
+  op.to_collect = 0;
+  const Status status = send(c, op);
+  if (status != kOk) c.collecting[c.slot_of(op.seq)] = nullptr;
+  return status;
 }
 
 }  // namespace cd

@@ -68,6 +68,7 @@ int Comm::attach_landing(int r, int landing_fd) {
 
 void Comm::activate(uint64_t mask) {
   active = mask;
+  std::fill_n(collecting, kMaxSlots, nullptr);  // operations of the membership before are void
   int32_t kept = 0;
   for (int e = 0; e < g.experts; ++e) {
     first[e] = kept;

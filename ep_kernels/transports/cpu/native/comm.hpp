@@ -8,6 +8,8 @@
 
 namespace cd {
 
+struct CombineOp;
+
 // Messages of a dispatch, a combine or a word, since the communicator was made. Mirrored by native.py.
 struct Sent {
   uint64_t messages, bytes;
@@ -35,6 +37,11 @@ struct Comm : Member {
   const uint8_t* landing_of[kMaxRanks] = {};    // those of the other ranks of this host
   int rails[kMaxRanks];                         // the ranks, one on each other host, that get what this rank sends
   int num_rails = 0;
+  uint64_t ranks_of[kMaxRanks] = {};            // active ranks of a host, by its lowest rank
+  int collector[kMaxRanks];                     // by a host's lowest rank: who collects there for this rank, its rail
+  uint64_t collects = 0;                        // ranks of other hosts whose collector here this rank is
+  CombineOp* collecting[kMaxSlots] = {};  // combines that this rank collects for in its waits (collector.hpp)
+  int carrier[kMaxRanks];                       // the rank of this host through which a rank is read, or that rank
   Array<Landing> landings;                      // [2][R][F], of dispatch and combine; the proxy's
   Array<uint64_t> goes_to;                      // [M], hosts that a token of this rank goes to: bit of the lowest rank
   Array<uint64_t> host_of;                      // [R * stride], host of a place: the same bit
@@ -72,6 +79,8 @@ struct Comm : Member {
   bool has_joined() override;
   void refuse_connection(int r) override;
   uint64_t gone_remotes(uint64_t among, Want want) const override;
+  uint64_t carriers_of(uint64_t among) const override;
+  Status progress() override;
 
   int slot_of(uint64_t seq) const { return int(seq % uint64_t(g.in_flight)); }
 };

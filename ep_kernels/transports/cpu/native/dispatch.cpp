@@ -243,6 +243,18 @@ void deliver_weights(Comm& c, const DispatchOp& op, int slot) {
   }
 }
 
+// The places of the tokens for which this rank is the collector; those that no rank has are none.
+void keep_places(Comm& c, const DispatchOp& op, int slot) {
+  for (uint64_t left = c.collects; left; left &= left - 1) {
+    const int s = __builtin_ctzll(left);
+    const int64_t n = int64_t(op.routing.source_tokens[s]) * c.g.topk;
+    const int32_t* from = c.peer[s].dest(slot);
+    int32_t* to = op.routing.source_dest + int64_t(s) * c.g.max_tokens * c.g.topk;
+    const uint32_t places = uint32_t(c.g.ranks * c.g.stride);
+    std::transform(from, from + n, to, [&](int32_t place) { return uint32_t(place) < places ? place : -1; });
+  }
+}
+
 // Which chunks have been placed, and which can be. A rank with a helper shares them with it.
 class Delivery {
  public:
@@ -402,12 +414,15 @@ Status dispatch_place(Comm& c, DispatchOp& op) {
   const Status alike = c.agree({Op::dispatch, Phase::arguments, uint64_t(op.routing.mode)},
                                [&](int r) { return uint64_t(c.peer[r].dispatch_meta(slot)->mode); });
   if (alike != kOk) return differs(c, op, slot, alike);
-  // How many tokens each has; more than M would be written past the buffers.
+  // How many tokens each has: no more than M, for which there is room; of an older routing as many as then.
   for (int s = 0; s < c.g.ranks; ++s) {
     const int32_t tokens = c.is_active(s) ? c.peer[s].dispatch_meta(slot)->tokens : 0;
-    const int32_t most = c.g.max_tokens;
-    if (uint32_t(tokens) > uint32_t(most)) return c.refuse(Op::dispatch, Wrong::tokens, s, tokens, most);
-    op.routing.source_tokens[s] = tokens;
+    int32_t& known = op.routing.source_tokens[s];
+    const int32_t most = op.fresh ? c.g.max_tokens : known;
+    if (uint32_t(tokens) > uint32_t(most) || (!op.fresh && tokens != known)) {
+      return c.refuse(Op::dispatch, Wrong::tokens, s, tokens, most);
+    }
+    known = tokens;
   }
   // Rows of this rank: of a new routing counted now, else as they were.
   if (op.fresh) {
@@ -423,6 +438,7 @@ Status dispatch_place(Comm& c, DispatchOp& op) {
     op.packed_stride = int32_t((plane + 3) / 4 * 4);
   }
   if (per_expert(c.g.layout)) deliver_weights(c, op, slot);
+  if (op.fresh && c.g.by_domain) keep_places(c, op, slot);
   return kOk;
 }
 

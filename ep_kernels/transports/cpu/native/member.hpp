@@ -182,6 +182,10 @@ struct Member {
   virtual Status flush(uint64_t, Want) { return kOk; }
   virtual bool has_joined() { return false; }  // a connection was made since this was asked last
   virtual uint64_t gone_remotes(uint64_t, Want) const { return 0; }
+  virtual uint64_t carriers_of(uint64_t) const { return 0; }  // ranks of this host through which those are read
+  // Does a part of what this rank owes others of an operation that it has begun. kNothing: there is none now; else
+  // what ends the wait.
+  virtual Status progress() { return kNothing; }
 
   bool is_active(int r) const { return active >> r & 1; }
   bool is_here(int r) const { return here >> r & 1; }
@@ -275,12 +279,20 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
     }
     if (const Status status = look(want, peers(), waiting.started, seen); status != kOk) return status;
     if (!block) return kNothing;
-    if (now - waiting.started < timeout_ns && work()) {
-      waiting.began = now_ns();
-      continue;
+    if (now - waiting.started < timeout_ns) {
+      const Status owed = progress();
+      if (owed != kOk && owed != kNothing) return owed;
+      if (owed == kOk || work()) {
+        waiting.began = now_ns();
+        continue;
+      }
     }
     if (spins(now - waiting.began, want.op <= Op::combine ? step_spin_ns : meet_spin_ns)) continue;
-    if (now - waiting.started >= timeout_ns) return fail(want, silent, seen(silent), Why::silent, waiting.started);
+    if (now - waiting.started >= timeout_ns) {
+      // Of a rank that carries what others send, and is silent itself, before those others.
+      if (const uint64_t carriers = carriers_of(waiting.missing) & waiting.missing) silent = __builtin_ctzll(carriers);
+      return fail(want, silent, seen(silent), Why::silent, waiting.started);
+    }
     if (now - waiting.looked >= kSliceNs) {
       waiting.looked = now;
       if (const Status status = look_for_signals(now); status != kOk) return status;
@@ -296,6 +308,15 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
         if (last >= want.seq) continue;
         if (want.until_ns && !is_here(r)) return kNothing;
         return fail(want, r, last, is_here(r) ? Why::gone : Why::disconnected, waiting.started);
+      }
+      // What comes through a rank that is dead comes no more.
+      const uint64_t dead = gone_peers(carriers_of(missing) & ~missing & peers(), want);
+      for (uint64_t left = dead ? missing & ~here : 0; left; left &= left - 1) {
+        const int r = __builtin_ctzll(left);
+        const uint64_t through = carriers_of(1ull << r) & dead;
+        if (through && seen(r) < want.seq) {
+          return fail(want, __builtin_ctzll(through), seen(r), Why::gone, waiting.started);
+        }
       }
     }
     if (want.until_ns && now >= want.until_ns) return kNothing;

@@ -35,6 +35,15 @@ inline void reduce(const Comm& c, const Terms& terms, bool weighted, int64_t fir
   }
 }
 
+// Columns first .. first+n of a partial, as it travels: rounded to the combine dtype, or quantised.
+inline void store_partial(const Comm& c, const float* acc, int64_t first, int64_t n, uint8_t* row, float* scales) {
+  if (c.g.combine_type == Type::e4m3) {
+    c.ops.quantize(row + first, scales + first / 128, acc, false, n);
+  } else {
+    c.ops.store(row + first * size_of(c.g.combine_type), acc, c.g.combine_type, n);
+  }
+}
+
 // acc becomes what it would be after travelling in the combine dtype.
 inline void cross(const Comm& c, float* acc, int64_t n) {
   if (c.g.combine_type != Type::e4m3) return c.ops.round(acc, c.g.combine_type, n);

@@ -18,7 +18,7 @@
 
 namespace cd {
 
-constexpr uint32_t kAbi = 7;  // raise when the meaning of a byte changes without its offset
+constexpr uint32_t kAbi = 8;  // raise when the meaning of a byte changes without its offset
 constexpr int kMaxSlots = 64;
 constexpr int kChunks = 16;
 
@@ -39,7 +39,7 @@ struct Geometry {
   Layout layout;
   Scales scales;
   int32_t first_id, absent_id;  // of a row's experts, as the caller reads them
-  int32_t pad;
+  int32_t two_hop_tokens;       // by_domain: a combine of so many tokens of a rank, at least, goes by collectors
   int64_t row_bytes;    // one payload row as it travels
   int64_t scale_bytes;  // its scales as they are staged; 0 = none
   int64_t capacity;     // rows of the output in all (per-expert slots for EXPERT_MAJOR times local_experts)
@@ -52,7 +52,8 @@ constexpr bool per_expert(Layout l) { return l == Layout::expert_major || l == L
 
 struct Control {
   Meeting meeting;
-  // In a mirror: (seq << kChunks | bit per chunk of rows that is there), once all else of the slot is.
+  // In a mirror: (seq << kChunks | bit per chunk of rows that is there), once all else of the slot is. In a region,
+  // of a combine by collectors: the same of what ranks of the own host may read of the partials for other hosts.
   Word dispatch_arrived[kMaxSlots], combine_arrived[kMaxSlots];
   Word dispatch_published[kMaxSlots], dispatch_consumed[kMaxSlots];
   Word combine_published[kMaxSlots], combine_consumed[kMaxSlots];
@@ -65,6 +66,8 @@ struct Parts {
   int32_t others;
   int32_t rows[kChunks];
 };
+
+constexpr uint64_t kAllChunks = (1ull << kChunks) - 1;
 
 // A chunk: the tokens of one rank that a bit of `arrived` stands for. As many as there are 256 KiB of rows.
 constexpr int num_chunks(int64_t tokens, int64_t row_bytes) {
@@ -93,6 +96,7 @@ constexpr Span chunk_of(int64_t tokens, int64_t row_bytes, int i) {
 // Head of a dispatch or combine slot; valid once the slot's `published` word carries its sequence number.
 struct alignas(64) SlotMeta {
   int64_t published_ns;  // CLOCK_MONOTONIC of the reader's host; in a mirror: when the last byte came
+  int64_t arrived_ns;    // the same, in a mirror: when all but the rows had come
   uint64_t seq;          // as `published`
   uint64_t origin;       // sequence number of the dispatch that made the routing: equal on all ranks
   int32_t tokens;        // dispatch: T of the owner

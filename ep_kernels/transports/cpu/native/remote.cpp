@@ -3,20 +3,13 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "partials.hpp"
+#include "collector.hpp"
 
 namespace cd {
 namespace {
 
 // What a rail had sent before its own connection with this rank ended may still be on its way through another one.
 constexpr int64_t kSettleNs = 50'000'000;
-
-// The active ranks of a host, given its lowest rank.
-uint64_t ranks_of(const Comm& c, int lowest) {
-  uint64_t found = 0;
-  for (int r = 0; r < c.g.ranks; ++r) found |= uint64_t(c.is_active(r) && c.host[r] == lowest) << r;
-  return found;
-}
 
 int nth(uint64_t mask, int n) {
   for (; n > 0; --n) mask &= mask - 1;
@@ -25,9 +18,9 @@ int nth(uint64_t mask, int n) {
 
 // The rank that gets what `source` sends to a host, -1 if nobody of it is active.
 int rail(const Comm& c, int source, int lowest) {
-  const uint64_t there = ranks_of(c, lowest);
+  const uint64_t there = c.ranks_of[lowest];
   if (!there) return -1;
-  const int index = __builtin_popcountll(ranks_of(c, c.host[source]) & ((1ull << source) - 1));
+  const int index = __builtin_popcountll(c.ranks_of[c.host[source]] & ((1ull << source) - 1));
   return nth(there, index % __builtin_popcountll(there));
 }
 
@@ -88,18 +81,18 @@ void for_each_run(const Comm& c, int slot, int lowest, Span tokens, Fn fn) {
   }
 }
 
-// Calls fn(rank) for the active ranks of the host of rank `to`: whose partials that host gets.
+// Calls fn(rank) for each of these ranks.
 template <typename Fn>
-void for_each_source(const Comm& c, int to, Fn fn) {
-  for (uint64_t left = ranks_of(c, c.host[to]); left; left &= left - 1) fn(__builtin_ctzll(left));
+void for_each_rank(uint64_t mask, Fn fn) {
+  for (; mask; mask &= mask - 1) fn(__builtin_ctzll(mask));
 }
 
 // Calls fn(offset in the region, bytes) for the partials of a chunk of each of these sources: rows, then scales.
 template <typename Fn>
-void for_each_partials(const Comm& c, const CombineOp& op, int slot, int to, int chunk, Fn fn) {
+void for_each_partials(const Comm& c, const CombineOp& op, int slot, uint64_t sources, int chunk, Fn fn) {
   const Geometry& g = c.g;
   const uint64_t rows = uint64_t(c.own.c(slot) + c.map.c_rows), scales = uint64_t(c.own.c(slot) + c.map.c_scales);
-  for_each_source(c, to, [&](int s) {
+  for_each_rank(sources, [&](int s) {
     const Span span = chunk_of(op.routing.source_tokens[s], c.map.c_row_bytes, chunk);
     const int32_t* table = c.own.table(slot) + int64_t(s) * g.max_tokens * g.topk;
     int64_t first = 0, n = 0;  // they follow each other
@@ -125,8 +118,6 @@ int messages_of(const Outbox& box, uint64_t offset, int64_t bytes) {
   } while (bytes > 0);
   return messages;
 }
-
-constexpr uint64_t kAllChunks = (1ull << kChunks) - 1;
 
 RegionView<uint8_t> mirror_of(Comm& c, int rank) { return {c.landing + int64_t(rank) * c.map.mirror, &c.map}; }
 
@@ -186,7 +177,9 @@ News slot_came(Comm& c, Op op, int rank, Imm kind, int slot, int chunk, uint32_t
   for (int i = 0; i < kChunks; ++i) here |= uint64_t(l->parts.rows[i] == all.rows[i]) << i;
   Word& word = out ? words.dispatch_arrived[slot] : words.combine_arrived[slot];
   const uint64_t now = meta.seq << kChunks | here;
-  if (now <= word.v.load(std::memory_order_relaxed)) return News::none;
+  const uint64_t before = word.v.load(std::memory_order_relaxed);
+  if (now <= before) return News::none;
+  if (before >> kChunks != meta.seq) meta.arrived_ns = now_ns();
   grow(word, now);
   if (here == kAllChunks) {
     meta.published_ns = now_ns();
@@ -258,14 +251,19 @@ bool is_current_end(const Comm& c, int r, Want want) {
 
 void set_rails(Comm& c) {
   for (int place = 0; place < c.g.ranks * c.g.stride; ++place) c.host_of[place] = 1ull << c.host[place / c.g.stride];
+  std::fill_n(c.ranks_of, c.g.ranks, 0);
+  for (int r = 0; r < c.g.ranks; ++r) c.ranks_of[c.host[r]] |= uint64_t(c.is_active(r)) << r;
   c.num_rails = 0;
+  c.collects = 0;
   for (int r = 0; r < c.g.ranks; ++r) {
+    c.carrier[r] = r;
     if (c.host[r] == r && !c.is_here(r)) {
-      const int to = rail(c, c.g.rank, r);
+      const int to = c.collector[r] = rail(c, c.g.rank, r);
       if (to >= 0) c.rails[c.num_rails++] = to;
     }
     if (c.is_here(r) || !c.is_active(r)) continue;
-    const int through = rail(c, r, c.host[c.g.rank]);
+    const int through = c.carrier[r] = rail(c, r, c.host[c.g.rank]);
+    c.collects |= uint64_t(through == c.g.rank) << r;
     const uint8_t* landing = through == c.g.rank ? c.landing : c.landing_of[through];
     c.peer[r] = {landing + int64_t(r) * c.map.mirror, &c.map};
     c.meeting[r] = &c.peer[r].control().meeting;
@@ -333,44 +331,74 @@ Status send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, Span tokens
   return sender.end();
 }
 
-Status send_tables(Comm& c, const CombineOp& op, int slot) {
-  const Geometry& g = c.g;
-  const uint64_t at = uint64_t(c.own.c(slot));
+// Calls fn(offset in the region, bytes) for an array of T x K numbers of each of these sources.
+template <typename Fn>
+static void for_each_record(const Comm& c, const CombineOp& op, int slot, uint64_t sources, int64_t array, Fn fn) {
+  for_each_rank(sources, [&](int s) {
+    const int64_t bytes = int64_t(op.routing.source_tokens[s]) * c.g.topk * 4;
+    if (bytes) fn(uint64_t(c.own.c(slot) + array + int64_t(s) * c.g.max_tokens * c.g.topk * 4), bytes);
+  });
+}
+
+Status send_tables(Comm& c, const CombineOp& op, int slot, uint64_t among) {
+  const bool two_hops = has_two_hops(c, op.routing);
   const uint32_t part = imm_of(Imm::combine_part, slot, op.seq);
   Sender sender(c, {Op::combine, Phase::credit, op.seq});
   for (int i = 0; i < c.num_rails; ++i) {
     const int to = c.rails[i];
+    const uint64_t sources = c.ranks_of[c.host[to]] & among;
     // The head says how many messages will come: chunks of partials, and records.
     Parts& parts = c.own.combine_meta(slot)->parts[c.host[to]] = {};
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      for_each_partials(c, op, slot, to, chunk, [&](uint64_t offset, int64_t bytes) {
+      for_each_partials(c, op, slot, sources, chunk, [&](uint64_t offset, int64_t bytes) {
         parts.rows[chunk] += messages_of(*c.outbox, offset, bytes);
       });
     }
-    // Records of each source that lives there: its table, and its row weights.
-    const auto for_each_record = [&](auto fn) {
-      for_each_source(c, to, [&](int s) {
-        const uint64_t begin = at + uint64_t(int64_t(s) * g.max_tokens * g.topk * 4);
-        const int64_t bytes = int64_t(op.routing.source_tokens[s]) * g.topk * 4;
-        if (bytes) fn(begin + uint64_t(c.map.c_table), bytes);
-        if (bytes && op.row_weights) fn(begin + uint64_t(c.map.c_row_weights), bytes);
-      });
-    };
-    for_each_record([&](uint64_t offset, int64_t bytes) { parts.others += messages_of(*c.outbox, offset, bytes); });
+    // Records of each source: its table, and its row weights.
+    const auto count = [&](uint64_t offset, int64_t bytes) { parts.others += messages_of(*c.outbox, offset, bytes); };
+    for_each_record(c, op, slot, sources, c.map.c_table, count);
+    if (op.row_weights) for_each_record(c, op, slot, sources, c.map.c_row_weights, count);
+    if (!sources) continue;
     // The head first.
-    sender.post(to, Kind::records, at, head_bytes(g.ranks), imm_of(Imm::combine_head, slot, op.seq));
-    for_each_record([&](uint64_t offset, int64_t bytes) { sender.post(to, Kind::records, offset, bytes, part); });
+    const auto post = [&](uint64_t offset, int64_t bytes) { sender.post(to, Kind::records, offset, bytes, part); };
+    sender.post(to, Kind::records, uint64_t(c.own.c(slot)), head_bytes(c.g.ranks),
+                imm_of(Imm::combine_head, slot, op.seq));
+    for_each_record(c, op, slot, sources, c.map.c_table, post);
+    if (op.row_weights && !two_hops) for_each_record(c, op, slot, sources, c.map.c_row_weights, post);
   }
   return sender.end();
 }
 
-Status send_partials(Comm& c, const CombineOp& op, int slot, int chunk) {
+Status send_row_weights(Comm& c, const CombineOp& op, int slot) {
+  const uint32_t part = imm_of(Imm::combine_part, slot, op.seq);
+  Sender sender(c, {Op::combine, Phase::credit, op.seq});
+  for (int i = 0; i < c.num_rails; ++i) {
+    const uint64_t sources = c.ranks_of[c.host[c.rails[i]]] & c.collects;
+    for_each_record(c, op, slot, sources, c.map.c_row_weights, [&](uint64_t offset, int64_t bytes) {
+      sender.post(c.rails[i], Kind::records, offset, bytes, part);
+    });
+  }
+  return sender.end();
+}
+
+Status send_partials(Comm& c, const CombineOp& op, int slot, int chunk, uint64_t among) {
   const uint32_t imm = imm_of(Imm::combine_rows, chunk << kSlotBits | slot, op.seq);
   Sender sender(c, {Op::combine, Phase::credit, op.seq});
   for (int i = 0; i < c.num_rails; ++i) {
-    for_each_partials(c, op, slot, c.rails[i], chunk, [&](uint64_t offset, int64_t bytes) {
+    const uint64_t sources = c.ranks_of[c.host[c.rails[i]]] & among;
+    for_each_partials(c, op, slot, sources, chunk, [&](uint64_t offset, int64_t bytes) {
       sender.post(c.rails[i], Kind::rows, offset, bytes, imm);
     });
+  }
+  return sender.end();
+}
+
+Status send_late_heads(Comm& c, const CombineOp& op, int slot, uint64_t among) {
+  Sender sender(c, {Op::combine, Phase::credit, op.seq});
+  for (int i = 0; i < c.num_rails; ++i) {
+    if (c.ranks_of[c.host[c.rails[i]]] & among) continue;
+    sender.post(c.rails[i], Kind::records, uint64_t(c.own.c(slot)), head_bytes(c.g.ranks),
+                imm_of(Imm::combine_head, slot, op.seq));
   }
   return sender.end();
 }
@@ -430,6 +458,12 @@ uint64_t Comm::gone_remotes(uint64_t among, Want want) const {
     gone |= uint64_t(ended || cut_off) << r;
   }
   return gone;
+}
+
+uint64_t Comm::carriers_of(uint64_t among) const {
+  uint64_t carriers = 0;
+  for_each_rank(among & ~here, [&](int r) { carriers |= 1ull << carrier[r]; });
+  return carriers;
 }
 
 void on_network(void* context, int32_t rank, NetEvent event, uint64_t value) {

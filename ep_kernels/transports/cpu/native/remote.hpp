@@ -56,10 +56,13 @@ Status send_word(Comm& c, Imm kind, int slot, Want want);
 // Head, places and weights, when the slot has them; then each chunk, when the rows of its tokens are staged.
 Status send_routes(Comm& c, const DispatchOp& op, int slot);
 Status send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, Span tokens);
-// The same: head and tables (and row weights), which say where partials will lie; then those of each chunk of all
-// sources.
-Status send_tables(Comm& c, const CombineOp& op, int slot);
-Status send_partials(Comm& c, const CombineOp& op, int slot, int chunk);
+// The same, of the sources in `among`: head and tables (and row weights), which say where partials will lie; then those
+// of each chunk. In two hops row weights follow the tables by themselves, and a rank that has nothing to send to a host
+// says so by a late head: when its partials are staged.
+Status send_tables(Comm& c, const CombineOp& op, int slot, uint64_t among);
+Status send_row_weights(Comm& c, const CombineOp& op, int slot);
+Status send_partials(Comm& c, const CombineOp& op, int slot, int chunk, uint64_t among);
+Status send_late_heads(Comm& c, const CombineOp& op, int slot, uint64_t among);
 
 // Called by the proxy. context: the Comm.
 void on_network(void* context, int32_t rank, NetEvent event, uint64_t value);

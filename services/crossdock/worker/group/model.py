@@ -308,6 +308,7 @@ class Model:
             layout=Layout.GROUPED,
             dtype=self.dtype,
             combine_order=CombineOrder(self._config.combine_order),
+            two_hop_tokens=self._config.two_hop_tokens,
             timeout_s=self._config.step_timeout_s,
             transport=self._config.transport,
             network=self._network,
