@@ -17,6 +17,7 @@ from crossdock.protocol.frames import FrameKind
 from crossdock.protocol.shared_memory import PLACE_BYTES, SharedMemory
 from crossdock.worker.requests import request_slots
 from crossdock.worker.requests.served_connection import ServedConnection
+from tests.services import frame_oracle
 from tests.services.cluster import Batch, E, H, K
 from tests.services.control_world import until
 from tests.services.request_world import ENDED, Guest, World, request_of, tensors, world
@@ -47,13 +48,13 @@ class Sharing(Guest):
         assert self.memory is not None
         rows = b"".join(bytes(wire.bytes_of(part)) for part in (batch.x, batch.ids.int(), batch.weights))
         self.memory.array[place : place + len(rows)] = memoryview(rows)
-        return frames.forward(request_of(number, batch, place=place))
+        return frames.forward(*request_of(number, batch, place=place))
 
     async def picked(self, number: int, batch: Batch, place: int) -> torch.Tensor:
         """The rows of the answer that comes next."""
         assert self.memory is not None
         frame, rows = await self.frame()
-        about = frames.answer_of(frame)
+        about = frame_oracle.answer_of(frame.fields)
         assert (frame.id, about.in_place, rows) == (number, True, b"")
         return self.memory.bytes[place : place + batch.x.nbytes].view(torch.float32).view(batch.x.shape).clone()
 
@@ -72,7 +73,7 @@ async def test_large_requests_go_there_and_small_ones_do_not(tmp_path: Path) -> 
             batch = Batch.random(num_tokens)
             assert torch.equal(await asking.forward(1, *tensors(batch)), 2 * batch.x)
             assert is_shared(made) is there, num_tokens
-            await until(lambda: not asking._requests._connections[made.address]._line.takes_descriptor)
+            await until(lambda: not asking._requests._connections[made.address]._line.state.takes_descriptor)
         held = made.requests._slots._shared
         assert sum(held.values()) > 0
     await until(lambda: not held)
@@ -167,7 +168,7 @@ async def test_a_place_outside_ends_the_connection(tmp_path: Path, place: int) -
         await without.greet()
         assert await guest.share(MIB) == MIB
         for each, where in ((guest, place), (without, 0)):
-            each.sock.sendall(frames.forward(request_of(1, Batch.random(10), place=where)))
+            each.sock.sendall(frames.forward(*request_of(1, Batch.random(10), place=where)))
             with pytest.raises(ENDED):
                 await each.frame()
         assert not made.engine.seen

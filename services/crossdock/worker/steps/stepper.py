@@ -36,7 +36,7 @@ class Batch:
     Attributes:
         layer, max_tokens: of the step, equal on all ranks.
         slices: of the requests, in the order of the rows of z.
-        topk_ids: of its tokens: slots, pieces [t, K].
+        topk_ids: of its tokens: slots, pieces [t, K], or the bytes of some.
         z: [T, H] in host memory; of a CPU: valid until the next step, or where a request wants its rows.
         rows_per_expert: int32 [L] in host memory; of a CPU: valid until the next step.
         phases_ns: of dispatch, experts, combine.
@@ -48,7 +48,7 @@ class Batch:
     layer: int
     max_tokens: int
     slices: Sequence[Slice]
-    topk_ids: Sequence[torch.Tensor]
+    topk_ids: Sequence[torch.Tensor | bytes]
     z: torch.Tensor
     rows_per_expert: torch.Tensor
     phases_ns: tuple[int, int, int]
@@ -147,6 +147,8 @@ class Stepper:
         route = self._tables.route(layer) if self._tables is not None else None
         if route is not None:
             ids = route.slots(ids, self._rank)
+        kept = slices[0].work.ids_bytes if slices and route is None else None
+        told = ids if kept is None else bytes(kept)
         z, start_ns = self._own_output(slices), time.monotonic_ns()  # nothing that may fail while peers wait
         # Dispatch.
         step = self._comm.begin_step(x, ids, weights, max_tokens)
@@ -170,7 +172,7 @@ class Stepper:
         unconfirmed = bool(why)
         if slices and not why:
             unconfirmed = any(map(math.isnan, _first_column(slices, z).tolist()))
-        return Batch(layer, max_tokens, slices, (ids,), z, step.counts, phases_ns, why, unconfirmed, start_ns)
+        return Batch(layer, max_tokens, slices, (told,), z, step.counts, phases_ns, why, unconfirmed, start_ns)
 
     def _own_output(self, slices: Sequence[Slice]) -> torch.Tensor:
         """The y of at most one request."""
@@ -204,8 +206,8 @@ class Stepper:
     def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:
         """Slots of the experts chosen by the tokens of a step."""
         route = self._tables.route(layer) if self._tables is not None else None
-        if route is None:
-            return ids
+        if route is None:  # what a request sent may be others after its answer
+            return [torch.cat(ids)]
         return [route.slots(torch.cat(ids) if len(ids) > 1 else ids[0], self._rank)]
 
     def _dispatch(self, tokens: Tokens, max_tokens: int) -> tuple[DispatchOutput, DispatchHandle, str]:
@@ -236,13 +238,18 @@ class Stepper:
             rows = comm.combine_input(handle) if y is None else y
             return rows.fill_(torch.nan), f"experts: {type(error).__name__}: {error}"
 
-    def _count_remote_rows(self, topk_ids: Sequence[torch.Tensor]) -> int:
-        """Rows that leave this rank for host tensors topk_ids [T, K]: one per (token, distinct other rank)."""
+    def _count_remote_rows(self, topk_ids: Sequence[torch.Tensor | bytes]) -> int:
+        """Rows that leave this rank for host tensors topk_ids [T, K], or bytes of int32: one per (token, distinct other
+        rank)."""
         if not any(map(len, topk_ids)):
             return 0
-        ranks = self._rank_of_slot[torch.cat(list(topk_ids)).long()]  # -1 finds the last entry: this rank
+        pieces = [self._of_bytes(each) if isinstance(each, bytes) else each for each in topk_ids]
+        ranks = self._rank_of_slot[torch.cat(pieces).long()]  # -1 finds the last entry: this rank
         reached = torch.zeros(ranks.shape[0], self._comm.size, dtype=torch.bool, device="cpu").scatter_(1, ranks, True)
         return int(reached.sum()) - int(reached[:, self._comm.rank].sum())
+
+    def _of_bytes(self, ids: bytes) -> torch.Tensor:
+        return torch.frombuffer(bytearray(ids), dtype=torch.int32).view(-1, self._none[1].shape[1])
 
 
 def _parts(slices: Sequence[Slice]) -> list[list[torch.Tensor]]:

@@ -45,7 +45,7 @@ _MAX_RECORDS = 4096
 
 
 R = TypeVar("R")
-RemoteRows = Callable[[Sequence[torch.Tensor]], int]
+RemoteRows = Callable[[Sequence[torch.Tensor | bytes]], int]
 
 
 OPS = ("exchange", "dispatch", "combine")
@@ -201,7 +201,7 @@ class StepRecord(NamedTuple):
     Attributes:
         num_tokens: of this rank.
         rows_per_expert: int32 [L] rows computed by its experts.
-        topk_ids: of its tokens, pieces [t, K].
+        topk_ids: of its tokens, pieces [t, K], or the bytes of some.
         remote_rows: counts the rows that tokens with such ids sent to other ranks (one per token and distinct rank).
         dispatch_ns, experts_ns, combine_ns: time in each phase.
         layer: MoE layer number.
@@ -212,7 +212,7 @@ class StepRecord(NamedTuple):
 
     num_tokens: int
     rows_per_expert: torch.Tensor
-    topk_ids: Sequence[torch.Tensor]
+    topk_ids: Sequence[torch.Tensor | bytes]
     remote_rows: RemoteRows
     dispatch_ns: int
     experts_ns: int
@@ -223,12 +223,14 @@ class StepRecord(NamedTuple):
     wire_bytes: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _EndedTrace:
-    """A request that ended at monotonic `end_ns`, and why it failed."""
+class _Answered(NamedTuple):
+    """A request that was answered at monotonic `end_ns`, and why it failed."""
 
-    trace: RequestTrace
     code: grpc.StatusCode
+    num_tokens: int
+    seconds: float
+    queue_s: float
+    trace: RequestTrace | None
     why: str
     end_ns: int
 
@@ -240,7 +242,7 @@ class _Collect:
     comm: MoECommunicator | None
 
 
-_Record = StepRecord | Samples | _Collect | _EndedTrace
+_Record = StepRecord | Samples | _Collect | _Answered
 
 
 class WorkerTelemetry:
@@ -342,17 +344,11 @@ class WorkerTelemetry:
         why: str = "",
     ) -> None:
         """Count a request that was answered, or refused after 0 seconds; end its trace. Any thread."""
-        exemplar = None if trace is None else trace.exemplar
         with self._answers_lock:
             self._num_requests += 1
             self._num_tokens += num_tokens if code is grpc.StatusCode.OK else 0
-        if code is grpc.StatusCode.OK:
-            self._metrics.tokens_total.inc(num_tokens)
-            self._metrics.queue_duration_seconds.observe(queue_s, exemplar)
-        if seconds:
-            self._metrics.request_duration_seconds.labels(code.name).observe(seconds, exemplar)
-        self._metrics.requests_total.labels(code.name).inc()
-        if trace is not None and not self._put(_EndedTrace(trace, code, why, time.monotonic_ns())):
+        record = _Answered(code, num_tokens, seconds, queue_s, trace, why, time.monotonic_ns())
+        if not self._put(record) and trace is not None:
             trace.release()
 
     def dropped_stream(self) -> None:
@@ -415,8 +411,8 @@ class WorkerTelemetry:
         time.sleep(0)  # the engine's thread may have the interpreter
 
     def _count(self, record: _Record | None) -> None:
-        if isinstance(record, _EndedTrace):
-            record.trace.end(record.code, record.why, record.end_ns)
+        if isinstance(record, _Answered):
+            self._count_answer(*record)
         elif isinstance(record, Samples):
             self._count_samples(record)
         elif isinstance(record, _Collect):
@@ -428,6 +424,26 @@ class WorkerTelemetry:
             else:
                 self._count_samples(record.comm.samples())
                 self._counts.count(record.comm)
+
+    def _count_answer(
+        self,
+        code: grpc.StatusCode,
+        num_tokens: int,
+        seconds: float,
+        queue_s: float,
+        trace: RequestTrace | None,
+        why: str,
+        end_ns: int,
+    ) -> None:
+        exemplar, metrics = None if trace is None else trace.exemplar, self._metrics
+        if code is grpc.StatusCode.OK:
+            metrics.tokens_total.inc(num_tokens)
+            metrics.queue_duration_seconds.observe(queue_s, exemplar)
+        if seconds:
+            metrics.request_duration_seconds.labels(code.name).observe(seconds, exemplar)
+        metrics.requests_total.labels(code.name).inc()
+        if trace is not None:
+            trace.end(code, why, end_ns)
 
     def _count_steps(self, records: list[StepRecord]) -> None:
         moved, computed = self._moved(records), self._computed(records)
@@ -454,7 +470,7 @@ class WorkerTelemetry:
 
     def _moved(self, records: Sequence[StepRecord]) -> list[int]:
         """Bytes of dispatch and of combine: payload, and as they travel."""
-        ids: dict[tuple[RemoteRows, tuple[int, int]], list[torch.Tensor]] = {}
+        ids: dict[tuple[RemoteRows, tuple[int, int]], list[torch.Tensor | bytes]] = {}
         for record in records:
             ids.setdefault((record.remote_rows, record.wire_bytes), []).extend(record.topk_ids)
         moved = [0, 0, 0, 0]
