@@ -7,7 +7,7 @@ import struct
 from typing import NamedTuple
 
 from crossdock.protocol import frames
-from crossdock.protocol.frames import Answer, FrameError, FrameKind, Forward
+from crossdock.protocol.frames import Answer, Forward, FrameError, FrameKind
 
 _FORWARD, _ANSWER = struct.Struct("<IIIHBBIHHI"), struct.Struct("<QQQQIIIBBH")
 

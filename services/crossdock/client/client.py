@@ -133,6 +133,7 @@ class Requests:
         """A whole call. Raises ClientError."""
         began, service = time.monotonic(), self._known() or (yield from self._first_service(batch.deadline))
         shares = split(batch.rows.num_tokens, len(service.workers), batch.turn, self._min_tokens)
+        asked: ServingWorkers | None = service
         todo = [_Try(share) for share in shares]
         flying: list[tuple[_Try, Connection, Flight]] = []
         try:
@@ -140,8 +141,8 @@ class Requests:
                 now = time.monotonic()
                 due, todo = [each for each in todo if each.at <= now], [each for each in todo if each.at > now]
                 for each in due:
-                    todo += yield from self._sent(batch, each, service, flying)
-                    service = None  # one that is sent later may find others
+                    todo += yield from self._sent(batch, each, asked, flying)
+                    asked = None  # one that is sent later may find others
                 if not flying:
                     if todo:
                         yield asyncio.sleep(max(0.0, min(each.at for each in todo) - time.monotonic()))
@@ -273,9 +274,10 @@ class Requests:
             connection.notice_end(now)
         if connection.closed or connection.sent_away:
             return None
-        if is_idle:
-            if now - connection.opened_at > OLD_S or (self._security is not None and self._security.version != connection.version):
-                return None
+        if is_idle and now - connection.opened_at > OLD_S:
+            return None
+        if is_idle and self._security is not None and self._security.version != connection.version:
+            return None
         return connection
 
     # The loop.

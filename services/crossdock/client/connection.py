@@ -243,7 +243,7 @@ class Connection:
             self._shared.give_back(flight.place)
             raise InvalidRequest(str(error)) from None
         if flight.place is not None:
-            parts: list[bytes | bytearray | memoryview] = [head]
+            parts: list[bytes | memoryview] = [head]
         elif num_bytes <= _SMALL_BYTES:
             parts = [packet(head, part)]
         else:

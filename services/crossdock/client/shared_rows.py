@@ -68,7 +68,11 @@ class SharedRows:
 
     def got(self, num_bytes: int) -> None:
         """The worker's answer."""
-        descriptor, self._line.state.descriptor, self._line.state.takes_descriptor = self._line.state.descriptor, -1, False
+        descriptor, self._line.state.descriptor, self._line.state.takes_descriptor = (
+            self._line.state.descriptor,
+            -1,
+            False,
+        )
         if not num_bytes:  # what there was before stays
             self._memory, self._may_ask = self._former, False
             return

@@ -89,8 +89,8 @@ def cut(share: Share, max_tokens: int) -> list[Share]:
 def rows_of_call(
     layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, timeout_s: float
 ) -> CallRows:
-    """The tensors of a call as requests carry them. Raises InvalidRequest: what no worker would take, apart from sizes of
-    the model."""
+    """The tensors of a call as requests carry them. Raises InvalidRequest: what no worker would take, apart from sizes
+    of the model."""
     rows = usual_rows(x, topk_ids, topk_weights)
     if rows is None or type(layer) is not int or type(timeout_s) is not float or not 0 <= layer < 1 << 32:
         check(layer, x, topk_ids, topk_weights, timeout_s)

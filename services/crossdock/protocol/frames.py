@@ -292,7 +292,7 @@ class FrameSocket:
     @property
     def heard_at(self) -> float:
         """When something came last, or this was made, monotonic seconds."""
-        return self.state.heard_ns * 1e-9
+        return float(self.state.heard_ns * 1e-9)
 
     def send(
         self, parts: Sequence[bytes | memoryview], sent: Callable[[], None] | None = None, descriptor: int = -1
@@ -410,13 +410,15 @@ class FrameSocket:
     def answer(self) -> Answer:
         """The answer that came last. Raises FrameError: a text is not UTF-8."""
         at = self.state.fields_at
-        *times, steps, tokens, hidden, code, in_place, count = _ANSWER.unpack_from(self._buffer, at)
+        fields = _ANSWER.unpack_from(self._buffer, at)
+        queue_ns, dispatch_ns, experts_ns, combine_ns, steps, tokens, hidden, code, in_place, count = fields
         model = _text(bytes(self._buffer[at + _ANSWER.size : at + _ANSWER.size + count]), "model") if count else ""
+        times = queue_ns, dispatch_ns, experts_ns, combine_ns
         return Answer(*times, steps, tokens, hidden, DTYPES[code], model, in_place)
 
     def rows_to(self, address: int, memory: object) -> bool:
-        """The rows of that frame go there; 0: nowhere. Whether they are whole; else `next` goes on, and the memory lives
-        until then. Raises EOFError."""
+        """The rows of that frame go there; 0: nowhere. Whether they are whole; else `next` goes on, and the memory
+        lives until then. Raises EOFError."""
         self._into = memory
         got: int = self._native.cd_rows(self._at, address)
         return (got if got > 0 else self._more(got)) == native.ROWS

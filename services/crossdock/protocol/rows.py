@@ -46,7 +46,9 @@ class CallRows(NamedTuple):
         """`cd::Rows` of rows start..stop."""
         first, count = start * self.topk, (stop - start) * self.topk
         ids, x_bytes = self.topk_ids + first * (8 if self.wide_ids else 4), (stop - start) * self.width * with_x
-        return _ROWS.pack(self.x + start * self.width, ids, self.topk_weights + 4 * first, x_bytes, count, self.wide_ids)
+        return _ROWS.pack(
+            self.x + start * self.width, ids, self.topk_weights + 4 * first, x_bytes, count, self.wide_ids
+        )
 
 
 def usual_rows(x: Any, topk_ids: Any, topk_weights: Any) -> CallRows | None:
@@ -65,15 +67,17 @@ def usual_rows(x: Any, topk_ids: Any, topk_weights: Any) -> CallRows | None:
 
 def rows_of(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> CallRows:
     """The same of tensors that are known to be so, or empty."""
-    addresses, (num_tokens, hidden) = (x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr()), x.shape
-    width, topk, wide_ids = hidden * x.itemsize, topk_ids.shape[1], topk_ids.dtype is torch.int64
-    sizes = num_tokens, hidden, topk, x.dtype, wide_ids, width, width + 8 * topk
-    return CallRows(*addresses, *sizes, (x, topk_ids, topk_weights))
+    (num_tokens, hidden), topk, wide_ids = x.shape, topk_ids.shape[1], topk_ids.dtype is torch.int64
+    width = hidden * x.itemsize
+    return CallRows(
+        x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), num_tokens, hidden, topk, x.dtype, wide_ids, width,
+        width + 8 * topk, (x, topk_ids, topk_weights),
+    )  # fmt: skip
 
 
 def lay(rows: bytes, address: int) -> None:
-    """Copy rows of a request there, as they follow their frame; int64 ids become int32, and what that cannot hold another
-    number that a worker refuses. Other threads run meanwhile."""
+    """Copy rows of a request there, as they follow their frame; int64 ids become int32, and what that cannot hold
+    another number that a worker refuses. Other threads run meanwhile."""
     native.load().cd_lay(address, rows)
 
 

@@ -67,8 +67,8 @@ class RequestSlot:
         self._checked = self.ids.data_ptr(), self.weights.data_ptr()
 
     def check_routing(self, num_experts: int) -> int:
-        """Take ids and weights where no client can change them; `native.WRONG_ID`, another number, or 0: nothing is wrong
-        with them."""
+        """Take ids and weights where no client can change them; `native.WRONG_ID`, another number, or 0: nothing is
+        wrong with them."""
         addresses = *self._checked, *self._came
         wrong: int = native.load_held().cd_copy_routing(*addresses, self._num_ids, num_experts - 1)
         return wrong

@@ -281,7 +281,7 @@ class ServedConnection:
         coming, self._coming, self._until = self._coming, None, _NEVER
         if coming is None or coming.slot is None:
             return
-        request, slot, num_bytes, received_ns, trace = coming
+        (request, _, num_bytes, received_ns, trace), slot = coming, coming.slot
         backend, reply = self._backend, functools.partial(self._reply, request.id, slot, num_bytes)
         work: Work | None = None
         try:

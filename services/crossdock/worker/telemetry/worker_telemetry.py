@@ -19,7 +19,6 @@ from typing import NamedTuple, TypeVar, cast
 
 import grpc
 import numpy as np
-import torch
 
 from crossdock.common import log
 from crossdock.common.helper_thread import HelperThread
@@ -45,7 +44,7 @@ _MAX_RECORDS = 4096
 
 
 R = TypeVar("R")
-RemoteRows = Callable[[Sequence[torch.Tensor | bytes]], int]
+RemoteRows = Callable[[Sequence[bytes]], int]
 
 
 OPS = ("exchange", "dispatch", "combine")
@@ -200,8 +199,8 @@ class StepRecord(NamedTuple):
 
     Attributes:
         num_tokens: of this rank.
-        rows_per_expert: int32 [L] rows computed by its experts.
-        topk_ids: of its tokens, pieces [t, K], or the bytes of some.
+        rows_per_expert: int32 [L], as bytes: rows computed by its experts.
+        topk_ids: of its tokens, int32 pieces [t, K], as bytes.
         remote_rows: counts the rows that tokens with such ids sent to other ranks (one per token and distinct rank).
         dispatch_ns, experts_ns, combine_ns: time in each phase.
         layer: MoE layer number.
@@ -211,8 +210,8 @@ class StepRecord(NamedTuple):
     """
 
     num_tokens: int
-    rows_per_expert: torch.Tensor
-    topk_ids: Sequence[torch.Tensor | bytes]
+    rows_per_expert: bytes
+    topk_ids: Sequence[bytes]
     remote_rows: RemoteRows
     dispatch_ns: int
     experts_ns: int
@@ -470,7 +469,7 @@ class WorkerTelemetry:
 
     def _moved(self, records: Sequence[StepRecord]) -> list[int]:
         """Bytes of dispatch and of combine: payload, and as they travel."""
-        ids: dict[tuple[RemoteRows, tuple[int, int]], list[torch.Tensor | bytes]] = {}
+        ids: dict[tuple[RemoteRows, tuple[int, int]], list[bytes]] = {}
         for record in records:
             ids.setdefault((record.remote_rows, record.wire_bytes), []).extend(record.topk_ids)
         moved = [0, 0, 0, 0]
@@ -481,14 +480,15 @@ class WorkerTelemetry:
 
     def _computed(self, records: Sequence[StepRecord]) -> dict[tuple[int, int], int]:
         """Rows by (layer, expert)."""
-        rows: dict[tuple[int, tuple[int, ...] | None, int], list[torch.Tensor]] = {}
+        rows: dict[tuple[int, tuple[int, ...] | None, int], list[bytes]] = {}
         for record in records:  # of two epochs, perhaps, with other numbers of experts
             key = record.layer, record.experts, len(record.rows_per_expert)
             rows.setdefault(key, []).append(record.rows_per_expert)
         computed: dict[tuple[int, int], int] = {}
         for (layer, experts, _), counts in rows.items():
             held = self._expert_ids if experts is None else experts
-            for expert, count in zip(held, torch.stack(counts).sum(0).tolist(), strict=False):
+            sums = np.frombuffer(b"".join(counts), np.int32).reshape(len(counts), -1).sum(0).tolist()
+            for expert, count in zip(held, sums, strict=False):
                 if count:
                     computed[layer, expert] = computed.get((layer, expert), 0) + count
         return computed
