@@ -34,7 +34,7 @@ def _compile() -> ModuleType:
 def _build_all(*, force: bool = False) -> list[Path]:
     """Compile every library; their paths."""
     compile_, protocol = _compile(), Path(__file__).resolve().parent / "services" / "crossdock" / "protocol"
-    frames = compile_.Native(protocol / "native", protocol / "_native.so", (compile_.native_of("nvlink").sources,))
+    frames = compile_.Native(protocol / "native", protocol / "_native.so", (compile_.network().sources,))
     return [*compile_.build_all(force=force), frames.build(force=force)]
 
 

@@ -357,7 +357,8 @@ class Connection:
         if kind == FrameKind.ANSWER:
             about, flight = self._line.answer(), self._landed(number)
             if flight is not None and not flight.is_answered_by(about):
-                self._finish(flight, ClientError(f"answer: expected that of {flight.batch.rows}, got {about}"))
+                expected = [flight.share.stop - flight.share.start, flight.batch.rows.hidden]
+                self._finish(flight, ClientError(f"answer: expected {expected}, got {about}"))
                 flight = None
             if flight is not None and flight.place is not None:
                 flight.place.pick_up(flight.address, about.num_tokens * flight.batch.rows.width)

@@ -7,7 +7,7 @@ import functools
 from ctypes import c_char_p, c_int, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p, py_object
 from pathlib import Path
 
-from ep_kernels.transports.build import Native, native_of
+from ep_kernels.transports.build import Native, network
 from ep_kernels.transports.library import Signature
 from ep_kernels.transports.library import load as load_library
 
@@ -62,7 +62,7 @@ _SIGNATURES: dict[str, Signature] = {
 def library() -> Native:
     """The library and its sources."""
     here = Path(__file__).resolve().parent
-    return Native(here / "native", here / "_native.so", (native_of("nvlink").sources,))
+    return Native(here / "native", here / "_native.so", (network().sources,))
 
 
 @functools.cache

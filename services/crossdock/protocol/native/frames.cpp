@@ -1,6 +1,6 @@
 // What comes on a request connection becomes frames, checked against each other and against the limits of their kind
-// before anything is taken for them, and rows where they belong. Neither a lock nor the interpreter is between the bytes
-// and the rows. For TLS Python receives, into the same buffer or to the same place.
+// before anything is taken for them, and rows where they belong. Neither a lock nor the interpreter is between the
+// bytes and the rows. For TLS Python receives, into the same buffer or to the same place.
 #include "frames.hpp"
 
 #include <poll.h>
@@ -156,8 +156,8 @@ using cd::Line;
 CD_API const char* cd_build_id() { return CD_BUILD_ID; }
 CD_API uint64_t cd_line_bytes() { return sizeof(Line); }
 
-// kRows once rows that were under way are whole, else the kind of the next frame, whose rows are due to `cd_rows` then,
-// or a Got. Receives at most once for a header.
+// kRows once rows that were under way are whole, else the kind of the next frame, whose rows are due to `cd_rows`
+// then, or a Got. Receives at most once for a header.
 CD_API int cd_next(Line* l) {
   if (l->are_coming) return cd::fill(*l);
   const int got = cd::parsed(*l);
@@ -193,7 +193,8 @@ CD_API void cd_lay(uint8_t* out, const cd::Rows* rows) {
   memcpy(out + rows->x_bytes + 4 * rows->num_ids, rows->weights, 4 * rows->num_ids);
 }
 
-// Copies of ids and weights that came, or these where they are: 0, or 1: an id is none of -1..most, 2: a weight is not finite.
+// Copies of ids and weights that came, or these where they are: 0, or 1: an id is none of -1..most, 2: a weight is not
+// finite.
 CD_API int cd_copy_routing(int32_t* ids_out, float* weights_out, const int32_t* ids, const float* weights, int64_t n,
                            int32_t most) {
   if (ids_out != ids) memcpy(ids_out, ids, 4 * n);

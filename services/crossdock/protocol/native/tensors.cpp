@@ -7,8 +7,8 @@
 
 namespace {
 
-constexpr uint32_t kFloat32 = 2 | 32 << 8 | 1 << 16, kFloat16 = 2 | 16 << 8 | 1 << 16, kBfloat16 = 4 | 16 << 8 | 1 << 16,
-                   kInt32 = 0 | 32 << 8 | 1 << 16, kInt64 = 0 | 64 << 8 | 1 << 16;
+constexpr uint32_t kFloat32 = 2 | 32 << 8 | 1 << 16, kFloat16 = 2 | 16 << 8 | 1 << 16;
+constexpr uint32_t kBfloat16 = 4 | 16 << 8 | 1 << 16, kInt32 = 0 | 32 << 8 | 1 << 16, kInt64 = 0 | 64 << 8 | 1 << 16;
 constexpr int kHost = 1;  // kDLCPU
 
 python::Interpreter py;
@@ -24,6 +24,11 @@ bool is_usual(python::Object* given, python::Tensor* t) {
   if (t->device_type != kHost || t->ndim != 2 || !t->data || t->shape[0] <= 0 || t->shape[1] <= 0) return false;
   if (!t->strides || t->shape[0] == 1) return !t->strides || t->shape[1] == 1 || t->strides[1] == 1;
   return t->strides[0] == t->shape[1] && (t->shape[1] == 1 || t->strides[1] == 1);
+}
+
+// Of the type of x, as frames say it; 0: none of theirs.
+uint32_t code_of(uint32_t dtype) {
+  return dtype == kFloat32 ? 1 : dtype == kBfloat16 ? 2 : dtype == kFloat16 ? 3 : 0;
 }
 
 uint64_t address(const python::Tensor& t) { return reinterpret_cast<uint64_t>(t.data) + t.byte_offset; }
@@ -57,7 +62,7 @@ CD_API python::Object* cd_packet(const char* head, uint64_t head_bytes, const cd
 CD_API python::Object* cd_describe(python::Object* x, python::Object* ids, python::Object* weights) {
   python::Tensor a, b, c;
   const bool are_usual = is_usual(x, &a) && is_usual(ids, &b) && is_usual(weights, &c);
-  const uint32_t dtype = !are_usual ? 0 : a.dtype == kFloat32 ? 1 : a.dtype == kBfloat16 ? 2 : a.dtype == kFloat16 ? 3 : 0;
+  const uint32_t dtype = are_usual ? code_of(a.dtype) : 0;
   if (!dtype || c.dtype != kFloat32 || (b.dtype != kInt32 && b.dtype != kInt64) || b.shape[0] != a.shape[0] ||
       c.shape[0] != a.shape[0] || b.shape[1] != c.shape[1] || a.shape[0] > UINT32_MAX || a.shape[1] > UINT32_MAX ||
       b.shape[1] > UINT16_MAX) {
