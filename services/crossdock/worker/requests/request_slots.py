@@ -36,7 +36,7 @@ class RequestSlot:
     Attributes:
         x: [T, H], then y; first_column: y [:, 0].
         ids, weights: int32, float32 [T, K]: what was checked, in memory that no client shares.
-        memory: uint8, with all rows as they come; address: of it.
+        memory: uint8 [num_bytes], with all rows as they come; address: of it.
         answered: bytes of y to be sent: none where a client shares the memory.
         is_shared: it does. num_tokens, hidden, dtype: T, H, dtype of x.
         ids_bytes: those of ids.
@@ -44,7 +44,7 @@ class RequestSlot:
 
     __slots__ = (
         "_came", "_checked", "_num_ids", "address", "answered", "dtype", "first_column", "hidden", "ids",
-        "ids_bytes", "is_shared", "memory", "num_tokens", "weights", "x",
+        "ids_bytes", "is_shared", "memory", "num_bytes", "num_tokens", "weights", "x",
     )  # fmt: skip
 
     def __init__(
@@ -59,7 +59,7 @@ class RequestSlot:
             self.ids = checked[: middle - x_bytes].view(torch.int32).view(num_tokens, topk)
             self.weights = checked[middle - x_bytes :].view(torch.float32).view(num_tokens, topk)
             self.first_column = self.x[:, 0]
-        self.memory, self.address = memory, memory.data_ptr()
+        self.memory, self.address, self.num_bytes = memory, memory.data_ptr(), num_bytes
         self.num_tokens, self.hidden, self.dtype, self.is_shared = num_tokens, hidden, dtype, shared is not None
         self._num_ids, self.ids_bytes = num_tokens * topk, self.ids.view(-1).numpy().data
         self.answered = memory[:x_bytes].numpy().data if shared is None else memoryview(b"")
@@ -93,7 +93,7 @@ class RequestSlots:
             idle = self._idle.get(num_tokens)
             if idle:
                 slot = idle.pop()
-                self._num_bytes -= slot.memory.nbytes
+                self._num_bytes -= slot.num_bytes
                 if not idle:
                     del self._idle[num_tokens]
                 return slot
@@ -107,10 +107,10 @@ class RequestSlots:
             num_tokens = slot.num_tokens
             self._idle.setdefault(num_tokens, []).append(slot)
             self._idle.move_to_end(num_tokens)
-            self._num_bytes += slot.memory.nbytes
+            self._num_bytes += slot.num_bytes
             while self._num_bytes > MAX_IDLE_BYTES:
                 oldest = next(iter(self._idle))
-                self._num_bytes -= self._idle[oldest].pop(0).memory.nbytes
+                self._num_bytes -= self._idle[oldest].pop(0).num_bytes
                 if not self._idle[oldest]:
                     del self._idle[oldest]
 
