@@ -173,6 +173,7 @@ CD_API int cd_next(Line* l) {
 // The same once there is something, or kNothing after so many ns, or when it can be written and `writes`. A signal
 // ends it early.
 CD_API int cd_wait(Line* l, int64_t timeout_ns, int writes) {
+  if (l->fd < 0) return cd::ended(*l, EBADF);  // closed: nothing would end the wait
   pollfd polled{l->fd, short(POLLIN | (writes ? POLLOUT : 0)), 0};
   const timespec limit{time_t(timeout_ns / 1'000'000'000), long(timeout_ns % 1'000'000'000)};
   if (ppoll(&polled, 1, &limit, nullptr) <= 0) return cd::kNothing;

@@ -37,6 +37,8 @@ MAX_IN_FLIGHT = 32
 """Requests of one connection whose answer has not left."""
 _MANY = 64
 """Frames that are read before other connections have their turn."""
+_PLACES, _PLACE_BYTES = 16, 8 << 10
+"""Places in shared memory for which what a request needs is kept, and most bytes of ids there."""
 _GONE = Failure(grpc.StatusCode.CANCELLED, "the client hung up")
 _MOST_OTHERS = 1000
 """Frames a second of one connection that are no requests."""
@@ -338,7 +340,7 @@ class ServedConnection:
             self._num_leaving -= 1
         if slot is not None and not slot.is_shared:
             self._slots.give_back(slot)
-        elif slot is not None and len(self._places) < _MANY:
+        elif slot is not None and slot.ids.nbytes <= _PLACE_BYTES and len(self._places) < _PLACES:
             self._places[slot.address, slot.num_tokens] = slot
         self._quota.release(num_bytes)
 

@@ -39,8 +39,8 @@ _PAUSE_S = 50e-6
 """In the middle of that work, 0.1 to 0.4 ms each half: the engine's thread may wait for the interpreter."""
 _MAX_BATCH = 1024
 """Records that are taken from the queue at a time."""
-_MAX_RECORDS = 4096
-"""Limit of queued records; further ones are dropped and counted."""
+_MAX_RECORDS, _MAX_ANSWERS = 4096, 1 << 16
+"""Limit of queued records, and of answers; further ones are dropped and counted."""
 
 
 R = TypeVar("R")
@@ -241,7 +241,13 @@ class _Collect:
     comm: MoECommunicator | None
 
 
-_Record = StepRecord | Samples | _Collect | _Answered
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """There are answers."""
+
+
+_LOOK = _Look()
+_Record = StepRecord | Samples | _Collect | _Look
 
 
 class WorkerTelemetry:
@@ -259,6 +265,7 @@ class WorkerTelemetry:
         self._counts = CommunicatorCounts(metrics)
         self._latency = LatencySums()
         self._queue: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()  # bounded by `_put`
+        self._answers = deque[_Answered]()
         self._operations = OperationCounts(
             metrics.operation_duration_seconds, metrics.peer_wait_seconds_total, transport
         )
@@ -346,8 +353,13 @@ class WorkerTelemetry:
         with self._answers_lock:
             self._num_requests += 1
             self._num_tokens += num_tokens if code is grpc.StatusCode.OK else 0
-        record = _Answered(code, num_tokens, seconds, queue_s, trace, why, time.monotonic_ns())
-        if not self._put(record) and trace is not None:
+        if len(self._answers) < _MAX_ANSWERS:
+            self._answers.append(_Answered(code, num_tokens, seconds, queue_s, trace, why, time.monotonic_ns()))
+            if self._queue.empty():
+                self._queue.put(_LOOK)
+            return
+        self._metrics.telemetry_records_dropped_total.inc()
+        if trace is not None:
             trace.release()
 
     def dropped_stream(self) -> None:
@@ -398,6 +410,8 @@ class WorkerTelemetry:
                 else:
                     for record in records:
                         self._count_safely(self._count, record)
+            for _ in range(len(self._answers)):
+                self._count_safely(self._count_answer, self._answers.popleft())
 
     def _count_safely(self, count: Callable[[R], None], records: R) -> None:
         try:
@@ -410,9 +424,7 @@ class WorkerTelemetry:
         time.sleep(0)  # the engine's thread may have the interpreter
 
     def _count(self, record: _Record | None) -> None:
-        if isinstance(record, _Answered):
-            self._count_answer(*record)
-        elif isinstance(record, Samples):
+        if isinstance(record, Samples):
             self._count_samples(record)
         elif isinstance(record, _Collect):
             self._count_experts()
@@ -424,25 +436,17 @@ class WorkerTelemetry:
                 self._count_samples(record.comm.samples())
                 self._counts.count(record.comm)
 
-    def _count_answer(
-        self,
-        code: grpc.StatusCode,
-        num_tokens: int,
-        seconds: float,
-        queue_s: float,
-        trace: RequestTrace | None,
-        why: str,
-        end_ns: int,
-    ) -> None:
-        exemplar, metrics = None if trace is None else trace.exemplar, self._metrics
-        if code is grpc.StatusCode.OK:
-            metrics.tokens_total.inc(num_tokens)
-            metrics.queue_duration_seconds.observe(queue_s, exemplar)
-        if seconds:
-            metrics.request_duration_seconds.labels(code.name).observe(seconds, exemplar)
-        metrics.requests_total.labels(code.name).inc()
+    def _count_answer(self, answer: _Answered) -> None:
+        trace, metrics = answer.trace, self._metrics
+        exemplar = None if trace is None else trace.exemplar
+        if answer.code is grpc.StatusCode.OK:
+            metrics.tokens_total.inc(answer.num_tokens)
+            metrics.queue_duration_seconds.observe(answer.queue_s, exemplar)
+        if answer.seconds:
+            metrics.request_duration_seconds.labels(answer.code.name).observe(answer.seconds, exemplar)
+        metrics.requests_total.labels(answer.code.name).inc()
         if trace is not None:
-            trace.end(code, why, end_ns)
+            trace.end(answer.code, answer.why, answer.end_ns)
 
     def _count_steps(self, records: list[StepRecord]) -> None:
         moved, computed = self._moved(records), self._computed(records)
