@@ -148,7 +148,9 @@ class Requests:
                         yield asyncio.sleep(max(0.0, min(each.at for each in todo) - time.monotonic()))
                 elif (ended := (yield from self._landed(batch, began, todo, flying))) is not None:
                     todo.append(ended)
-                if not (todo or flying):  # shares that a switch of the layer's checkpoint has parted from the others
+                if (
+                    not (todo or flying) and len(batch.models) > 1
+                ):  # shares that a switch of the layer's checkpoint has parted from the others
                     for share in batch.stale():
                         del batch.models[share]
                         todo.append(_Try(share))

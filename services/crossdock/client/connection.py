@@ -300,9 +300,9 @@ class Connection:
             self._read(got)
         except (EOFError, OSError, FrameError) as error:
             self.fail(str(error))
-            got = 0
+            got = frames.NOTHING
         self._rewatch()
-        if not got:
+        if got == frames.NOTHING:
             self._check_alive()
 
     def _hand_over(self) -> None:
