@@ -242,12 +242,12 @@ class _Collect:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _AnswersWait:
     """There are answers."""
 
 
-_LOOK = _Look()
-_Record = StepRecord | Samples | _Collect | _Look
+_ANSWERED = _AnswersWait()
+_Record = StepRecord | Samples | _Collect | _AnswersWait
 
 
 class WorkerTelemetry:
@@ -356,7 +356,7 @@ class WorkerTelemetry:
         if len(self._answers) < _MAX_ANSWERS:
             self._answers.append(_Answered(code, num_tokens, seconds, queue_s, trace, why, time.monotonic_ns()))
             if self._queue.empty():
-                self._queue.put(_LOOK)
+                self._queue.put(_ANSWERED)
             return
         self._metrics.telemetry_records_dropped_total.inc()
         if trace is not None:
