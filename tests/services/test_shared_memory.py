@@ -161,6 +161,28 @@ async def test_what_a_client_changes_meanwhile_is_its_own_answer(tmp_path: Path)
             assert torch.equal(await guest.picked(number, batch, place), 2 * batch.x)
 
 
+async def test_requests_at_one_place_have_routings_of_their_own(tmp_path: Path) -> None:
+    """A step may read those of the first when the second comes; whoever is answered leaves them to the next."""
+    async with world(tmp_path) as made, Sharing(made) as guest:
+        await guest.greet()
+        assert await guest.share(MIB) == MIB
+        batches = [Batch.random(10) for _ in range(3)]
+        for turn in range(2):
+            made.engine.go.clear()
+            for number, batch in enumerate(batches):
+                guest.sock.sendall(guest.lay(number, batch, 128))
+                await until(lambda: len(made.engine.seen) == 3 * turn + number + 1)  # noqa: B023
+            works = made.engine.seen[-3:]
+            for work, batch in zip(works, batches, strict=True):
+                assert torch.equal(work.topk_ids, batch.ids.int())
+                assert torch.equal(work.topk_weights, batch.weights)
+            assert len({work.topk_ids.data_ptr() for work in works}) == 3
+            made.engine.go.set()
+            for _ in batches:
+                assert frame_oracle.answer_of((await guest.frame())[0].fields).in_place
+        await until(lambda: len(made.connections[0]._places) == 1)
+
+
 @pytest.mark.parametrize("place", [MIB, MIB - PLACE_BYTES, 32, frames.NOWHERE - 63, MIB + PLACE_BYTES])
 async def test_a_place_outside_ends_the_connection(tmp_path: Path, place: int) -> None:
     async with world(tmp_path) as made, Sharing(made) as guest, Guest(made, near=True) as without:
