@@ -17,7 +17,7 @@ PIP := -m pip --disable-pip-version-check --quiet
 EDITABLE := PYTHONWARNINGS=ignore $(PY) $(PIP) install --editable
 
 # An installation is renewed when what it was built from changes: dependencies, the build, the native source.
-BUILT_FROM := pyproject.toml build_backend.py ep_kernels/transports/build.py $(wildcard ep_kernels/transports/*/native/* ep_kernels/network/native/*)
+BUILT_FROM := pyproject.toml build_backend.py ep_kernels/transports/build.py $(wildcard ep_kernels/transports/*/native/* ep_kernels/network/native/* services/crossdock/protocol/native/*)
 KEY := $(shell cat $(BUILT_FROM) 2>/dev/null | cksum | cut -d ' ' -f 1)
 CONTROL_KEY := $(shell cat $(BUILT_FROM) $$(find services -name '*.py') 2>/dev/null | cksum | cut -d ' ' -f 1)
 DEMO := $(VENV)/installed-demo-$(KEY)

@@ -1,4 +1,4 @@
-"""Build backend of the distribution: setuptools, after the native libraries of the transports have been compiled.
+"""Build backend of the distribution: setuptools, after the native libraries have been compiled.
 
 pip calls the hooks below (PEP 517, PEP 660). `python build_backend.py` compiles in place, for work in a checkout.
 Where no C++ compiler is on PATH, the wheel `ziglang`, which holds one, becomes a build requirement.
@@ -29,6 +29,13 @@ def _compile() -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def _build_all(*, force: bool = False) -> list[Path]:
+    """Compile every library; their paths."""
+    compile_, protocol = _compile(), Path(__file__).resolve().parent / "services" / "crossdock" / "protocol"
+    frames = compile_.Native(protocol / "native", protocol / "_native.so", (compile_.network().sources,))
+    return [*compile_.build_all(force=force), frames.build(force=force)]
 
 
 def _setuptools() -> Any:
@@ -69,7 +76,7 @@ def prepare_metadata_for_build_editable(metadata_directory: str, config_settings
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
     """PEP 517. The wheel is py3-none-linux_<machine>: it holds libraries, but none that knows Python; and
     the kernels that `python -m ep_kernels.tools.kernels --ship` has compiled before, if it has."""
-    _compile().build_all()
+    _build_all()
     shutil.rmtree(Path(__file__).resolve().parent / "build" / "lib", ignore_errors=True)  # else packed again
     settings = dict(config_settings or {})
     settings["--build-option"] = [
@@ -84,7 +91,7 @@ def build_editable(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
     """PEP 660. The libraries lie in the checkout, beside their sources."""
-    _compile().build_all()
+    _build_all()
     return str(_setuptools().build_editable(wheel_directory, config_settings, metadata_directory))
 
 
@@ -100,4 +107,4 @@ def _as_list(value: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(*_compile().build_all(force="--force" in sys.argv[1:]), sep="\n")
+    print(*_build_all(force="--force" in sys.argv[1:]), sep="\n")

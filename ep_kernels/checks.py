@@ -5,7 +5,7 @@ Each function raises ArgumentError (argument, expected, got) or returns what the
 
 from __future__ import annotations
 
-import operator
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -209,8 +209,8 @@ def per_expert(config: MoEConfig) -> None:
 def int64_words(values: Sequence[int], count: int) -> None:
     """Exactly `count` integers that fit int64."""
     try:
-        fits = len(values) == count and all(-(1 << 63) <= value < 1 << 63 for value in map(operator.index, values))
-    except TypeError:  # no sequence, or not of integers
+        fits = len(struct.pack(f"={count}q", *values)) == 8 * len(values)
+    except (TypeError, struct.error):  # no sequence, not of integers, or not so many
         fits = False
     if not fits:
         raise ArgumentError("words", f"{count} int64", values)

@@ -97,4 +97,4 @@ _SIGNATURES: dict[str, Signature] = {
 @functools.cache
 def load(library: Native = network()) -> ctypes.CDLL:
     """The library, checked. Raises TransportError: missing, unloadable or stale, with the command that cures it."""
-    return load_library("network", library, _SIGNATURES)
+    return load_library("network transport", library, _SIGNATURES)

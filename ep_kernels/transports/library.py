@@ -1,4 +1,4 @@
-"""Loads a transport's native library and checks that it was built from the sources beside it."""
+"""Loads a native library and checks that it was built from the sources beside it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Signature = tuple[object, Sequence[object]]
 
 
 def load(name: str, native: Native, signatures: Mapping[str, Signature]) -> ctypes.CDLL:
-    """The library of transport `name`; calls release the GIL. It must have `cd_build_id`.
+    """The library of what has that name; calls release the GIL. It must have `cd_build_id`.
 
     Raises:
         TransportError: missing, unloadable or stale, with the command that cures it.
     """
-    what = f"{name} transport: native library {native.library}"
+    what = f"{name}: native library {native.library}"
     if not native.library.is_file():
         raise TransportError(f"{what} is missing; {CURE}")
     try:

@@ -52,7 +52,7 @@ def _misuse(scene: Scene, place: tuple[str, int], kind: int) -> socket.socket:
             for _ in range(100):
                 sock.sendall(frames.plain(FrameKind.PING) * 10_000)
         else:
-            sock.sendall(frames._HEADER.pack((1 << 32) - 1, 24, FrameKind.FORWARD, 0, 1) + bytes(24))
+            sock.sendall(frames.HEADER.pack((1 << 32) - 1, 24, FrameKind.FORWARD, 0, 1) + bytes(24))
     return sock
 
 

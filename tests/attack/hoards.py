@@ -58,10 +58,10 @@ class Hoard:
             for memory in self.kept[-1:]:
                 memory.bytes[: TOKENS * H * 4].random_()
                 memory.bytes[TOKENS * H * 4 : TOKENS * (H + 2 * K) * 4].zero_()
-            self.sock.sendall(frames.forward(request_of(number, batch, place=0)))
+            self.sock.sendall(frames.forward(*request_of(number, batch, place=0)))
             for memory in self.kept[-1:]:
                 memory.bytes.fill_(255)
-        self.sock.sendall(frames.forward(request_of(REQUESTS, batch, place=MEMORY_BYTES)))
+        self.sock.sendall(frames.forward(*request_of(REQUESTS, batch, place=MEMORY_BYTES)))
 
 
 async def _hoards(scene: Scene) -> str:

@@ -10,7 +10,9 @@ import pytest
 
 from tests.house.tree import PRODUCT, imports_of, module_of, name_of, python_files
 
-WIRE = {f"crossdock.protocol.{name}" for name in ("v1", "wire", "frames", "same_host", "shared_memory")}
+WIRE = {
+    f"crossdock.protocol.{name}" for name in ("v1", "wire", "native", "frames", "rows", "same_host", "shared_memory")
+}
 """Messages and frames with tensors."""
 FLOORS: dict[str, set[str]] = {
     "ep_kernels": set(),
@@ -18,7 +20,9 @@ FLOORS: dict[str, set[str]] = {
     "crossdock.protocol": set(),
     "crossdock.protocol.v1": set(),
     "crossdock.protocol.wire": {"crossdock.protocol.v1"},
-    "crossdock.protocol.frames": set(),
+    "crossdock.protocol.native": {"ep_kernels"},
+    "crossdock.protocol.frames": {"crossdock.protocol.native"},
+    "crossdock.protocol.rows": {"crossdock.protocol.native", "crossdock.protocol.frames"},
     "crossdock.protocol.same_host": set(),
     "crossdock.protocol.shared_memory": set(),
     "crossdock.common": {"crossdock.protocol.v1"},

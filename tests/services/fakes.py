@@ -20,7 +20,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from crossdock.protocol import frames, wire
-from crossdock.protocol.frames import Frame, FrameKind, FrameSocket
+from crossdock.protocol.frames import FrameKind, FrameSocket
 from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, expert_pb2, expert_pb2_grpc
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
@@ -145,33 +145,34 @@ class FrameFront:
 
     def _serve(self, line: FrameSocket) -> None:
         with contextlib.suppress(OSError, EOFError):
-            frames.hello_of(self._next(line))
+            self._next(line)
+            frames.hello_of(line.frame())
             line.send([frames.welcome(32, self._worker.max_request_bytes)])
             for answer in self._worker.Forward(self._requests(line), None):
                 self._answer(line, answer)
 
     @staticmethod
-    def _next(line: FrameSocket) -> Frame:
-        while (frame := line.next()) is None:
+    def _next(line: FrameSocket) -> int:
+        while (got := line.next()) == frames.NOTHING:
             pass
-        return frame
+        return got
 
     def _requests(self, line: FrameSocket) -> Iterator[expert_pb2.ForwardRequest]:
         while True:
             try:
-                frame = self._next(line)
+                kind, number = self._next(line), line.state.id
             except EOFError:
                 return
-            if frame.kind == FrameKind.CANCEL:
-                yield expert_pb2.ForwardRequest(id=frame.id, cancel=True)
-            elif frame.kind == FrameKind.FORWARD:
-                rows = memoryview(bytearray(frame.num_rows_bytes))
-                line.rows_into(rows)
-                while not line.fill():
-                    pass
-                yield message_of(frames.forward_of(frame), rows)
-            elif frame.kind == FrameKind.PING and self._worker.pongs:
-                line.send([frames.plain(FrameKind.PONG, frame.id)])
+            if kind == FrameKind.CANCEL:
+                yield expert_pb2.ForwardRequest(id=number, cancel=True)
+            elif kind == FrameKind.FORWARD:
+                request = line.forward()
+                rows = torch.empty(request.num_bytes, dtype=torch.uint8)
+                if not line.rows_to(rows.data_ptr(), rows):
+                    assert self._next(line) == frames.ROWS
+                yield message_of(request, rows.numpy().data)
+            elif kind == FrameKind.PING and self._worker.pongs:
+                line.send([frames.plain(FrameKind.PONG, number)])
 
     @staticmethod
     def _answer(line: FrameSocket, answer: Answer) -> None:

@@ -30,6 +30,7 @@ from crossdock.worker.requests.service import ExpertService
 from crossdock.worker.steps.engine import Engine
 from crossdock.worker.steps.work import Done, Work
 from crossdock.worker.telemetry.worker_telemetry import WorkerTelemetry
+from tests.services import frame_oracle
 from tests.services.cluster import Batch, H, write_model
 from tests.services.control_world import TIMEOUT_S
 
@@ -166,15 +167,15 @@ class Guest:
             if frame.kind == FrameKind.ERROR:
                 return frame.id, frames.error_of(frame)
             if frame.kind == FrameKind.ANSWER:
-                about = frames.answer_of(frame)
+                about = frame_oracle.answer_of(frame.fields)
                 y = torch.empty(about.num_tokens, about.hidden, dtype=about.dtype)
                 wire.bytes_of(y)[:] = rows
                 return frame.id, y
 
     async def frame(self) -> tuple[Frame, bytearray]:
         """Whatever comes next. Raises EOFError, ConnectionError."""
-        rows, size, kind, _, number = frames._HEADER.unpack(await self._read(16))
-        return Frame(kind, number, bytes(await self._read(size)), rows), await self._read(rows)
+        rows, size, kind, _, number = frames.HEADER.unpack(await self._read(16))
+        return Frame(kind, number, bytes(await self._read(size))), await self._read(rows)
 
     async def _read(self, count: int) -> bytearray:
         data = bytearray()
@@ -187,14 +188,15 @@ class Guest:
 
 
 def request_of(number: int, batch: Batch, **fields: Any) -> Forward:
-    about = Forward(number, 1, len(batch.x), batch.x.shape[1], batch.ids.shape[1], batch.x.dtype, 0, "", "")
-    return about._replace(**fields)
+    (num_tokens, hidden), topk, dtype = batch.x.shape, batch.ids.shape[1], batch.x.dtype
+    num_bytes = frames.request_bytes(num_tokens, hidden, topk, dtype)
+    return Forward(number, 1, num_tokens, hidden, topk, dtype, 0, "", "", num_bytes)._replace(**fields)
 
 
 def packet(number: int, batch: Batch, **fields: Any) -> bytes:
     """All bytes of a request."""
     rows = b"".join(bytes(wire.bytes_of(part)) for part in (batch.x, batch.ids.int(), batch.weights))
-    return frames.forward(request_of(number, batch, **fields)) + rows
+    return frames.forward(*request_of(number, batch, **fields)) + rows
 
 
 def tensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

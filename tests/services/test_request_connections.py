@@ -89,7 +89,7 @@ async def test_a_request_in_pieces_is_a_request(tmp_path: Path, near: bool) -> N
             guest.sock.sendall(bytes([byte]))
         assert (await guest.frame())[0].kind == FrameKind.WELCOME
         batch = Batch.random(2)
-        whole, head = packet(1, batch), len(frames.forward(request_of(1, batch)))
+        whole, head = packet(1, batch), len(frames.forward(*request_of(1, batch)))
         for byte in whole:
             guest.sock.sendall(bytes([byte]))
             await asyncio.sleep(0)
@@ -143,13 +143,13 @@ async def test_an_empty_request_has_an_empty_answer(tmp_path: Path) -> None:
         assert answer.shape == (0, H)
 
 
-HEAD = frames._HEADER
+HEAD = frames.HEADER
 
 
 def with_fields(*fields: int, place: int = frames.NOWHERE) -> bytes:
     """A request of three tokens, which says that."""
-    layout = frames._FORWARD
-    return frames.forward(request_of(1, Batch.random(3)))[: -layout.size] + layout.pack(*fields, place)
+    layout = struct.Struct("<IIIHBBIHHI")
+    return frames.forward(*request_of(1, Batch.random(3)))[: -layout.size] + layout.pack(*fields, place)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def with_fields(*fields: int, place: int = frames.NOWHERE) -> bytes:
         with_fields(1, 9, H, K, 1, 0, 0, 0, 0),
         with_fields(1, 3, H, K, 9, 0, 0, 0, 0),
         with_fields(1, 3, H, K, 1, 0, 0, 9, 0),
-        frames.forward(request_of(1, Batch.random(3), model="xx"))[:-2] + b"\xff\xff",
+        frames.forward(*request_of(1, Batch.random(3), model="xx"))[:-2] + b"\xff\xff",
         b"\xff" * 5000,
         b"GET / HTTP/1.1\r\n\r\n" * 10,
     ],

@@ -17,6 +17,7 @@ from crossdock.protocol.frames import FrameKind
 from crossdock.protocol.shared_memory import PLACE_BYTES, SharedMemory
 from crossdock.worker.requests import request_slots
 from crossdock.worker.requests.served_connection import ServedConnection
+from tests.services import frame_oracle
 from tests.services.cluster import Batch, E, H, K
 from tests.services.control_world import until
 from tests.services.request_world import ENDED, Guest, World, request_of, tensors, world
@@ -47,13 +48,13 @@ class Sharing(Guest):
         assert self.memory is not None
         rows = b"".join(bytes(wire.bytes_of(part)) for part in (batch.x, batch.ids.int(), batch.weights))
         self.memory.array[place : place + len(rows)] = memoryview(rows)
-        return frames.forward(request_of(number, batch, place=place))
+        return frames.forward(*request_of(number, batch, place=place))
 
     async def picked(self, number: int, batch: Batch, place: int) -> torch.Tensor:
         """The rows of the answer that comes next."""
         assert self.memory is not None
         frame, rows = await self.frame()
-        about = frames.answer_of(frame)
+        about = frame_oracle.answer_of(frame.fields)
         assert (frame.id, about.in_place, rows) == (number, True, b"")
         return self.memory.bytes[place : place + batch.x.nbytes].view(torch.float32).view(batch.x.shape).clone()
 
@@ -72,7 +73,7 @@ async def test_large_requests_go_there_and_small_ones_do_not(tmp_path: Path) -> 
             batch = Batch.random(num_tokens)
             assert torch.equal(await asking.forward(1, *tensors(batch)), 2 * batch.x)
             assert is_shared(made) is there, num_tokens
-            await until(lambda: not asking._requests._connections[made.address]._line.takes_descriptor)
+            await until(lambda: not asking._requests._connections[made.address]._line.state.takes_descriptor)
         held = made.requests._slots._shared
         assert sum(held.values()) > 0
     await until(lambda: not held)
@@ -160,6 +161,28 @@ async def test_what_a_client_changes_meanwhile_is_its_own_answer(tmp_path: Path)
             assert torch.equal(await guest.picked(number, batch, place), 2 * batch.x)
 
 
+async def test_requests_at_one_place_have_routings_of_their_own(tmp_path: Path) -> None:
+    """A step may read those of the first when the second comes; whoever is answered leaves them to the next."""
+    async with world(tmp_path) as made, Sharing(made) as guest:
+        await guest.greet()
+        assert await guest.share(MIB) == MIB
+        batches = [Batch.random(10) for _ in range(3)]
+        for turn in range(2):
+            made.engine.go.clear()
+            for number, batch in enumerate(batches):
+                guest.sock.sendall(guest.lay(number, batch, 128))
+                await until(lambda: len(made.engine.seen) == 3 * turn + number + 1)  # noqa: B023
+            works = made.engine.seen[-3:]
+            for work, batch in zip(works, batches, strict=True):
+                assert torch.equal(work.topk_ids, batch.ids.int())
+                assert torch.equal(work.topk_weights, batch.weights)
+            assert len({work.topk_ids.data_ptr() for work in works}) == 3
+            made.engine.go.set()
+            for _ in batches:
+                assert frame_oracle.answer_of((await guest.frame())[0].fields).in_place
+        await until(lambda: len(made.connections[0]._places) == 1)
+
+
 @pytest.mark.parametrize("place", [MIB, MIB - PLACE_BYTES, 32, frames.NOWHERE - 63, MIB + PLACE_BYTES])
 async def test_a_place_outside_ends_the_connection(tmp_path: Path, place: int) -> None:
     async with world(tmp_path) as made, Sharing(made) as guest, Guest(made, near=True) as without:
@@ -167,7 +190,7 @@ async def test_a_place_outside_ends_the_connection(tmp_path: Path, place: int) -
         await without.greet()
         assert await guest.share(MIB) == MIB
         for each, where in ((guest, place), (without, 0)):
-            each.sock.sendall(frames.forward(request_of(1, Batch.random(10), place=where)))
+            each.sock.sendall(frames.forward(*request_of(1, Batch.random(10), place=where)))
             with pytest.raises(ENDED):
                 await each.frame()
         assert not made.engine.seen

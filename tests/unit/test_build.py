@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import ep_kernels
+from crossdock.protocol import native as frames_native
 from ep_kernels import jit
 from ep_kernels.errors import TransportError
 from ep_kernels.transports import build
@@ -40,6 +41,13 @@ def test_the_libraries_in_use_are_current(transport: str) -> None:
     found = build.native_of(transport)
     assert found.is_current()
     assert found in [build.native_of(path.parent.name) for path in build.HERE.glob("*/native")]
+
+
+def test_the_library_of_frames_is_built_beside_them(backend: ModuleType) -> None:
+    found = frames_native.library()
+    assert found.is_current()
+    assert backend._build_all()[-1] == found.library
+    assert frames_native.load().cd_build_id().decode() == found.build_id()
 
 
 def test_the_loaded_library_says_what_it_was_built_from() -> None:
@@ -171,7 +179,7 @@ def test_the_wheel_brings_kernels_that_need_no_compiler(wheel: Path, monkeypatch
 def test_the_wheel_is_whole_and_has_nothing_else(wheel: Path) -> None:
     packed = {str(path.relative_to(wheel)) for path in wheel.rglob("*") if path.is_file()}
     libraries = {f"ep_kernels/{folder}/_native.so" for folder in ("transports/cpu", "transports/nvlink", "network")}
-    assert libraries <= packed
+    assert libraries | {"crossdock/protocol/_native.so"} <= packed
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "ep_kernels").rglob("*.cuh")}
     assert sources <= packed, "kernels are compiled from these where no cubin fits"
     assert "ep_kernels/removed_since.py" not in packed
@@ -212,4 +220,5 @@ def test_sources_include_nothing_that_needs_the_cpp_runtime() -> None:
 
 
 def every_native() -> list[build.Native]:
-    return [*(build.native_of(path.parent.name) for path in build.HERE.glob("*/native")), build.network()]
+    transports = [build.native_of(path.parent.name) for path in build.HERE.glob("*/native")]
+    return [*transports, build.network(), frames_native.library()]

@@ -274,7 +274,7 @@ _SIGNATURES: dict[str, Signature] = {
 @functools.cache
 def load(library: Native = native_of("cpu")) -> ctypes.CDLL:
     """The library, checked. Raises TransportError: missing, unloadable or stale, with the command that cures it."""
-    return load_library("cpu", library, _SIGNATURES)
+    return load_library("cpu transport", library, _SIGNATURES)
 
 
 def check_limits(ranks: int, in_flight: int) -> None:

@@ -74,7 +74,7 @@ _SIGNATURES: dict[str, Signature] = {
 @functools.cache
 def load(library: Native = native_of("cpu")) -> ctypes.CDLL:
     """The library, checked, as `native.load`."""
-    return load_library("cpu", library, _SIGNATURES)
+    return load_library("cpu transport", library, _SIGNATURES)
 
 
 def geometry_of(config: CollectiveConfig) -> CollectiveGeometry:

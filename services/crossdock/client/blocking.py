@@ -12,7 +12,7 @@ import torch
 
 from crossdock.client.client import MIN_TOKENS_PER_WORKER, Landing, Requests, Step
 from crossdock.client.errors import ClientError
-from crossdock.client.shares import check, on_host
+from crossdock.client.shares import rows_of_call
 from crossdock.client.threaded import SharedLoop
 from crossdock.common.settings import SecurityConfig
 from crossdock.protocol.v1 import expert_pb2
@@ -66,11 +66,11 @@ class Client:
         timeout_s: float = 60.0,
     ) -> torch.Tensor:
         """See AsyncClient.forward."""
-        check(layer, x, topk_ids, topk_weights, timeout_s)
-        if x.shape[0] == 0:
+        rows = rows_of_call(layer, x, topk_ids, topk_weights, timeout_s)
+        if not rows.num_tokens:
             return x.new_empty(x.shape)
         self._begin()
-        steps = self._requests.steps(self._requests.batch_of(layer, on_host(x, topk_ids, topk_weights), timeout_s))
+        steps = self._requests.steps(self._requests.batch_of(layer, rows, timeout_s))
         try:
             step = next(steps)
             while True:
@@ -82,7 +82,7 @@ class Client:
                     step = steps.send(got)
         except StopIteration as end:
             out: torch.Tensor = end.value
-            return out if x.is_cpu else out.to(x.device)
+            return out if rows.tensors[0] is x else out.to(x.device)  # of a tensor of the host nothing is asked
         finally:
             steps.close()
             self._end()

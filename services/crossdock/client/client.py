@@ -34,19 +34,16 @@ from crossdock.client.retry import RetryBudget
 from crossdock.client.shares import (
     MAX_TIMEOUT_S,
     ForwardCall,
-    Parts,
     Share,
-    check,
     check_timeout,
     cut,
-    on_host,
-    row_bytes,
-    rows_like,
+    rows_of_call,
     split,
 )
 from crossdock.common.security import security_of
 from crossdock.common.settings import SecurityConfig
 from crossdock.common.tasks import background, call_in_loop, end_tasks
+from crossdock.protocol.rows import CallRows
 from crossdock.protocol.v1 import expert_pb2
 
 AVOID_S = 2.0
@@ -113,10 +110,10 @@ class Requests:
         self._probing: dict[str, asyncio.Task[None]] = {}
         self._turns, self._budget, self._closed = itertools.count(), RetryBudget(), False
 
-    def batch_of(self, layer: int, parts: Parts, timeout_s: float) -> ForwardCall:
+    def batch_of(self, layer: int, rows: CallRows, timeout_s: float) -> ForwardCall:
         """One call; its shares begin at the next worker."""
         deadline = time.monotonic() + min(timeout_s, MAX_TIMEOUT_S)
-        return ForwardCall(layer, parts, deadline, next(self._turns), self._model, {})
+        return ForwardCall(layer, rows, deadline, next(self._turns), self._model)
 
     async def describe(self, timeout_s: float) -> expert_pb2.DescribeResponse:
         """See AsyncClient.describe."""
@@ -134,30 +131,34 @@ class Requests:
 
     def steps(self, batch: ForwardCall) -> Generator[Step, Any, torch.Tensor]:
         """A whole call. Raises ClientError."""
-        began, service = time.monotonic(), (yield from self._first_service(batch.deadline))
-        out, workers = rows_like(batch.parts[0]), service.workers
-        todo = [_Try(share) for share in split(out.shape[0], len(workers), batch.turn, self._min_tokens)]
+        began, service = time.monotonic(), self._known() or (yield from self._first_service(batch.deadline))
+        shares = split(batch.rows.num_tokens, len(service.workers), batch.turn, self._min_tokens)
+        asked: ServingWorkers | None = service
+        todo = [_Try(share) for share in shares]
         flying: list[tuple[_Try, Connection, Flight]] = []
         try:
             while todo or flying:
                 now = time.monotonic()
-                due = [each for each in todo if each.at <= now]
-                todo = [each for each in todo if each.at > now]
+                due, todo = [each for each in todo if each.at <= now], [each for each in todo if each.at > now]
                 for each in due:
-                    todo += yield from self._sent(batch, each, out, flying)
+                    todo += yield from self._sent(batch, each, asked, flying)
+                    asked = None  # one that is sent later may find others
                 if not flying:
                     if todo:
                         yield asyncio.sleep(max(0.0, min(each.at for each in todo) - time.monotonic()))
                 elif (ended := (yield from self._landed(batch, began, todo, flying))) is not None:
                     todo.append(ended)
-                if not (todo or flying):  # shares that a switch of the layer's checkpoint has parted from the others
+                if (
+                    not (todo or flying) and len(batch.models) > 1
+                ):  # shares that a switch of the layer's checkpoint has parted from the others
                     for share in batch.stale():
                         del batch.models[share]
                         todo.append(_Try(share))
         finally:
             for _, connection, flight in flying:
                 connection.withdraw(flight)
-        return out
+        assert batch.y is not None
+        return batch.y
 
     async def close(self) -> None:
         """Close all connections."""
@@ -174,16 +175,21 @@ class Requests:
         tries = 0
         while True:
             try:
-                return self._known() or (yield self._service(max(0.0, deadline - time.monotonic())))
+                return (yield self._service(max(0.0, deadline - time.monotonic())))  # type: ignore[no-any-return]
             except Unavailable as error:
                 self._failed(error)
                 yield asyncio.sleep(self._pause(error, tries, deadline))
                 tries += 1
 
     def _sent(
-        self, batch: ForwardCall, each: _Try, out: torch.Tensor, flying: list[tuple[_Try, Connection, Flight]]
+        self,
+        batch: ForwardCall,
+        each: _Try,
+        service: ServingWorkers | None,
+        flying: list[tuple[_Try, Connection, Flight]],
     ) -> Generator[Step, Any, list[_Try]]:
-        """Send a share, which is then among those that fly; what is to be tried again, or later."""
+        """Send a share, which is then among those that fly; what is to be tried again, or later. service: who serves,
+        where that was just asked."""
         deadline, share = batch.deadline, each.share
         if isinstance(each.failed, Overloaded) and not self._budget.take():
             if time.monotonic() >= deadline or self._closed:
@@ -192,18 +198,16 @@ class Requests:
             return [each]
         try:
             self._check_open()
-            service = self._known() or (yield self._service(max(0.0, deadline - time.monotonic())))
+            service = service or self._known() or (yield self._service(max(0.0, deadline - time.monotonic())))
             number = (share.worker + each.tries) % len(service.workers)
             each.tries += 1
             connection = self._usable(service.workers[number][1]) or (yield self._dialled(service, number))
-            most, row = connection.max_request_bytes, row_bytes(batch.parts)
-            if row > most:
-                raise InvalidRequest(f"x: expected rows of at most {most} bytes for {connection.where}, got {row}")
-            pieces = cut(share, most // max(1, row))
-            if len(pieces) > 1:
-                return [_Try(piece, 0.0, each.tries - 1, each.failed) for piece in pieces]
-            connection.epoch, whole = service.epoch, share.stop - share.start == len(out)
-            flight = Flight(batch, share, out if whole else out[share.start : share.stop])
+            most, row = connection.max_request_bytes, batch.rows.row_bytes
+            if row * (share.stop - share.start) > most:
+                if row > most:
+                    raise InvalidRequest(f"x: expected rows of at most {most} bytes for {connection.where}, got {row}")
+                return [_Try(piece, 0.0, each.tries - 1, each.failed) for piece in cut(share, most // row)]
+            connection.epoch, flight = service.epoch, Flight(batch, share)
             connection.send(flight)
             flying.append((each, connection, flight))
         except (Unavailable, Overloaded) as error:
@@ -215,8 +219,8 @@ class Requests:
     ) -> Generator[Step, Any, _Try | None]:
         """Wait for one answer, or until something is to be sent; what is to be tried again."""
         each, connection, flight = flying[0]
-        until = min((one.at for one in todo), default=batch.deadline)
-        if not flight.done and not (yield Landing(connection, flight, min(until, batch.deadline))):
+        until = min([batch.deadline, *(one.at for one in todo)]) if todo else batch.deadline
+        if not flight.done and not (yield Landing(connection, flight, until)):
             if time.monotonic() >= batch.deadline:
                 before = f"; before that: {each.failed}" if each.failed is not None else ""
                 within = f"no answer within {max(0.0, batch.deadline - began):.3f} s"
@@ -267,13 +271,15 @@ class Requests:
         connection = self._connections.get(address)
         if connection is None:
             return None
-        connection.notice_end()
+        is_idle, now = connection.is_idle, time.monotonic()
+        if is_idle:
+            connection.notice_end(now)
         if connection.closed or connection.sent_away:
             return None
-        if connection.is_idle:
-            is_old = time.monotonic() - connection.opened_at > OLD_S
-            if is_old or (self._security is not None and self._security.version != connection.version):
-                return None
+        if is_idle and now - connection.opened_at > OLD_S:
+            return None
+        if is_idle and self._security is not None and self._security.version != connection.version:
+            return None
         return connection
 
     # The loop.
@@ -344,6 +350,8 @@ class Requests:
 
     def _without_broken(self, service: ServingWorkers) -> ServingWorkers:
         """Without workers that broke recently or do not respond; with all of them if no other is left."""
+        if not self._broken_at and not self._probing:  # as a rule
+            return service
         since = time.monotonic() - AVOID_S
         broken = {address for address, at in tuple(self._broken_at.items()) if at > since} | {*self._probing}
         left = tuple(worker for worker in service.workers if worker[1] not in broken) if broken else ()
@@ -417,10 +425,10 @@ class AsyncClient:
             NotAllowed: the service does not know this caller.
             ModelMismatch: the layer has another checkpoint than `model` of this client.
         """
-        check(layer, x, topk_ids, topk_weights, timeout_s)
-        if x.shape[0] == 0:
+        rows = rows_of_call(layer, x, topk_ids, topk_weights, timeout_s)
+        if not rows.num_tokens:
             return x.new_empty(x.shape)
-        batch = self._requests.batch_of(layer, on_host(x, topk_ids, topk_weights), timeout_s)
+        batch = self._requests.batch_of(layer, rows, timeout_s)
         return (await _taken(self._requests.steps(batch))).to(x.device)
 
     async def close(self) -> None:

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import select
 import threading
 import time
-from array import array
 from collections import deque
-
-import torch
 
 from crossdock.client.errors import ClientError, InvalidRequest, Overloaded, Unavailable, from_answer
 from crossdock.client.shared_rows import RowsPlace, SharedRows
 from crossdock.client.shares import ForwardCall, Share
 from crossdock.common.tracing import current_traceparent
 from crossdock.protocol import frames, wire
-from crossdock.protocol.frames import Frame, FrameError, FrameKind, FrameSocket
+from crossdock.protocol.frames import FrameError, FrameKind, FrameSocket
+from crossdock.protocol.rows import packet
 from crossdock.protocol.v1 import expert_pb2
 
 QUIET_S, ALIVE_S = 1.0, 3.0
@@ -33,9 +30,6 @@ IDLE_S = 0.1
 """An unused connection is looked at before it is used again after so long: it may have ended."""
 _SMALL_BYTES = 64 << 10
 """A request up to this is joined and goes through the socket: that costs less than views, and than shared memory."""
-_FEW = 64
-"""Ids for which Python is faster than numpy."""
-_LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 _WRITE_S = 0.05
 
 
@@ -45,7 +39,6 @@ class Flight:
     Args:
         batch: the call.
         share: of its rows.
-        out: [T, H], contiguous; gets the rows of the answer.
 
     Attributes:
         done: whether there is an answer, or an error.
@@ -53,13 +46,25 @@ class Flight:
         model: fingerprint of the checkpoint that made the answer.
     """
 
-    def __init__(self, batch: ForwardCall, share: Share, out: torch.Tensor) -> None:
-        self.batch, self.share, self.out = batch, share, out
+    def __init__(self, batch: ForwardCall, share: Share) -> None:
+        self.batch, self.share = batch, share
         self.id, self.done, self.model = 0, False, ""
         self.error: ClientError | None = None
         self.event: threading.Event | None = None
         self.future: asyncio.Future[None] | None = None
         self.place: RowsPlace | None = None
+
+    @property
+    def address(self) -> int:
+        """Where the rows of its answer go."""
+        rows = self.batch.rows
+        return self.batch.y_address + self.share.start * rows.width
+
+    def is_answered_by(self, about: frames.Answer) -> bool:
+        """Whether that is of its shape."""
+        rows, num_tokens = self.batch.rows, self.share.stop - self.share.start
+        got = about.num_tokens, about.hidden, about.dtype, about.in_place
+        return got == (num_tokens, rows.hidden, rows.dtype, self.place is not None)
 
 
 class Connection:
@@ -101,12 +106,11 @@ class Connection:
         self._ids, self._lock = itertools.count(1), threading.RLock()
         self._flights: dict[int, Flight] = {}
         self._backlog = deque[Flight]()
-        self._filling: tuple[Flight | None, frames.Answer] | None = None
+        self._filling: tuple[Flight | None, str] | None = None
         self._shared = SharedRows(line)
         self._leader, self._waiting = threading.Lock(), dict[Flight, None]()
         self._asked_at, self._fd = 0.0, line.sock.fileno()
-        self._poll, self._writable = select.poll(), False
-        self._poll.register(self._fd, select.POLLIN)
+        self._writable = False
         if loop is not None:
             loop.add_reader(self._fd, self.progress)
 
@@ -184,9 +188,10 @@ class Connection:
             self._check_alive()
         return True
 
-    def notice_end(self) -> None:
-        """Read what is here, if nobody has for a while: the worker may have ended the connection."""
-        rests = self._loop is None and self.is_idle and time.monotonic() - self._used_at > IDLE_S
+    def notice_end(self, now: float) -> None:
+        """Read what is here of an idle connection, if nobody has for a while: the worker may have ended it. now:
+        monotonic seconds."""
+        rests = now - self._used_at > IDLE_S and self._loop is None
         if rests and not self.closed and self._leader.acquire(blocking=False):
             try:
                 self.progress()
@@ -195,12 +200,7 @@ class Connection:
 
     def progress(self) -> None:
         """Read and write what can be read and written now. One thread at a time."""
-        try:
-            self._line.push()
-            self._read()
-        except (EOFError, OSError, FrameError) as error:
-            self.fail(str(error))
-        self._rewatch()
+        self._turn(0.0)
 
     def fail(self, why: str) -> None:
         """End it: requests in flight fail with Unavailable. Idempotent."""
@@ -228,32 +228,32 @@ class Connection:
     def _send(self, flight: Flight) -> None:
         """Under the lock. Raises InvalidRequest."""
         share, batch = flight.share, flight.batch
-        x, ids, weights = batch.parts
-        if share.stop - share.start != len(x):
-            x, ids, weights = (part[share.start : share.stop] for part in batch.parts)
+        whole, part = batch.rows, batch.rows.part(share.start, share.stop)
         timeout_ms = max(1, min((1 << 32) - 1, int(1000 * (batch.deadline - time.monotonic()))))
-        shape, about = (x.shape[0], x.shape[1], ids.shape[1]), (timeout_ms, batch.model, current_traceparent())
-        request = frames.Forward(flight.id, batch.layer, *shape, x.dtype, *about)
-        is_small = request.num_bytes <= _SMALL_BYTES
-        if not is_small:
-            rows = x, ids if ids.dtype is torch.int32 else _narrow(ids), weights
-            flight.place = self._shared.lay(rows, request.num_bytes)
-            if flight.place is not None:
-                request = request._replace(place=flight.place.begin)
+        num_bytes = (share.stop - share.start) * whole.row_bytes
+        if num_bytes > _SMALL_BYTES:
+            flight.place = self._shared.lay(part, num_bytes)
+        place = frames.NOWHERE if flight.place is None else flight.place.begin
         try:
-            head = frames.forward(request)
+            head = frames.forward(
+                flight.id, batch.layer, share.stop - share.start, whole.hidden, whole.topk, whole.dtype, timeout_ms,
+                batch.model, current_traceparent(), num_bytes, place,
+            )  # fmt: skip
         except FrameError as error:
             self._shared.give_back(flight.place)
             raise InvalidRequest(str(error)) from None
-        parts: list[bytes | memoryview] = [head]
-        if is_small:
-            parts = [b"".join((head, _copy_of(x), _narrow_copy_of(ids), _copy_of(weights)))]
-        elif flight.place is None:
-            parts += map(wire.bytes_of, rows)
+        if flight.place is not None:
+            parts: list[bytes | memoryview] = [head]
+        elif num_bytes <= _SMALL_BYTES:
+            parts = [packet(head, part)]
+        else:
+            x = wire.bytes_of(whole.tensors[0][share.start : share.stop])  # which keeps it: it may leave later
+            parts = [head, x, packet(b"", whole.part(share.start, share.stop, with_x=False))]
         self._flights[flight.id] = flight
         self._used_at = time.monotonic()
         with contextlib.suppress(OSError):  # an answer may say why; else there is the end to read
             self._line.send(parts)
+        batch.land()  # under the lock that its answer takes
         self._rewatch()
 
     def _send_more(self) -> None:
@@ -293,14 +293,17 @@ class Connection:
             self._turn(min(left_s, QUIET_S))
 
     def _turn(self, timeout_s: float) -> None:
-        """Wait for the socket, and read and write; of the thread that leads."""
-        wanted = self._line.is_sending
-        if wanted != self._writable:
-            self._writable = wanted
-            self._poll.modify(self._fd, select.POLLIN | select.POLLOUT * wanted)
-        if self._poll.poll(1e3 * timeout_s):
-            self.progress()
-        self._check_alive()
+        """Wait for the socket, and read and write; of the thread that leads, or the event loop."""
+        try:
+            got = self._line.wait(timeout_s, writes=self._line.is_sending) if timeout_s else self._line.next()
+            self._line.push()
+            self._read(got)
+        except (EOFError, OSError, FrameError) as error:
+            self.fail(str(error))
+            got = frames.NOTHING
+        self._rewatch()
+        if got == frames.NOTHING:
+            self._check_alive()
 
     def _hand_over(self) -> None:
         """Read no more, for now or for ever."""
@@ -340,59 +343,56 @@ class Connection:
             else:
                 loop.remove_writer(self._fd)
 
-    def _read(self) -> None:
-        while True:
-            if (filling := self._filling) is not None:  # another thread may end the connection
-                if not self._line.fill():
-                    return
-                (flight, about), self._filling = filling, None
-                if flight is not None:
-                    flight.model = about.model
-                    self._finish(flight)
-                if not self._line.has_read_more:
-                    return
-            frame = self._line.next()
-            if frame is None:
-                return
-            self._take(frame)
+    def _read(self, got: int) -> None:
+        while got:
+            if got == frames.ROWS:
+                self._whole()
+            else:
+                self._take(got)
+            got = self._line.next() if self._line.has_read_more else frames.NOTHING
 
-    def _take(self, frame: Frame) -> None:
-        """Raises FrameError."""
-        if frame.kind == FrameKind.ANSWER:
-            about, flight = frames.answer_of(frame), self._landed(frame.id)
-            if flight is not None and ((about.num_tokens, about.hidden), about.dtype, about.in_place) != (
-                tuple(flight.out.shape),
-                flight.out.dtype,
-                flight.place is not None,
-            ):
-                self._finish(flight, ClientError(f"answer: expected {list(flight.out.shape)}, got {about}"))
+    def _take(self, kind: int) -> None:
+        """Raises FrameError, EOFError."""
+        number = self._line.state.id
+        if kind == FrameKind.ANSWER:
+            about, flight = self._line.answer(), self._landed(number)
+            if flight is not None and not flight.is_answered_by(about):
+                expected = [flight.share.stop - flight.share.start, flight.batch.rows.hidden]
+                self._finish(flight, ClientError(f"answer: expected {expected}, got {about}"))
                 flight = None
-            into = None
             if flight is not None and flight.place is not None:
-                flight.place.pick_up(wire.bytes_of(flight.out))
+                flight.place.pick_up(flight.address, about.num_tokens * flight.batch.rows.width)
                 self._let_go(flight.place)
-            elif flight is not None and not self._line.rows_to(flight.out):
-                into = wire.bytes_of(flight.out)
-            self._line.rows_into(into)
-            self._filling = flight, about
-        elif frame.kind == FrameKind.ERROR:
-            code, epoch, ranks, message = frames.error_of(frame)
+            self._filling = flight, about.model
+            into = 0 if flight is None or flight.place is not None else flight.address
+            if self._line.rows_to(into, None if flight is None else flight.batch.y):
+                self._whole()
+        elif kind == FrameKind.ERROR:
+            code, epoch, ranks, message = frames.error_of(self._line.frame())
             error = from_answer(expert_pb2.Error(code=code, message=message, lost_ranks=ranks, epoch=epoch))
-            if (flight := self._landed(frame.id)) is not None:
+            if (flight := self._landed(number)) is not None:
                 self._let_go(flight.place, error)
                 self._finish(flight, error)
-        elif frame.kind == FrameKind.GOAWAY:
+        elif kind == FrameKind.GOAWAY:
             self.sent_away = True
-        elif frame.kind == FrameKind.MEMORY:
+        elif kind == FrameKind.MEMORY:
             with self._lock:
-                self._shared.got(frames.memory_of(frame))
-        elif frame.kind != FrameKind.PONG:
-            raise FrameError(f"kind: expected one of a worker, got {frame.kind}")
+                self._shared.got(frames.memory_of(self._line.frame()))
+        elif kind != FrameKind.PONG:
+            raise FrameError(f"kind: expected one of a worker, got {kind}")
+
+    def _whole(self) -> None:
+        """The rows of an answer are here."""
+        filling, self._filling = self._filling, None
+        if filling is not None and filling[0] is not None:  # another thread may end the connection
+            filling[0].model = filling[1]
+            self._finish(filling[0])
 
     def _landed(self, number: int) -> Flight | None:
         with self._lock:
             flight = self._flights.pop(number, None)
-            self._send_more()
+            if self._backlog:
+                self._send_more()
         return flight
 
     def _let_go(self, place: RowsPlace | None, error: ClientError | None = None) -> None:
@@ -410,25 +410,3 @@ class Connection:
             flight.event.set()
         if flight.future is not None and not flight.future.done():
             flight.future.set_result(None)
-
-
-def _copy_of(tensor: torch.Tensor) -> bytes:
-    if not tensor.is_contiguous() or tensor.is_neg():
-        return bytes(wire.bytes_of(tensor))
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-
-
-def _narrow_copy_of(ids: torch.Tensor) -> bytes:
-    if ids.dtype is torch.int32:
-        return _copy_of(ids)
-    if ids.numel() <= _FEW:
-        try:
-            return array("i", itertools.chain.from_iterable(ids.tolist())).tobytes()
-        except OverflowError:
-            pass
-    return bytes(wire.bytes_of(_narrow(ids)))
-
-
-def _narrow(ids: torch.Tensor) -> torch.Tensor:
-    """int64 ids as int32: what no int32 holds becomes another number that the worker refuses."""
-    return torch.from_numpy(ids.numpy().clip(_LEAST, _MOST).astype("int32"))

@@ -127,8 +127,9 @@ class KnownWorker:
 
 async def _answer(line: FrameSocket) -> Frame:
     """What the worker says. Raises EOFError, FrameError, ClientError: an error."""
-    while (frame := line.next()) is None:
+    while line.next() == frames.NOTHING:
         await _ready(line.sock)
+    frame = line.frame()
     if frame.kind == FrameKind.ERROR:
         code, epoch, ranks, message = frames.error_of(frame)
         raise from_answer(expert_pb2.Error(code=code, epoch=epoch, lost_ranks=ranks, message=message))

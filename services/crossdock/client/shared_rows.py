@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import socket
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import torch
-
 from crossdock.common import log
-from crossdock.protocol import frames, wire
+from crossdock.protocol import frames
 from crossdock.protocol.frames import FrameSocket
+from crossdock.protocol.rows import lay
 from crossdock.protocol.shared_memory import SharedMemory
 
 _log = log.get(__name__)
@@ -28,9 +26,9 @@ class RowsPlace(NamedTuple):
     memory: SharedMemory
     begin: int
 
-    def pick_up(self, into: memoryview) -> None:
-        """Copy y from there."""
-        np.copyto(np.asarray(into), self.memory.array[self.begin : self.begin + len(into)])
+    def pick_up(self, address: int, num_bytes: int) -> None:
+        """Copy y from there; other threads run meanwhile."""
+        ctypes.memmove(address, self.memory.address + self.begin, num_bytes)
 
 
 class SharedRows:
@@ -47,16 +45,13 @@ class SharedRows:
         self._former: SharedMemory | None = None
         self._num_bytes = 0
 
-    def lay(self, rows: Sequence[torch.Tensor], num_bytes: int) -> RowsPlace | None:
+    def lay(self, rows: bytes, num_bytes: int) -> RowsPlace | None:
         """Copy the rows of a request to a free place. None: there is none yet, and they go through the socket."""
         begin = None if self._memory is None else self._memory.take(num_bytes)
         if self._memory is None or begin is None:
             self._ask(num_bytes)
             return None
-        end = begin
-        for part in map(wire.bytes_of, rows):
-            start, end = end, end + len(part)
-            np.copyto(self._memory.array[start:end], part)  # other threads run meanwhile, and none of torch's
+        lay(rows, self._memory.address + begin)
         return RowsPlace(self._memory, begin)
 
     def give_back(self, place: RowsPlace | None) -> None:
@@ -73,7 +68,11 @@ class SharedRows:
 
     def got(self, num_bytes: int) -> None:
         """The worker's answer."""
-        descriptor, self._line.descriptor, self._line.takes_descriptor = self._line.descriptor, -1, False
+        descriptor, self._line.state.descriptor, self._line.state.takes_descriptor = (
+            self._line.state.descriptor,
+            -1,
+            False,
+        )
         if not num_bytes:  # what there was before stays
             self._memory, self._may_ask = self._former, False
             return
@@ -90,8 +89,8 @@ class SharedRows:
     def _ask(self, num_bytes: int) -> None:
         """Ask for more; until the answer nothing lies there, since the worker may have changed to the new memory."""
         wanted = max(num_bytes, self._num_bytes * (1 if self._memory is None else 2))
-        if not self._may_ask or self._line.takes_descriptor or wanted > MOST_BYTES:
+        if not self._may_ask or self._line.state.takes_descriptor or wanted > MOST_BYTES:
             return
-        self._line.takes_descriptor, self._former, self._memory = True, self._memory, None
+        self._line.state.takes_descriptor, self._former, self._memory = True, self._memory, None
         with contextlib.suppress(OSError):  # there is the end to read
             self._line.send([frames.memory(-(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE)])

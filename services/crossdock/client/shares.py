@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
 from typing import NamedTuple, SupportsIndex
 
 import torch
 
 from crossdock.client.errors import InvalidRequest
-
-Parts = Sequence[torch.Tensor]
+from crossdock.protocol import wire
+from crossdock.protocol.rows import CallRows, usual_rows
+from crossdock.protocol.rows import rows_of as all_rows
 
 MAX_TIMEOUT_S = 1e6
 """Longer ones, infinity too, mean this: what a request can carry as milliseconds."""
@@ -22,24 +22,35 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (torch.int32, torch.int64)
 
 
-class ForwardCall(NamedTuple):
+class ForwardCall:
     """One call of `forward`.
 
-    Attributes:
+    Args:
         layer: with the experts.
-        parts: x [T, H], topk_ids [T, K], topk_weights float32 [T, K] on the host; T > 0.
+        rows: its tensors; T > 0.
         deadline: monotonic seconds.
         turn: number of the call, which says where its first share goes.
-        model: fingerprint of the checkpoint that is wanted; empty: any.
+        model: fingerprint of the only checkpoint that is wanted; empty: any.
+
+    Attributes:
         models: fingerprint of the checkpoint that made each share, in the order of the answers.
+        y: [T, H] on the host, dtype of x, once `land` has made it; y_address: of it.
     """
 
-    layer: int
-    parts: Parts
-    deadline: float
-    turn: int
-    model: str
-    models: dict[Share, str]
+    __slots__ = ("deadline", "layer", "model", "models", "rows", "turn", "y", "y_address")
+
+    def __init__(self, layer: int, rows: CallRows, deadline: float, turn: int, model: str) -> None:
+        self.layer, self.rows, self.deadline, self.turn, self.model = layer, rows, deadline, turn, model
+        self.models = dict[Share, str]()
+        self.y: torch.Tensor | None = None
+        self.y_address = 0
+
+    def land(self) -> None:
+        """Make room for the rows of the answers: while a worker has the first request, since it takes a while."""
+        if self.y is None:
+            rows = self.rows
+            self.y = torch.empty((rows.num_tokens, rows.hidden), dtype=rows.dtype, device="cpu")
+            self.y_address = self.y.data_ptr()
 
     def stale(self) -> list[Share]:
         """Shares of another checkpoint than the last answer's."""
@@ -75,18 +86,27 @@ def cut(share: Share, max_tokens: int) -> list[Share]:
     return [Share(share.worker, start, min(start + max_tokens, share.stop)) for start in starts]
 
 
-def row_bytes(parts: Parts) -> int:
-    """Of one token in a request, whose ids are int32."""
-    x, ids, _ = parts
-    return x.shape[1] * x.element_size() + 8 * ids.shape[1]
+def rows_of_call(
+    layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, timeout_s: float
+) -> CallRows:
+    """The tensors of a call as requests carry them. Raises InvalidRequest: what no worker would take, apart from sizes
+    of the model."""
+    rows = usual_rows(x, topk_ids, topk_weights)
+    if rows is None or type(layer) is not int or type(timeout_s) is not float or not 0 <= layer < 1 << 32:
+        check(layer, x, topk_ids, topk_weights, timeout_s)
+        rows = all_rows(_plain(x), _plain(topk_ids), _plain(topk_weights.detach().float()))
+    elif not timeout_s >= 0:
+        check_timeout(timeout_s)
+    return rows
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    is_plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_neg()
+    return tensor if is_plain else wire.plain(tensor)
 
 
 def check(layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, timeout_s: float) -> None:
     """Raises InvalidRequest: what no worker would take, apart from sizes of the model."""
-    if _is_usual(x, _FLOATS) and _is_usual(topk_ids, _INTS) and _is_usual(topk_weights, _FLOATS):
-        fit = topk_ids.shape == topk_weights.shape and len(topk_ids) == len(x)
-        if fit and type(layer) is int and 0 <= layer < 1 << 32 and type(timeout_s) is float and timeout_s >= 0:
-            return
     if not _is_layer(layer):
         raise InvalidRequest(f"layer: expected an int in 0..2^32-1, got {layer!r}")
     check_timeout(timeout_s)
@@ -110,18 +130,6 @@ def check(layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: tor
             raise InvalidRequest(f"{name}: expected {list(expected)}, got {list(tensor.shape)}")
 
 
-def _is_usual(tensor: object, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether nothing but its sizes can be wrong with one part of a batch."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.is_cpu
-        and tensor.dtype in dtypes
-        and tensor.dim() == 2
-        and tensor.layout is torch.strided
-        and _has_memory(tensor)
-    )
-
-
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Not one that is freed, fake, only traced, or around others, as a DTensor."""
     return tensor.data_ptr() != 0 or not tensor.numel()
@@ -142,23 +150,3 @@ def _is_layer(value: SupportsIndex) -> bool:
         return 0 <= operator.index(value) < 1 << 32
     except TypeError:
         return False
-
-
-def rows_like(x: torch.Tensor) -> torch.Tensor:
-    """Room for the rows of an answer, contiguous whatever x is; any thread may write it."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return rows_like(x)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def on_host(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As requests carry them, the ids apart."""
-    weights = topk_weights if topk_weights.dtype is torch.float32 else topk_weights.detach().float()
-    if x.is_cpu and topk_ids.is_cpu and weights.is_cpu and not x.requires_grad and not weights.requires_grad:
-        return x, topk_ids, weights
-    return _on_host(x), _on_host(topk_ids), _on_host(weights)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_cpu and not tensor.requires_grad else tensor.detach().cpu()

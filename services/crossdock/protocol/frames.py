@@ -32,6 +32,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from crossdock.protocol import native
+
+NOTHING, ROWS = native.NOTHING, native.ROWS
+"""What `FrameSocket.next` says but for the kind of a frame."""
 VERSION = 1
 MAGIC = b"XDCK"
 MAX_FIELDS_BYTES = 4096
@@ -63,17 +67,16 @@ DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16}
 """Of x and y, by their code."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-_HEADER = struct.Struct("<IHBBQ")
+HEADER = struct.Struct("<IHBBQ")
+"""Bytes of rows and of fields, kind, 0, id."""
+FORWARD, ANSWER = struct.Struct("<IHBBQIIIHBBIHHI"), struct.Struct("<IHBBQQQQQIIIBBH")
+"""Header and fields, without texts."""
+_FORWARD, _ANSWER = struct.Struct("<IIIHBxIHHI"), struct.Struct("<QQQQIIIB?H")
+_FORWARD_KIND, _ANSWER_KIND = int(FrameKind.FORWARD), int(FrameKind.ANSWER)
 _HELLO = struct.Struct("<4sHHH")
 _WELCOME = struct.Struct("<HHI")
-_FORWARD = struct.Struct("<IIIHBBIHHI")
-_ANSWER = struct.Struct("<QQQQIIIBBH")
 _ERROR = struct.Struct("<IHHQ")
 _MEMORY = struct.Struct("<I")
-_KINDS = frozenset(FrameKind)
-_WITH_ROWS = frozenset({FrameKind.FORWARD, FrameKind.ANSWER})
-_BUFFER_BYTES = 32 << 10
-"""Read at once: a small request comes in one piece with its header."""
 _RECORD_BYTES = 16 << 10
 """Of TLS: smaller frames are joined into one."""
 
@@ -83,17 +86,17 @@ class FrameError(ValueError):
 
 
 class Frame(NamedTuple):
-    """Header and fields of one frame; `num_rows_bytes` follow it."""
+    """Header and fields of a frame without rows."""
 
     kind: int
     id: int
     fields: bytes
-    num_rows_bytes: int
 
 
 class Forward(NamedTuple):
     """A request: `ForwardRequest` of expert.proto, with the shapes of its tensors. place: where they are in the memory
-    that both ends map; NOWHERE: they follow."""
+    that both ends map; NOWHERE: they follow. num_bytes: of x [T, H], topk_ids int32 [T, K] and topk_weights float32
+    [T, K], which follow each other."""
 
     id: int
     layer: int
@@ -104,12 +107,8 @@ class Forward(NamedTuple):
     timeout_ms: int
     model: str
     traceparent: str
+    num_bytes: int
     place: int = NOWHERE
-
-    @property
-    def num_bytes(self) -> int:
-        """Of x [T, H], topk_ids int32 [T, K] and topk_weights float32 [T, K], which follow each other."""
-        return request_bytes(self.num_tokens, self.hidden, self.topk, self.dtype)
 
 
 class Answer(NamedTuple):
@@ -143,14 +142,14 @@ def request_bytes(num_tokens: int, hidden: int, topk: int, dtype: torch.dtype) -
 
 def plain(kind: FrameKind, frame_id: int = 0) -> bytes:
     """A frame without fields."""
-    return _HEADER.pack(0, 0, kind, 0, frame_id)
+    return HEADER.pack(0, 0, kind, 0, frame_id)
 
 
 def hello(token: str, name: str = "") -> bytes:
     """What a client says first. token: "" for none; name: of the UNIX socket that it has called, "" for TCP."""
     secret, called = token.encode(), name.encode()
     fields = _HELLO.pack(MAGIC, VERSION, len(secret), len(called)) + secret + called
-    return _HEADER.pack(0, len(fields), FrameKind.HELLO, 0, 0) + fields
+    return HEADER.pack(0, len(fields), FrameKind.HELLO, 0, 0) + fields
 
 
 def hello_of(frame: Frame) -> tuple[int, str, str]:
@@ -165,7 +164,7 @@ def hello_of(frame: Frame) -> tuple[int, str, str]:
 def welcome(num_requests: int, max_request_bytes: int) -> bytes:
     """A worker's answer to it: how much may be in flight on this connection."""
     fields = _WELCOME.pack(VERSION, num_requests, max_request_bytes)
-    return _HEADER.pack(0, len(fields), FrameKind.WELCOME, 0, 0) + fields
+    return HEADER.pack(0, len(fields), FrameKind.WELCOME, 0, 0) + fields
 
 
 def welcome_of(frame: Frame) -> tuple[int, int]:
@@ -176,55 +175,41 @@ def welcome_of(frame: Frame) -> tuple[int, int]:
     return num_requests, num_bytes
 
 
-def forward(request: Forward) -> bytes:
-    """Header and fields of a request. Raises FrameError: a text is too long."""
-    number, layer, tokens, hidden, topk, dtype, timeout_ms, model, traceparent, place = request
-    texts = model.encode(), traceparent.encode()
-    size = _FORWARD.size + len(texts[0]) + len(texts[1])
-    if size > MAX_FIELDS_BYTES:
-        raise FrameError(f"model: expected at most {MAX_FIELDS_BYTES - _FORWARD.size} bytes, got {len(texts[0])}")
+def forward(
+    number: int,
+    layer: int,
+    num_tokens: int,
+    hidden: int,
+    topk: int,
+    dtype: torch.dtype,
+    timeout_ms: int,
+    model: str,
+    traceparent: str,
+    num_bytes: int,
+    place: int = NOWHERE,
+) -> bytes:
+    """Header and fields of a request, arguments as of `Forward`. Raises FrameError: a text is too long, or a number too
+    large."""
+    texts = (model.encode(), traceparent.encode()) if model or traceparent else (b"", b"")
     lengths = len(texts[0]), len(texts[1])
+    size, rows = _FORWARD.size + sum(lengths), num_bytes if place == NOWHERE else 0
+    if size > MAX_FIELDS_BYTES:
+        raise FrameError(f"model: expected at most {MAX_FIELDS_BYTES - _FORWARD.size} bytes, got {lengths[0]}")
+    sizes = layer, num_tokens, hidden, topk
     try:
-        head = _HEADER.pack(request.num_bytes if place == NOWHERE else 0, size, FrameKind.FORWARD, 0, number)
-        fields = _FORWARD.pack(layer, tokens, hidden, topk, CODES[dtype], 0, timeout_ms, *lengths, place)
+        head = FORWARD.pack(rows, size, _FORWARD_KIND, 0, number, *sizes, CODES[dtype], 0, timeout_ms, *lengths, place)
     except struct.error as error:
-        raise FrameError(f"x: expected a request that a frame can hold, got {request}: {error}") from None
-    return b"".join((head, fields, *texts))
-
-
-def forward_of(frame: Frame) -> Forward:
-    """The request. Raises FrameError: malformed, or rows of another size than its shapes have."""
-    layer, tokens, hidden, topk, code, zero, timeout_ms, model_bytes, trace_bytes, place = _unpack(_FORWARD, frame)
-    dtype, end = DTYPES.get(code), _FORWARD.size + model_bytes
-    if dtype is None or zero or len(frame.fields) != end + trace_bytes:
-        raise FrameError("forward: expected fields that fit each other, got others")
-    model = _text(frame.fields[_FORWARD.size : end], "model") if model_bytes else ""
-    traceparent = _text(frame.fields[end:], "traceparent") if trace_bytes else ""
-    request = Forward(frame.id, layer, tokens, hidden, topk, dtype, timeout_ms, model, traceparent, place)
-    following = request.num_bytes if place == NOWHERE else 0
-    if following != frame.num_rows_bytes:
-        raise FrameError(f"forward: expected {following} bytes of rows, got {frame.num_rows_bytes}")
-    return request
+        raise FrameError(f"x: expected a request that a frame can hold, got {sizes}: {error}") from None
+    return head + texts[0] + texts[1] if size > _FORWARD.size else head
 
 
 def answer(number: int, about: Answer) -> bytes:
     """Header and fields of an answer."""
-    *times, tokens, hidden, dtype, model, in_place = about
-    text = model.encode()
-    size, rows = _ANSWER.size + len(text), 0 if in_place else tokens * hidden * dtype.itemsize
-    head = _HEADER.pack(rows, size, FrameKind.ANSWER, 0, number)
-    return head + _ANSWER.pack(*times, tokens, hidden, CODES[dtype], in_place, len(text)) + text
-
-
-def answer_of(frame: Frame) -> Answer:
-    """The answer. Raises FrameError."""
-    queue, dispatch, experts, combine, steps, tokens, hidden, code, in_place, count = _unpack(_ANSWER, frame)
-    text, dtype = frame.fields[_ANSWER.size :], DTYPES.get(code)
-    following = 0 if dtype is None or in_place else tokens * hidden * dtype.itemsize
-    if dtype is None or in_place > 1 or len(text) != count or frame.num_rows_bytes != following:
-        raise FrameError("answer: expected fields that fit each other, got others")
-    times = queue, dispatch, experts, combine
-    return Answer(*times, steps, tokens, hidden, dtype, _text(text, "model"), bool(in_place))
+    queue_ns, dispatch_ns, experts_ns, combine_ns, steps, tokens, hidden, dtype, model, in_place = about
+    text, rows = model.encode(), 0 if in_place else tokens * hidden * dtype.itemsize
+    size, times = _ANSWER.size + len(text), (queue_ns, dispatch_ns, experts_ns, combine_ns)
+    shape = tokens, hidden, CODES[dtype], in_place
+    return ANSWER.pack(rows, size, _ANSWER_KIND, 0, number, *times, steps, *shape, len(text)) + text
 
 
 def error(number: int, about: Error) -> bytes:
@@ -233,7 +218,7 @@ def error(number: int, about: Error) -> bytes:
     text = message.encode()[:MAX_TEXT_BYTES]
     ranks = ranks[: (MAX_FIELDS_BYTES - MAX_TEXT_BYTES - _ERROR.size) // 4]
     fields = _ERROR.pack(code, len(ranks), len(text), epoch) + struct.pack(f"<{len(ranks)}I", *ranks) + text
-    return _HEADER.pack(0, len(fields), FrameKind.ERROR, 0, number) + fields
+    return HEADER.pack(0, len(fields), FrameKind.ERROR, 0, number) + fields
 
 
 def error_of(frame: Frame) -> Error:
@@ -248,7 +233,7 @@ def error_of(frame: Frame) -> Error:
 
 def memory(num_bytes: int) -> bytes:
     """A client's question for shared memory of that size; a worker's answer, with its descriptor, or 0: none."""
-    return _HEADER.pack(0, _MEMORY.size, FrameKind.MEMORY, 0, 0) + _MEMORY.pack(num_bytes)
+    return HEADER.pack(0, _MEMORY.size, FrameKind.MEMORY, 0, 0) + _MEMORY.pack(num_bytes)
 
 
 def memory_of(frame: Frame) -> int:
@@ -270,31 +255,29 @@ def _text(data: bytes, name: str) -> str:
 
 
 class FrameSocket:
-    """One end of a connection: frames in and out of a socket that does not block. One thread at a time reads; any
-    thread sends. TLS lets one thread in at a time, and so does this.
+    """One end of a connection: frames in and out of a socket that does not block. One thread at a time reads, by the
+    native half (native/frames.cpp) but for TLS, of which Python receives; any thread sends. TLS lets one thread in at a
+    time, and so does this.
 
     Args:
         sock: connected; may be wrapped in TLS.
         max_rows_bytes: of a frame that comes in.
 
     Attributes:
+        state: what the native half knows; `takes_descriptor`: one may come beside the next frame, of a UNIX socket.
         moved_at: when something left last, or began to wait, monotonic seconds.
-        heard_at: when something came last, or this was made.
-        takes_descriptor: one may come beside the next frame; of a UNIX socket.
-        descriptor: which came; whoever takes it closes it.
     """
 
     def __init__(self, sock: socket.socket, max_rows_bytes: int) -> None:
-        self.sock, self.max_rows_bytes = sock, max_rows_bytes
-        self.moved_at, self.heard_at = 0.0, time.monotonic()
-        self.takes_descriptor, self.descriptor = False, -1
+        self.sock, self.moved_at = sock, 0.0
         self._is_tls, self._lock = isinstance(sock, ssl.SSLSocket), threading.Lock()
         self._out = deque[_Leaving]()
-        self._buffer = bytearray(_BUFFER_BYTES)
-        self._view = memoryview(self._buffer)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
-        self._begin = self._end = self._left = 0
-        self._into: memoryview | None = None
+        memory = bytearray(ctypes.sizeof(native.Line))
+        self.state = native.Line.from_buffer(memory)
+        self.state.fd, self.state.is_tls, self.state.descriptor = sock.fileno(), self._is_tls, -1
+        self.state.max_rows_bytes, self.state.heard_ns = max_rows_bytes, time.monotonic_ns()
+        self._buffer, self._at = memoryview(memory)[native.Line.buffer.offset :], ctypes.addressof(self.state)
+        self._native, self._into = native.load(), object()
 
     @property
     def is_sending(self) -> bool:
@@ -304,7 +287,12 @@ class FrameSocket:
     @property
     def has_read_more(self) -> bool:
         """Whether something is here that the socket does not show: else wait for that, which costs less than to try."""
-        return self._begin < self._end or (isinstance(self.sock, ssl.SSLSocket) and self.sock.pending() > 0)
+        return self.state.begin < self.state.end or (isinstance(self.sock, ssl.SSLSocket) and self.sock.pending() > 0)
+
+    @property
+    def heard_at(self) -> float:
+        """When something came last, or this was made, monotonic seconds."""
+        return float(self.state.heard_ns * 1e-9)
 
     def send(
         self, parts: Sequence[bytes | memoryview], sent: Callable[[], None] | None = None, descriptor: int = -1
@@ -321,9 +309,22 @@ class FrameSocket:
         """
         with self._lock:
             if not self._out:
+                if descriptor < 0 and not self._is_tls:  # as a rule all of it leaves at once
+                    count = self._sent_now(parts)
+                    if count == (len(parts[0]) if len(parts) == 1 else sum(map(len, parts))):
+                        if sent is not None:
+                            sent()
+                        return True
+                    parts = _after([memoryview(part) for part in parts], count)
                 self.moved_at = time.monotonic()
             self._out.append(_Leaving([memoryview(part) for part in parts if part], sent, descriptor))
             return self._push()
+
+    def _sent_now(self, parts: Sequence[bytes | memoryview]) -> int:
+        try:
+            return self.sock.send(parts[0]) if len(parts) == 1 else self.sock.sendmsg(parts)
+        except BlockingIOError:
+            return 0
 
     def push(self) -> bool:
         """Send what the socket takes now. Whether nothing waits. Raises OSError."""
@@ -341,9 +342,10 @@ class FrameSocket:
         """By the thread that reads: its number may be another socket's next, so nobody sends meanwhile. Idempotent."""
         with self._lock:
             self.sock.close()
-            for number in [self.descriptor, *(leaving.descriptor for leaving in self._out)]:
+            self.state.fd = -1
+            for number in [self.state.descriptor, *(leaving.descriptor for leaving in self._out)]:
                 close(number)
-            self.descriptor = -1
+            self.state.descriptor = -1
             self._out.clear()
 
     def _push(self) -> bool:
@@ -373,93 +375,85 @@ class FrameSocket:
             parts[:] = [memoryview(b"".join(parts))]
         return self.sock.send(parts[0])
 
-    def next(self) -> Frame | None:
-        """The next frame; `rows_into` is due then. None: not whole yet. Raises FrameError, EOFError."""
-        frame = self._whole() if self._end else None
-        if frame is None:
-            if self._begin:
-                count = self._end - self._begin
-                self._buffer[:count] = self._buffer[self._begin : self._end]
-                self._begin, self._end = 0, count
-            self._end += self._received(self._view[self._end :] if self._end else self._view)
-            frame = self._whole()
-        return frame
+    def next(self) -> int:
+        """The kind of the next frame, whose rows are due to `rows_to` then; ROWS: those of the last one are whole;
+        NOTHING: not yet. Raises FrameError, EOFError."""
+        got: int = self._native.cd_next(self._at)
+        return got if got > 0 else self._more(got)
 
-    def rows_to(self, tensor: torch.Tensor) -> bool:
-        """Copy the rows of that frame to a contiguous tensor on the host, if all are here already. Whether they are."""
-        if self._left > self._end - self._begin:
-            return False
-        ctypes.memmove(tensor.data_ptr(), self._address + self._begin, self._left)
-        self._begin, self._left = self._begin + self._left, 0
-        return True
+    def wait(self, timeout_s: float, *, writes: bool = False) -> int:
+        """The same, once there is something to read; NOTHING after that time, and where the socket can be written and
+        `writes`; a signal ends it early. Raises FrameError, EOFError."""
+        got: int = self._native.cd_wait(self._at, int(1e9 * timeout_s), writes)
+        return got if got > 0 else self._more(got)
 
-    def rows_into(self, into: memoryview | None) -> None:
-        """The rows of that frame go there; None: nowhere."""
-        count = min(self._left, self._end - self._begin)
-        if into is not None and count:
-            into[:count] = self._view[self._begin : self._begin + count]
-        self._into, self._left = None if into is None else into[count:], self._left - count
-        self._begin += count
-        if self._begin == self._end:
-            self._begin = self._end = 0
+    def frame(self) -> Frame:
+        """The frame that came last; neither a request nor an answer."""
+        line = self.state
+        return Frame(line.kind, line.id, bytes(self._buffer[line.fields_at : line.fields_at + line.fields_bytes]))
 
-    def fill(self) -> bool:
-        """Receive those rows as far as they are here. Whether they are whole. Raises EOFError."""
-        while self._left:
-            room = self._view[: self._left] if self._into is None else self._into
-            count = self._received(room)
-            if not count:
-                return False
-            self._left -= count
-            if self._into is not None:
-                self._into = self._into[count:]
-        self._into = None
-        return True
+    def forward(self) -> Forward:
+        """The request that came last. Raises FrameError: a text is not UTF-8."""
+        line = self.state
+        fields = _FORWARD.unpack_from(self._buffer, line.fields_at)
+        layer, tokens, hidden, topk, code, timeout_ms, model_bytes, trace_bytes, place = fields
+        texts, model, traceparent = line.fields_at + _FORWARD.size, "", ""
+        if model_bytes or trace_bytes:
+            end = texts + model_bytes
+            model = _text(bytes(self._buffer[texts:end]), "model")
+            traceparent = _text(bytes(self._buffer[end : end + trace_bytes]), "traceparent")
+        return Forward(
+            line.id, layer, tokens, hidden, topk, DTYPES[code], timeout_ms, model, traceparent,
+            line.request_bytes, place,
+        )  # fmt: skip
 
-    def _received(self, into: memoryview) -> int:
-        """How many bytes; 0: there are none yet."""
+    def answer(self) -> Answer:
+        """The answer that came last. Raises FrameError: a text is not UTF-8."""
+        at = self.state.fields_at
+        fields = _ANSWER.unpack_from(self._buffer, at)
+        queue_ns, dispatch_ns, experts_ns, combine_ns, steps, tokens, hidden, code, in_place, count = fields
+        model = _text(bytes(self._buffer[at + _ANSWER.size : at + _ANSWER.size + count]), "model") if count else ""
+        times = queue_ns, dispatch_ns, experts_ns, combine_ns
+        return Answer(*times, steps, tokens, hidden, DTYPES[code], model, in_place)
+
+    def rows_to(self, address: int, memory: object) -> bool:
+        """The rows of that frame go there; 0: nowhere. Whether they are whole; else `next` goes on, and the memory
+        lives until then. Raises EOFError."""
+        self._into = memory
+        got: int = self._native.cd_rows(self._at, address)
+        return (got if got > 0 else self._more(got)) == native.ROWS
+
+    def _more(self, got: int) -> int:
+        """What it means; TLS is read here. Raises FrameError, EOFError."""
+        if got == native.NOTHING and self._is_tls:
+            while got == native.NOTHING and self._receive():
+                got = self._native.cd_next(self._at)
+        if got == native.WRONG:
+            raise FrameError("frame: expected one of this protocol within its limits, got something else")
+        if got == native.ENDED:
+            raise EOFError(os.strerror(self.state.error) if self.state.error else "closed by the other end")
+        return got
+
+    def _receive(self) -> bool:
+        """By TLS, to where the native half wants it. Whether there was something. Raises EOFError."""
+        line, room = self.state, self._buffer[self.state.end :]
+        if line.left and line.into:
+            room = memoryview((ctypes.c_uint8 * line.left).from_address(line.into))
         try:
-            if self._is_tls:
-                with self._lock:
-                    count = self.sock.recv_into(into)
-            elif self.takes_descriptor:
-                count = self._received_beside(into)
-            else:
-                count = self.sock.recv_into(into)
+            with self._lock:
+                count = self.sock.recv_into(room)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return 0
+            return False
         except OSError as broken:
             raise EOFError(str(broken)) from broken
         if not count:
             raise EOFError("closed by the other end")
-        self.heard_at = time.monotonic()
-        return count
-
-    def _received_beside(self, into: memoryview) -> int:
-        """With a descriptor, where one came."""
-        count, beside, _, _ = self.sock.recvmsg_into([into], socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
-        for level, kind, data in beside:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) >= 4:
-                close(self.descriptor)
-                self.descriptor = struct.unpack_from("i", data)[0]
-        return count
-
-    def _whole(self) -> Frame | None:
-        have = self._end - self._begin
-        if have < _HEADER.size:
-            return None
-        num_rows_bytes, count, kind, zero, number = _HEADER.unpack_from(self._buffer, self._begin)
-        if zero or kind not in _KINDS or count > MAX_FIELDS_BYTES:
-            raise FrameError(f"header: expected a known kind and at most {MAX_FIELDS_BYTES} bytes, got {kind}, {count}")
-        if num_rows_bytes > (self.max_rows_bytes if kind in _WITH_ROWS else 0):
-            raise FrameError(f"rows: expected at most {self.max_rows_bytes} bytes, got {num_rows_bytes}")
-        if have < _HEADER.size + count:
-            return None
-        start = self._begin + _HEADER.size
-        fields, self._begin, self._left = bytes(self._view[start : start + count]), start + count, num_rows_bytes
-        if self._begin == self._end:
-            self._begin = self._end = 0
-        return Frame(kind, number, fields, num_rows_bytes)
+        if line.left and line.into:
+            line.left, line.into = line.left - count, line.into + count
+        else:
+            line.end += count
+        line.heard_ns = time.monotonic_ns()
+        return True
 
 
 class _Leaving:

@@ -28,7 +28,7 @@ class SharedMemory:
 
     Attributes:
         num_bytes: of it.
-        bytes, array: uint8 [num_bytes], for torch and for numpy.
+        bytes, array, address: uint8 [num_bytes], for torch, for numpy and for native code.
 
     Raises:
         OSError: it is not what `make` makes (a shorter one could end this process), or there is no room.
@@ -44,7 +44,7 @@ class SharedMemory:
                 self.bytes = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8, device="cpu")
             except RuntimeError as error:
                 raise OSError(f"memory: cannot map {num_bytes} bytes: {error}") from None
-        self.array = self.bytes.numpy()
+        self.array, self.address = self.bytes.numpy(), self.bytes.data_ptr()
         self._used: dict[int, int] = {}
 
     @staticmethod
@@ -61,8 +61,7 @@ class SharedMemory:
 
     def free(self) -> None:
         """Give back the pages, also where the other end still maps them. What is written later takes new ones."""
-        address = ctypes.c_void_p(self.bytes.data_ptr())
-        _LIBC.madvise(address, ctypes.c_size_t(self.num_bytes), mmap.MADV_REMOVE)
+        _LIBC.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.num_bytes), mmap.MADV_REMOVE)
 
     def take(self, num_bytes: int) -> int | None:
         """The first free place for so much; None: there is none. By one end alone, the client's."""

@@ -63,11 +63,11 @@ def name_of(dtype: torch.dtype) -> str:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, without a copy where it is contiguous and on the host."""
     if tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
-        tensor = _plain(tensor)
+        tensor = plain(tensor)
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements on the host, contiguous, without gradient; copied in this thread, by numpy."""
     host = tensor.detach().cpu().resolve_neg()
     if host.is_contiguous():

@@ -73,7 +73,7 @@ def load(library: Native = _LIBRARY, driver: str = DRIVER) -> ctypes.CDLL:
     """The library, with the CUDA driver found. Raises TransportError saying which of the two is missing, and the
     cure.
     """
-    found = load_library("nvlink", library, _SIGNATURES)
+    found = load_library("nvlink transport", library, _SIGNATURES)
     problem = found.cd_open(driver.encode())
     if problem is not None:
         raise TransportError(f"nvlink transport: cannot use the CUDA driver: {problem.decode()}; is one installed?")
@@ -84,20 +84,20 @@ def load(library: Native = _LIBRARY, driver: str = DRIVER) -> ctypes.CDLL:
 def fence(library: Native = _LIBRARY) -> Callable[[], None]:
     """A call that parts the stores and loads of Python before it from those behind it, on processors (Arm's) which
     would not keep them in order. Needs no driver. Raises TransportError."""
-    call: Callable[[], None] = load_library("nvlink", library, {"cd_fence": (None, ())}).cd_fence
+    call: Callable[[], None] = load_library("nvlink transport", library, {"cd_fence": (None, ())}).cd_fence
     return call
 
 
 @functools.cache
 def boxes(library: Native = _LIBRARY) -> ctypes.CDLL:
     """The library, for what the network brings. Raises TransportError."""
-    return load_library("nvlink", library, BOXES)
+    return load_library("nvlink transport", library, BOXES)
 
 
 @functools.cache
 def samples(library: Native = _LIBRARY) -> ctypes.CDLL:
     """The library, for latency records. Raises TransportError."""
-    return load_library("nvlink", library, SAMPLES)
+    return load_library("nvlink transport", library, SAMPLES)
 
 
 def run_ops(steps: Sequence[StreamOp], stream: int, library: ctypes.CDLL) -> None:

@@ -36,7 +36,7 @@ _SIGNATURES: dict[str, Signature] = {
 
 @functools.cache
 def _load() -> ctypes.CDLL:
-    return load_library("nvlink", native_of("nvlink"), _SIGNATURES)
+    return load_library("nvlink transport", native_of("nvlink"), _SIGNATURES)
 
 
 class RemotePages:

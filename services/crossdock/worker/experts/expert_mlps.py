@@ -102,7 +102,8 @@ class ExpertLoop:
         offsets, counts = groups
         for (first, down), start, count in zip(experts, offsets.tolist(), counts.tolist(), strict=False):
             if count:
-                rows = tokens[start : start + count].to(self._dtype)
+                rows = tokens[start : start + count]
+                rows = rows if rows.dtype is self._dtype else rows.to(self._dtype)
                 inner = self._product(rows, first, self._inner.take(count, first.stack.rows, self._dtype))
                 hidden = self._gating(inner, self._hidden.take(count, down.stack.columns, self._dtype))
                 target = out[start : start + count]

@@ -6,16 +6,13 @@ Nothing is checked again later: a rank that fails alone in the middle of a step 
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import grpc
 import torch
 
-from crossdock.protocol import wire
+from crossdock.protocol import native, wire
 from crossdock.protocol.frames import Forward
 from crossdock.protocol.v1 import expert_pb2
 from crossdock.worker.checkpoints.checkpoint import ModelSpec
@@ -24,8 +21,7 @@ from crossdock.worker.steps.work import Failure, Refused
 
 REQUEST_BYTES = 1024
 """Accounted overhead of one request, so that empty ones are not free."""
-
-_FEW = 64
+_LARGEST = (1 << 31) - 1
 
 
 class Tokens(NamedTuple):
@@ -56,8 +52,11 @@ class RequestValidator:
             x, ids, weights = self._in_message(request)
         except wire.WireError as error:
             raise _invalid(str(error)) from None
-        self._check_values(ids, weights)
-        return Tokens(x, ids if ids.dtype is torch.int32 else ids.to(torch.int32), weights)
+        narrow = ids if ids.dtype is torch.int32 else ids.clip(-2, _LARGEST).to(torch.int32)
+        addresses = (narrow.data_ptr(), weights.data_ptr()) * 2
+        if wrong := native.load_held().cd_copy_routing(*addresses, ids.numel(), self.spec.num_experts - 1):
+            raise self._wrong(wrong, ids)
+        return Tokens(x, narrow, weights)
 
     def check_frame(self, request: Forward) -> None:
         """Check what a frame says of its rows, before they come. Raises Refused, as `validate`."""
@@ -67,12 +66,10 @@ class RequestValidator:
         shapes = (request.num_tokens, request.hidden), (request.num_tokens, request.topk)
         self._check_shapes(shapes[0], shapes[1], shapes[1])
 
-    def taken(self, slot: RequestSlot) -> Tokens:
-        """Rows that came with a checked frame. What is checked is a copy where a client shares the memory, since it may
-        change it; ids always, since telemetry reads them when the slot may have other rows. Raises Refused."""
-        ids, weights = slot.ids.clone(), slot.weights.clone() if slot.is_shared else slot.weights
-        self._check_values(ids, weights)
-        return Tokens(slot.x, ids, weights)
+    def check_taken(self, slot: RequestSlot) -> None:
+        """Check rows that came with a checked frame. Raises Refused."""
+        if wrong := slot.check_routing(self.spec.num_experts):
+            raise self._wrong(wrong, slot.ids)
 
     def _check_layer(self, layer: int) -> None:
         if layer not in self.spec.moe_layers:
@@ -93,26 +90,11 @@ class RequestValidator:
             if shape != (x[0], self.spec.topk):
                 raise _invalid(f"{name}: expected shape [{x[0]}, {self.spec.topk}], got {list(shape)}")
 
-    def _check_values(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        if not ids.numel():
-            return
-        if ids.numel() <= _FEW:  # each of torch's functions would take longer than all this
-            self._check_few(*(list(itertools.chain.from_iterable(rows.tolist())) for rows in (ids, weights)))
-        else:
-            low, high = (int(value) for value in ids.aminmax())
-            self._check_extremes(low, high, [float(value) for value in weights.aminmax()])  # one NaN makes both NaN
-
-    def _check_few(self, ids: list[int], weights: Sequence[float]) -> None:
-        low, high = min(ids), max(ids)
-        if low < -1 or high >= self.spec.num_experts or not math.isfinite(sum(weights)):  # or finite ones overflow
-            self._check_extremes(low, high, weights)
-
-    def _check_extremes(self, low: int, high: int, weights: Sequence[float]) -> None:
-        if low < -1 or high >= self.spec.num_experts:
-            got = low if low < -1 else high
-            raise _invalid(f"topk_ids: expected -1..{self.spec.num_experts - 1}, got {got}")
-        if not all(map(math.isfinite, weights)):
-            raise _invalid("topk_weights: expected finite numbers, got NaN or infinity")
+    def _wrong(self, wrong: int, ids: torch.Tensor) -> Refused:
+        if wrong != native.WRONG_ID:
+            return _invalid("topk_weights: expected finite numbers, got NaN or infinity")
+        low, high = (int(value) for value in ids.aminmax())
+        return _invalid(f"topk_ids: expected -1..{self.spec.num_experts - 1}, got {low if low < -1 else high}")
 
 
 def _invalid(message: str) -> Refused:

@@ -50,19 +50,20 @@ class Backend:
     def work_of(
         self,
         request: Asked,
-        tokens: Tokens,
+        tokens: Tokens | RequestSlot,
         client: Hashable,
         stream: Hashable,
         reply: Callable[[Done | Failure], None],
         trace: RequestTrace | None,
-        slot: RequestSlot | None = None,
     ) -> Work:
-        """A checked request that arrives now. slot: its answer goes there."""
-        now_ns, (x, ids, weights) = time.monotonic_ns(), tokens
-        timeout_ms = request.timeout_ms
+        """A checked request that arrives now. tokens: its rows; in a slot, its answer goes there, too."""
+        now_ns, timeout_ms = time.monotonic_ns(), request.timeout_ms
         deadline_ns = now_ns + (timeout_ms * 1_000_000 if timeout_ms else int(self.config.request_timeout_s * 1e9))
-        y, first_column = (None, None) if slot is None else (slot.x, slot.first_column)
-        return Work(
-            client, request.layer, x, ids, weights, deadline_ns, now_ns, reply, stream,
-            y=y, first_column=first_column, trace=trace, model=request.model,
-        )  # fmt: skip
+        if isinstance(tokens, RequestSlot):
+            return Work(
+                client, request.layer, tokens.x, tokens.ids, tokens.weights, deadline_ns, now_ns, reply, stream,
+                y=tokens.x, first_column=tokens.first_column, ids_bytes=tokens.ids_bytes, trace=trace,
+                model=request.model, num_tokens=tokens.num_tokens,
+            )  # fmt: skip
+        about = client, request.layer, *tokens, deadline_ns, now_ns, reply, stream
+        return Work(*about, trace=trace, model=request.model)

@@ -156,10 +156,9 @@ class Greeter:
                 sock.do_handshake()  # what it writes is less than any socket's buffer
                 stranger.is_secure = True
             if stranger.client is None:
-                frame = stranger.line.next()
-                if frame is None:
+                if stranger.line.next() == frames.NOTHING:
                     return False
-                stranger.client = self._client_of(sock, *frames.hello_of(frame))
+                stranger.client = self._client_of(sock, *frames.hello_of(stranger.line.frame()))
             if sock.family == socket.AF_UNIX and isinstance(sock, ssl.SSLSocket):
                 sock.unwrap()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):

@@ -149,7 +149,7 @@ class RequestServer:
         if self._closed:
             raise Unavailable("this worker has left the group")
         self._make_place(client)
-        line.max_rows_bytes = self._max_request_bytes
+        line.state.max_rows_bytes = self._max_request_bytes
         connection = ServedConnection(self._backend, self._slots, self.request_sockets, client, line, self._drop)
         with self._lock:
             self._open[connection] = None

@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import torch
 
 from crossdock.common import log
+from crossdock.protocol import native
 from crossdock.protocol.frames import request_bytes
 from crossdock.protocol.shared_memory import SharedMemory
 
@@ -26,34 +26,52 @@ MAX_SHARED_BYTES, SHARE_OF_CLIENT = 256 << 20, 2
 """Shared with clients of this host; one client may have this part of it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class RequestSlot:
-    """Rows of one request: x, y [T, H] (one memory), ids int32 [T, K], weights float32 [T, K], the first column of y;
-    the bytes that come, and those of y: none where a client shares the memory."""
+    """Rows of one request.
 
-    x: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-    first_column: torch.Tensor
-    sent: memoryview
-    answered: memoryview
-    is_shared: bool
+    Args:
+        num_tokens, hidden, topk, dtype: T, H, K, dtype of x.
+        shared: bytes that begin where the rows are; None: memory of its own.
 
-    @staticmethod
-    def make(
-        num_tokens: int, hidden: int, topk: int, dtype: torch.dtype, shared: torch.Tensor | None = None
-    ) -> RequestSlot:
-        """A new one. shared: bytes that begin where the rows are; None: memory of its own."""
+    Attributes:
+        x: [T, H], then y; first_column: y [:, 0].
+        ids, weights: int32, float32 [T, K]: what was checked, in memory that no client shares.
+        memory: uint8 [num_bytes], with all rows as they come; address: of it.
+        answered: bytes of y to be sent: none where a client shares the memory.
+        is_shared: it does. num_tokens, hidden, dtype: T, H, dtype of x.
+        ids_bytes: those of ids.
+    """
+
+    __slots__ = (
+        "_came", "_checked", "_num_ids", "address", "answered", "dtype", "first_column", "hidden", "ids",
+        "ids_bytes", "is_shared", "memory", "num_bytes", "num_tokens", "weights", "x",
+    )  # fmt: skip
+
+    def __init__(
+        self, num_tokens: int, hidden: int, topk: int, dtype: torch.dtype, shared: torch.Tensor | None = None
+    ) -> None:
         num_bytes, x_bytes = request_bytes(num_tokens, hidden, topk, dtype), num_tokens * hidden * dtype.itemsize
         middle = (x_bytes + num_bytes) // 2
         with torch.inference_mode(False):  # it is kept, and written in no such mode, too
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if shared is None else shared
-            x = memory[:x_bytes].view(dtype).view(num_tokens, hidden)
-            ids = memory[x_bytes:middle].view(torch.int32).view(num_tokens, topk)
-            weights = memory[middle:num_bytes].view(torch.float32).view(num_tokens, topk)
-            first_column = x[:, 0]
-        view = memory.numpy().data if shared is None else memoryview(b"")
-        return RequestSlot(x, ids, weights, first_column, view, view[:x_bytes], shared is not None)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if shared is None else shared[:num_bytes]
+            checked = memory[x_bytes:] if shared is None else torch.empty_like(memory[x_bytes:])
+            self.x = memory[:x_bytes].view(dtype).view(num_tokens, hidden)
+            self.ids = checked[: middle - x_bytes].view(torch.int32).view(num_tokens, topk)
+            self.weights = checked[middle - x_bytes :].view(torch.float32).view(num_tokens, topk)
+            self.first_column = self.x[:, 0]
+        self.memory, self.address, self.num_bytes = memory, memory.data_ptr(), num_bytes
+        self.num_tokens, self.hidden, self.dtype, self.is_shared = num_tokens, hidden, dtype, shared is not None
+        self._num_ids, self.ids_bytes = num_tokens * topk, self.ids.view(-1).numpy().data
+        self.answered = memory[:x_bytes].numpy().data if shared is None else memoryview(b"")
+        self._came = self.address + x_bytes, self.address + middle
+        self._checked = self.ids.data_ptr(), self.weights.data_ptr()
+
+    def check_routing(self, num_experts: int) -> int:
+        """Take ids and weights where no client can change them; `native.WRONG_ID`, another number, or 0: nothing is
+        wrong with them."""
+        addresses = *self._checked, *self._came
+        wrong: int = native.load_held().cd_copy_routing(*addresses, self._num_ids, num_experts - 1)
+        return wrong
 
 
 class RequestSlots:
@@ -75,30 +93,30 @@ class RequestSlots:
             idle = self._idle.get(num_tokens)
             if idle:
                 slot = idle.pop()
-                self._num_bytes -= len(slot.sent)
+                self._num_bytes -= slot.num_bytes
                 if not idle:
                     del self._idle[num_tokens]
                 return slot
-        return RequestSlot.make(num_tokens, *self._shape)
+        return RequestSlot(num_tokens, *self._shape)
 
     def give_back(self, slot: RequestSlot) -> None:
         """No step, and no socket, uses it any more."""
         if slot.is_shared:
             return
         with self._lock:
-            num_tokens = len(slot.x)
+            num_tokens = slot.num_tokens
             self._idle.setdefault(num_tokens, []).append(slot)
             self._idle.move_to_end(num_tokens)
-            self._num_bytes += len(slot.sent)
+            self._num_bytes += slot.num_bytes
             while self._num_bytes > MAX_IDLE_BYTES:
                 oldest = next(iter(self._idle))
-                self._num_bytes -= len(self._idle[oldest].pop(0).sent)
+                self._num_bytes -= self._idle[oldest].pop(0).num_bytes
                 if not self._idle[oldest]:
                     del self._idle[oldest]
 
     def at(self, shared: SharedMemory, place: int, num_tokens: int) -> RequestSlot:
         """Rows that lie in shared memory; the caller has checked that they fit."""
-        return RequestSlot.make(num_tokens, *self._shape, shared.bytes[place:])
+        return RequestSlot(num_tokens, *self._shape, shared.bytes[place:])
 
     def share(self, client: Hashable, num_bytes: int) -> tuple[SharedMemory, int] | None:
         """Memory to share with a client, and its descriptor; None: there is none left for it."""

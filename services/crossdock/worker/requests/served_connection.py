@@ -21,7 +21,7 @@ import grpc
 from crossdock.common import log, rpc
 from crossdock.common.tracing import RequestTrace
 from crossdock.protocol import frames
-from crossdock.protocol.frames import Forward, Frame, FrameError, FrameKind, FrameSocket
+from crossdock.protocol.frames import Forward, FrameError, FrameKind, FrameSocket
 from crossdock.protocol.shared_memory import PLACE_BYTES, SharedMemory
 from crossdock.worker.requests.admission import REQUEST_BYTES
 from crossdock.worker.requests.backend import Backend
@@ -37,6 +37,8 @@ MAX_IN_FLIGHT = 32
 """Requests of one connection whose answer has not left."""
 _MANY = 64
 """Frames that are read before other connections have their turn."""
+_PLACES, _PLACE_BYTES = 16, 8 << 10
+"""Places in shared memory for which what a request needs is kept, and most bytes of ids there."""
 _GONE = Failure(grpc.StatusCode.CANCELLED, "the client hung up")
 _MOST_OTHERS = 1000
 """Frames a second of one connection that are no requests."""
@@ -82,7 +84,7 @@ class ServedConnection:
         self._places: dict[tuple[int, int], RequestSlot] = {}
         self._works: dict[int, Work] = {}
         self._coming: _Coming | None = None
-        self._waiting: Frame | None = None
+        self._waiting: Forward | None = None
         self._lock, self._watched, self._closed = threading.Lock(), (True, False), False
         self._until, self._num_leaving, self._others = _NEVER, 0, (0.0, 0)
         self.was_sent_away = False
@@ -175,51 +177,52 @@ class ServedConnection:
         self._sockets.again(self.read)
 
     def _read(self) -> None:
+        if (waiting := self._waiting) is not None:
+            self._waiting = None
+            if not self._forward(waiting):
+                return
         for _ in range(_MANY):
-            if self._coming is not None:
-                if not self.line.fill():
-                    return
-                coming, self._coming, self._until = self._coming, None, _NEVER
-                if coming.slot is not None:
-                    self._serve(coming, coming.slot)
-                if self._waiting is None and not self.line.has_read_more:
-                    return
-            frame, self._waiting = self._waiting or self.line.next(), None
-            if frame is None or not self._take(frame):
+            got = self.line.next()
+            if got == frames.NOTHING or not self._take(got):
+                return
+            if not self.line.has_read_more:
                 return
         self._sockets.again(self.read)
 
-    def _take(self, frame: Frame) -> bool:
-        """Whether a frame was dealt with; else it waits for room. Raises FrameError."""
+    def _take(self, got: int) -> bool:
+        """Whether what the line says was dealt with; else a request waits for room. Raises FrameError, EOFError."""
+        if got == frames.ROWS:
+            self._serve()
+            return True
         self.used_at = now = time.monotonic()
-        if frame.kind == FrameKind.FORWARD:
-            return self._forward(frame)
+        if got == FrameKind.FORWARD:
+            return self._forward(self.line.forward())
         since, count = self._others
         self._others = (since, count + 1) if now - since < 1 else (now, 1)
         if self._others[1] > _MOST_OTHERS or self._num_leaving > _MANY:
             raise FrameError("frames: expected fewer that are no requests, and a client that reads its answers")
-        if frame.kind == FrameKind.CANCEL:
-            if (work := self._works.get(frame.id)) is not None:
+        if got == FrameKind.CANCEL:
+            if (work := self._works.get(self.line.state.id)) is not None:
                 cancelled = Failure(grpc.StatusCode.CANCELLED, "cancelled by the client")
                 self._backend.engine.withdraw(work, cancelled)
-        elif frame.kind == FrameKind.PING:
-            self._send([frames.plain(FrameKind.PONG, frame.id)])
-        elif frame.kind == FrameKind.MEMORY:
-            self._share(frames.memory_of(frame))
+        elif got == FrameKind.PING:
+            self._send([frames.plain(FrameKind.PONG, self.line.state.id)])
+        elif got == FrameKind.MEMORY:
+            self._share(frames.memory_of(self.line.frame()))
         else:
-            raise FrameError(f"kind: expected one of a client, got {frame.kind}")
+            raise FrameError(f"kind: expected one of a client, got {got}")
         return True
 
-    def _forward(self, frame: Frame) -> bool:
-        """A request whose rows are to come. False: there is no room for them yet."""
-        request, backend, received_ns = frames.forward_of(frame), self._backend, time.monotonic_ns()
+    def _forward(self, request: Forward) -> bool:
+        """A request whose rows are to come, or are here. False: there is no room for them yet."""
+        backend, received_ns = self._backend, time.monotonic_ns()
         if len(self._works) + self._num_leaving >= MAX_IN_FLIGHT:
             raise FrameError(f"forward: expected at most {MAX_IN_FLIGHT} requests in flight")
         if request.place != frames.NOWHERE:
             self._check_place(request)
         num_bytes, slot = REQUEST_BYTES + request.num_bytes, None
         if not self._quota.has_room(num_bytes):
-            self._waiting = frame
+            self._waiting = request
             self._quota.wait(num_bytes)
             if not self._quota.has_room(num_bytes):  # none was made in between
                 return False
@@ -236,9 +239,11 @@ class ServedConnection:
             slot = self._slots.take(request.num_tokens) if request.place == frames.NOWHERE else self._at(request)
         except Refused as refused:
             self._refuse(request, refused.failure, trace)
-        self.line.rows_into(None if slot is None else slot.sent)
         self._coming = _Coming(request, slot, num_bytes, received_ns, trace)
-        self._until = time.monotonic() + backend.config.request_timeout_s
+        if self.line.rows_to(0, None) if slot is None else self.line.rows_to(slot.address, slot.memory):
+            self._serve()
+        else:
+            self._until = time.monotonic() + backend.config.request_timeout_s
         return True
 
     def _share(self, num_bytes: int) -> None:
@@ -255,19 +260,15 @@ class ServedConnection:
 
     def _check_place(self, request: Forward) -> None:
         """Raises FrameError."""
-        most, have = self.line.max_rows_bytes, self._shared[-1].num_bytes if self._shared else 0
+        most, have = self.line.state.max_rows_bytes, self._shared[-1].num_bytes if self._shared else 0
         if request.num_bytes > most or request.place + request.num_bytes > have or request.place % PLACE_BYTES:
             raise FrameError(f"place: expected rows in the {have} bytes that this connection shares, got {request}")
 
     def _at(self, request: Forward) -> RequestSlot:
-        """Where its rows are; as a rule others of that size were there before."""
-        key = request.place, request.num_tokens
-        slot = self._places.get(key)
-        if slot is None:
-            if len(self._places) >= _MANY:
-                self._places.clear()
-            slot = self._places[key] = self._slots.at(self._shared[-1], *key)
-        return slot
+        """Where its rows are; as a rule others of that size were there before, and are no more."""
+        shared, num_tokens = self._shared[-1], request.num_tokens
+        kept = self._places.pop((shared.address + request.place, num_tokens), None)
+        return kept or self._slots.at(shared, request.place, num_tokens)
 
     def _charge(self, num_bytes: int) -> None:
         """Raises Refused."""
@@ -277,14 +278,17 @@ class ServedConnection:
             self._backend.budget.make_room(self._quota, of_client=False)
             raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))) from None
 
-    def _serve(self, coming: _Coming, slot: RequestSlot) -> None:
-        """A request whose rows are here."""
-        request, _, num_bytes, received_ns, trace = coming
+    def _serve(self) -> None:
+        """The rows of the request that was coming are here."""
+        coming, self._coming, self._until = self._coming, None, _NEVER
+        if coming is None or coming.slot is None:
+            return
+        (request, _, num_bytes, received_ns, trace), slot = coming, coming.slot
         backend, reply = self._backend, functools.partial(self._reply, request.id, slot, num_bytes)
         work: Work | None = None
         try:
-            tokens = backend.validator.taken(slot)
-            self._works[request.id] = work = backend.work_of(request, tokens, self.client, self, reply, trace, slot)
+            backend.validator.check_taken(slot)
+            self._works[request.id] = work = backend.work_of(request, slot, self.client, self, reply, trace)
             request_trace.admitted(work, received_ns)
             backend.engine.submit(work)
         except Refused as refused:
@@ -302,8 +306,8 @@ class ServedConnection:
         """Any thread. After a failure a step may still read and write the slot, so no other request gets it."""
         work = self._works.pop(number)
         if isinstance(answer, Done):
-            tokens, hidden = work.x.shape
-            about = frames.Answer(*answer.timing, tokens, hidden, work.x.dtype, answer.model, slot.is_shared)
+            shape = slot.num_tokens, slot.hidden, slot.dtype
+            about = frames.Answer(*answer.timing, *shape, answer.model, slot.is_shared)
             self._send([frames.answer(number, about), slot.answered], slot, num_bytes)
         else:
             self._send([_error(number, answer)])
@@ -334,8 +338,10 @@ class ServedConnection:
         """A frame has left."""
         with self._lock:
             self._num_leaving -= 1
-        if slot is not None:
+        if slot is not None and not slot.is_shared:
             self._slots.give_back(slot)
+        elif slot is not None and slot.ids.nbytes <= _PLACE_BYTES and len(self._places) < _PLACES:
+            self._places[slot.address, slot.num_tokens] = slot
         self._quota.release(num_bytes)
 
 

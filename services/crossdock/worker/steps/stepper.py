@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from crossdock.common import log
@@ -36,7 +37,7 @@ class Batch:
     Attributes:
         layer, max_tokens: of the step, equal on all ranks.
         slices: of the requests, in the order of the rows of z.
-        topk_ids: of its tokens: slots, pieces [t, K].
+        topk_ids: of its tokens: slots, int32 pieces [t, K], as bytes: a request's may be others after its answer.
         z: [T, H] in host memory; of a CPU: valid until the next step, or where a request wants its rows.
         rows_per_expert: int32 [L] in host memory; of a CPU: valid until the next step.
         phases_ns: of dispatch, experts, combine.
@@ -48,7 +49,7 @@ class Batch:
     layer: int
     max_tokens: int
     slices: Sequence[Slice]
-    topk_ids: Sequence[torch.Tensor]
+    topk_ids: Sequence[bytes]
     z: torch.Tensor
     rows_per_expert: torch.Tensor
     phases_ns: tuple[int, int, int]
@@ -95,7 +96,7 @@ class Stepper:
         self._wire_bytes: dict[int, tuple[int, int]] = {}
         self._none_on_device = [part.to(stream.device) for part in self._none]
         owners = ExpertMap.contiguous(config.num_experts, comm.size).replicas
-        self._rank_of_slot = torch.tensor([copies[0][0] for copies in owners] + [comm.rank], device="cpu")
+        self._rank_of_slot = np.array([copies[0][0] for copies in owners] + [comm.rank])
 
     def step(self, layer: int, max_tokens: int, slices: Sequence[Slice]) -> Batch:
         """Take one step; returns when its rows are in host memory. Collective.
@@ -134,8 +135,9 @@ class Stepper:
             self._comm.check()
         why = f"layer {layer}: {error or failed}" if error or failed else ""
         unconfirmed = bool(why) or any(map(math.isnan, _first_column(slices, result.z).tolist()))
+        told = list(map(_bytes_of, parts[1]))
         return Batch(
-            layer, max_tokens, slices, parts[1], result.z, result.rows_per_expert, result.phases_ns, why, unconfirmed,
+            layer, max_tokens, slices, told, result.z, result.rows_per_expert, result.phases_ns, why, unconfirmed,
             start_ns,
         )  # fmt: skip
 
@@ -147,6 +149,8 @@ class Stepper:
         route = self._tables.route(layer) if self._tables is not None else None
         if route is not None:
             ids = route.slots(ids, self._rank)
+        kept = slices[0].work.ids_bytes if slices and route is None else None
+        told = bytes(kept) if kept is not None else _bytes_of(ids) if slices else b""
         z, start_ns = self._own_output(slices), time.monotonic_ns()  # nothing that may fail while peers wait
         # Dispatch.
         step = self._comm.begin_step(x, ids, weights, max_tokens)
@@ -170,7 +174,7 @@ class Stepper:
         unconfirmed = bool(why)
         if slices and not why:
             unconfirmed = any(map(math.isnan, _first_column(slices, z).tolist()))
-        return Batch(layer, max_tokens, slices, (ids,), z, step.counts, phases_ns, why, unconfirmed, start_ns)
+        return Batch(layer, max_tokens, slices, (told,), z, step.counts, phases_ns, why, unconfirmed, start_ns)
 
     def _own_output(self, slices: Sequence[Slice]) -> torch.Tensor:
         """The y of at most one request."""
@@ -191,7 +195,8 @@ class Stepper:
                 exemplar = piece.work.trace.exemplar
         if max_tokens not in self._wire_bytes:
             self._wire_bytes[max_tokens] = self._comm.wire_bytes(max_tokens)
-        counts = num_tokens, batch.rows_per_expert.clone(), batch.topk_ids, self._count_remote_rows
+        rows = batch.rows_per_expert.numpy().tobytes()
+        counts = num_tokens, rows, batch.topk_ids, self._count_remote_rows
         return StepRecord(*counts, *batch.phases_ns, layer, held, exemplar, self._wire_bytes[max_tokens])
 
     def _output(self, slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
@@ -236,13 +241,17 @@ class Stepper:
             rows = comm.combine_input(handle) if y is None else y
             return rows.fill_(torch.nan), f"experts: {type(error).__name__}: {error}"
 
-    def _count_remote_rows(self, topk_ids: Sequence[torch.Tensor]) -> int:
-        """Rows that leave this rank for host tensors topk_ids [T, K]: one per (token, distinct other rank)."""
-        if not any(map(len, topk_ids)):
-            return 0
-        ranks = self._rank_of_slot[torch.cat(list(topk_ids)).long()]  # -1 finds the last entry: this rank
-        reached = torch.zeros(ranks.shape[0], self._comm.size, dtype=torch.bool, device="cpu").scatter_(1, ranks, True)
+    def _count_remote_rows(self, topk_ids: Sequence[bytes]) -> int:
+        """Rows that leave this rank for int32 pieces topk_ids [t, K]: one per (token, distinct other rank)."""
+        ids = np.frombuffer(b"".join(topk_ids), np.int32).reshape(-1, self._none[1].shape[1])
+        ranks = self._rank_of_slot[ids]  # -1 finds the last entry: this rank
+        reached = np.zeros((len(ranks), self._comm.size), bool)
+        np.put_along_axis(reached, ranks, True, 1)
         return int(reached.sum()) - int(reached[:, self._comm.rank].sum())
+
+
+def _bytes_of(ids: torch.Tensor) -> bytes:
+    return ids.numpy().tobytes()
 
 
 def _parts(slices: Sequence[Slice]) -> list[list[torch.Tensor]]:

@@ -79,7 +79,7 @@ class Work:
         reply: called once, from any thread, with the answer.
         num_taken: tokens that were given to steps so far.
         y: [T, H] filled by the steps: where its sender wants it, or None until the first one has made it.
-        first_column: y [:, 0], where its sender gave y.
+        first_column: y [:, 0], where its sender gave y; ids_bytes: of topk_ids, which may be others after the answer.
         stream: of the client; its requests are served in order within a layer, streams of one client take turns.
         answered: True once `reply` was called (or must not be any more).
         trace: of the request; None: not traced.
@@ -99,14 +99,16 @@ class Work:
     num_taken: int = 0
     y: torch.Tensor | None = None
     first_column: torch.Tensor | None = None
+    ids_bytes: memoryview | None = None
     timing: Timing = _NO_TIME
     answered: bool = False
     trace: RequestTrace | None = None
     model: str = ""
-    num_tokens: int = field(init=False)
+    num_tokens: int = -1
 
     def __post_init__(self) -> None:
-        self.num_tokens = self.x.shape[0]
+        if self.num_tokens < 0:
+            self.num_tokens = self.x.shape[0]
 
     @property
     def num_waiting(self) -> int:

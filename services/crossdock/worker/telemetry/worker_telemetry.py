@@ -19,7 +19,6 @@ from typing import NamedTuple, TypeVar, cast
 
 import grpc
 import numpy as np
-import torch
 
 from crossdock.common import log
 from crossdock.common.helper_thread import HelperThread
@@ -40,12 +39,12 @@ _PAUSE_S = 50e-6
 """In the middle of that work, 0.1 to 0.4 ms each half: the engine's thread may wait for the interpreter."""
 _MAX_BATCH = 1024
 """Records that are taken from the queue at a time."""
-_MAX_RECORDS = 4096
-"""Limit of queued records; further ones are dropped and counted."""
+_MAX_RECORDS, _MAX_ANSWERS = 4096, 1 << 16
+"""Limit of queued records, and of answers; further ones are dropped and counted."""
 
 
 R = TypeVar("R")
-RemoteRows = Callable[[Sequence[torch.Tensor]], int]
+RemoteRows = Callable[[Sequence[bytes]], int]
 
 
 OPS = ("exchange", "dispatch", "combine")
@@ -200,8 +199,8 @@ class StepRecord(NamedTuple):
 
     Attributes:
         num_tokens: of this rank.
-        rows_per_expert: int32 [L] rows computed by its experts.
-        topk_ids: of its tokens, pieces [t, K].
+        rows_per_expert: int32 [L], as bytes: rows computed by its experts.
+        topk_ids: of its tokens, int32 pieces [t, K], as bytes.
         remote_rows: counts the rows that tokens with such ids sent to other ranks (one per token and distinct rank).
         dispatch_ns, experts_ns, combine_ns: time in each phase.
         layer: MoE layer number.
@@ -211,8 +210,8 @@ class StepRecord(NamedTuple):
     """
 
     num_tokens: int
-    rows_per_expert: torch.Tensor
-    topk_ids: Sequence[torch.Tensor]
+    rows_per_expert: bytes
+    topk_ids: Sequence[bytes]
     remote_rows: RemoteRows
     dispatch_ns: int
     experts_ns: int
@@ -223,12 +222,14 @@ class StepRecord(NamedTuple):
     wire_bytes: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _EndedTrace:
-    """A request that ended at monotonic `end_ns`, and why it failed."""
+class _Answered(NamedTuple):
+    """A request that was answered at monotonic `end_ns`, and why it failed."""
 
-    trace: RequestTrace
     code: grpc.StatusCode
+    num_tokens: int
+    seconds: float
+    queue_s: float
+    trace: RequestTrace | None
     why: str
     end_ns: int
 
@@ -240,7 +241,13 @@ class _Collect:
     comm: MoECommunicator | None
 
 
-_Record = StepRecord | Samples | _Collect | _EndedTrace
+@dataclass(frozen=True, slots=True)
+class _AnswersWait:
+    """There are answers."""
+
+
+_ANSWERED = _AnswersWait()
+_Record = StepRecord | Samples | _Collect | _AnswersWait
 
 
 class WorkerTelemetry:
@@ -258,6 +265,7 @@ class WorkerTelemetry:
         self._counts = CommunicatorCounts(metrics)
         self._latency = LatencySums()
         self._queue: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()  # bounded by `_put`
+        self._answers = deque[_Answered]()
         self._operations = OperationCounts(
             metrics.operation_duration_seconds, metrics.peer_wait_seconds_total, transport
         )
@@ -342,17 +350,16 @@ class WorkerTelemetry:
         why: str = "",
     ) -> None:
         """Count a request that was answered, or refused after 0 seconds; end its trace. Any thread."""
-        exemplar = None if trace is None else trace.exemplar
         with self._answers_lock:
             self._num_requests += 1
             self._num_tokens += num_tokens if code is grpc.StatusCode.OK else 0
-        if code is grpc.StatusCode.OK:
-            self._metrics.tokens_total.inc(num_tokens)
-            self._metrics.queue_duration_seconds.observe(queue_s, exemplar)
-        if seconds:
-            self._metrics.request_duration_seconds.labels(code.name).observe(seconds, exemplar)
-        self._metrics.requests_total.labels(code.name).inc()
-        if trace is not None and not self._put(_EndedTrace(trace, code, why, time.monotonic_ns())):
+        if len(self._answers) < _MAX_ANSWERS:
+            self._answers.append(_Answered(code, num_tokens, seconds, queue_s, trace, why, time.monotonic_ns()))
+            if self._queue.empty():
+                self._queue.put(_ANSWERED)
+            return
+        self._metrics.telemetry_records_dropped_total.inc()
+        if trace is not None:
             trace.release()
 
     def dropped_stream(self) -> None:
@@ -403,6 +410,8 @@ class WorkerTelemetry:
                 else:
                     for record in records:
                         self._count_safely(self._count, record)
+            for _ in range(len(self._answers)):
+                self._count_safely(self._count_answer, self._answers.popleft())
 
     def _count_safely(self, count: Callable[[R], None], records: R) -> None:
         try:
@@ -415,9 +424,7 @@ class WorkerTelemetry:
         time.sleep(0)  # the engine's thread may have the interpreter
 
     def _count(self, record: _Record | None) -> None:
-        if isinstance(record, _EndedTrace):
-            record.trace.end(record.code, record.why, record.end_ns)
-        elif isinstance(record, Samples):
+        if isinstance(record, Samples):
             self._count_samples(record)
         elif isinstance(record, _Collect):
             self._count_experts()
@@ -428,6 +435,18 @@ class WorkerTelemetry:
             else:
                 self._count_samples(record.comm.samples())
                 self._counts.count(record.comm)
+
+    def _count_answer(self, answer: _Answered) -> None:
+        trace, metrics = answer.trace, self._metrics
+        exemplar = None if trace is None else trace.exemplar
+        if answer.code is grpc.StatusCode.OK:
+            metrics.tokens_total.inc(answer.num_tokens)
+            metrics.queue_duration_seconds.observe(answer.queue_s, exemplar)
+        if answer.seconds:
+            metrics.request_duration_seconds.labels(answer.code.name).observe(answer.seconds, exemplar)
+        metrics.requests_total.labels(answer.code.name).inc()
+        if trace is not None:
+            trace.end(answer.code, answer.why, answer.end_ns)
 
     def _count_steps(self, records: list[StepRecord]) -> None:
         moved, computed = self._moved(records), self._computed(records)
@@ -454,7 +473,7 @@ class WorkerTelemetry:
 
     def _moved(self, records: Sequence[StepRecord]) -> list[int]:
         """Bytes of dispatch and of combine: payload, and as they travel."""
-        ids: dict[tuple[RemoteRows, tuple[int, int]], list[torch.Tensor]] = {}
+        ids: dict[tuple[RemoteRows, tuple[int, int]], list[bytes]] = {}
         for record in records:
             ids.setdefault((record.remote_rows, record.wire_bytes), []).extend(record.topk_ids)
         moved = [0, 0, 0, 0]
@@ -465,14 +484,15 @@ class WorkerTelemetry:
 
     def _computed(self, records: Sequence[StepRecord]) -> dict[tuple[int, int], int]:
         """Rows by (layer, expert)."""
-        rows: dict[tuple[int, tuple[int, ...] | None, int], list[torch.Tensor]] = {}
+        rows: dict[tuple[int, tuple[int, ...] | None, int], list[bytes]] = {}
         for record in records:  # of two epochs, perhaps, with other numbers of experts
             key = record.layer, record.experts, len(record.rows_per_expert)
             rows.setdefault(key, []).append(record.rows_per_expert)
         computed: dict[tuple[int, int], int] = {}
         for (layer, experts, _), counts in rows.items():
             held = self._expert_ids if experts is None else experts
-            for expert, count in zip(held, torch.stack(counts).sum(0).tolist(), strict=False):
+            sums = np.frombuffer(b"".join(counts), np.int32).reshape(len(counts), -1).sum(0).tolist()
+            for expert, count in zip(held, sums, strict=False):
                 if count:
                     computed[layer, expert] = computed.get((layer, expert), 0) + count
         return computed
