@@ -1,4 +1,4 @@
-"""DeepEP V1 (`deep_ep.Buffer`), where it is installed. Unverified: written from its documentation, never run here.
+"""DeepEP V1 (`deep_ep.Buffer`), where it is installed; run with commit 567632d.
 
 Inside the times, HT (FLAT): layout kernel, counts, which the host waits for, payload, ids and weights; combine without
 weighting. LL (EXPERT_MAJOR): one row per (token, expert), quantised inside where the case asks for it; combine weights.
@@ -16,6 +16,9 @@ from benchmarks.cases import Case
 from benchmarks.gpu import Inputs, Row, Unavailable, check
 from ep_kernels import Layout, Mode, quant
 
+_STEP = 4
+"""LL takes a multiple of this as its largest T."""
+
 
 class DeepEp:
     """See `gpu.Backend`; what a dispatch returns is (rows, scales or None, ids, weights, handle)."""
@@ -26,8 +29,9 @@ class DeepEp:
         self._case, self._library, self.sms = case, library, {}
         self.rotates = case.mode is Mode.LL
         group = dist.group.WORLD
+        self._most = -(-case.tokens // _STEP) * _STEP
         if case.mode is Mode.LL:
-            size = library.Buffer.get_low_latency_rdma_size_hint(case.tokens, case.hidden, case.ranks, case.experts)
+            size = library.Buffer.get_low_latency_rdma_size_hint(self._most, case.hidden, case.ranks, case.experts)
             queues = case.experts // case.ranks
             self._buffer = library.Buffer(group, 0, size, low_latency_mode=True, num_qps_per_rank=queues)
             return
@@ -43,7 +47,7 @@ class DeepEp:
         case, ids = self._case, inputs.topk_ids.long()
         if case.mode is Mode.LL:
             rows, counts, handle, _, _ = self._buffer.low_latency_dispatch(
-                inputs.x, ids, case.tokens, case.experts, use_fp8=case.fp8_dispatch
+                inputs.x, ids, self._most, case.experts, use_fp8=case.fp8_dispatch
             )
             rows, scales = rows if case.fp8_dispatch else (rows, None)
             return rows, scales, counts, None, handle

@@ -18,6 +18,7 @@ import torch
 from benchmarks import report
 from benchmarks.cases import Case
 from benchmarks.gpu import Inputs, crossdock
+from benchmarks.gpu.deepep import DeepEp
 from benchmarks.gpu.tables import FLOOR, GROUPS, NAMES, TABLES, cases_of, chosen
 from ep_kernels import Layout, Mode, jit
 
@@ -270,3 +271,25 @@ def test_each_part_of_an_overlap_is_told_apart(monkeypatch: pytest.MonkeyPatch) 
     product.out = torch.ones(1)
     overlap.measure(bench, 5)  # type: ignore[arg-type]
     assert len(bench.faults) == 12
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(1, 4), (8, 8), (30, 32)])
+def test_deepep_takes_steps_of_four_tokens(tokens: int, most: int) -> None:
+    taken: list[int] = []
+
+    class Buffer:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        @staticmethod
+        def get_low_latency_rdma_size_hint(tokens: int, *_: int) -> int:
+            taken.append(tokens)
+            return 1
+
+        def low_latency_dispatch(self, x: torch.Tensor, ids: torch.Tensor, tokens: int, *_: int, **__: Any) -> Any:
+            taken.append(tokens)
+            return x, None, None, None, None
+
+    case = Case(Mode.LL, Layout.EXPERT_MAJOR, ranks=2, tokens=tokens, hidden=16, experts=4, topk=2)
+    inputs: Any = SimpleNamespace(x=torch.zeros(tokens, 16), topk_ids=torch.zeros(tokens, 2, dtype=torch.int32))
+    received = DeepEp(case, SimpleNamespace(Buffer=Buffer)).dispatch(inputs)
+    assert (taken, received[0] is inputs.x) == ([most, most], True)
