@@ -123,8 +123,13 @@ def test_collectives(tmp_path: Path) -> None:
         x, w = torch.randn(T, H, dtype=torch.bfloat16), torch.randn(H, H, dtype=torch.bfloat16)
         module = SimpleNamespace(set_custom_all_gather=lambda _: None)
         names: Names = {"pg": dist.group.WORLD, "n": T, "h": H, "x": x, "x1": x, "x2": w, "w": w, "w1": w, "w2": w}
-        names = run("docs/collectives.md", 0, names | {"module": module}, {"1 << 30": "1 << 20"})
+        backend = type("Backend", (), {"all_gather_into_tensor": lambda *_: None})()
+        deepspeed = SimpleNamespace(comm=SimpleNamespace(comm=SimpleNamespace(cdb=backend)))
+        names |= {"module": module, "columns": x, "deepspeed": deepspeed}
+        names = run("docs/collectives.md", 0, names, {"1 << 30": "1 << 20"})
         assert torch.equal(names["x_all"], x)
+        assert torch.equal(names["part"], x @ w)
+        assert not vars(backend), "DeepSpeed gathers by itself again"
         names["coll"].close()
     finally:
         dist.destroy_process_group()
