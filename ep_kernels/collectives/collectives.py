@@ -376,9 +376,9 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if not alone and outs is not None:
             checks.disjoint(list(zip(given, made, strict=True)))
         sms = checks.num_sms(num_sms, self._config.num_sms, 0)
-        choice = self._choose(
-            CollectiveOp.ALL_GATHER, given, made, sms, checks.flag("beside", beside), half is not None
-        )
+        if beside is not False:
+            checks.flag("beside", beside)
+        choice = self._choose(CollectiveOp.ALL_GATHER, given, made, sms, beside, half is not None)
         torched = choice.algorithm is Algorithm.TORCH
         transport = self._by_torch("all_gather", choice.reason) if torched else self._transport
         args = GatherArgs(tuple(parts), choice.algorithm, sms, *half or (0, False))

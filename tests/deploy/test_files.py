@@ -224,7 +224,7 @@ def test_the_chart_ships_the_same_alerts() -> None:
 def test_images_run_without_root_and_their_targets_are_the_ones_we_build() -> None:
     text = (ROOT / "Dockerfile").read_text()
     targets = set(re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE))
-    built = set(re.findall(r"--target (\S+)", (ROOT / "Makefile").read_text()))
+    built = set(re.findall(r"docker build --target (\S+)", (ROOT / "Makefile").read_text()))
     assert built == {"control", "worker"} <= targets
     assert re.search(r"^USER \d+:\d+$", text, re.MULTILINE)
     assert text.index("USER ") < text.index("AS control\n")
