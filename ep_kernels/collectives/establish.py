@@ -51,8 +51,9 @@ def _bring_up(config: CollectiveConfig, transport: CollectiveTransport | None, u
     tickets, reason = _meet(config, transport, ticket, unable)
     if reason or transport is None:
         return reason
-    reason = _agree(config, _attempt(lambda: transport.import_regions(tickets), None)[1])
-    return reason or _agree(config, _attempt(transport.barrier, None)[1])
+    reason = _agree(config, _attempt(lambda: transport.import_regions(tickets), None)[1], config.timeout_s)
+    # A rank that cannot even begin the barrier is here a whole deadline before those that wait for it there.
+    return reason or _agree(config, _attempt(transport.barrier, None)[1], 2 * config.timeout_s)
 
 
 def process_group_of(group: Any) -> Any:
@@ -93,8 +94,8 @@ def _abi(can: CollectiveCapabilities) -> str:
     return f"{can.abi}-{zlib.crc32(repr(can).encode()):08x}"
 
 
-def _agree(config: CollectiveConfig, why: str) -> str:
-    answers = config.group.all_gather(why.encode(), config.timeout_s)
+def _agree(config: CollectiveConfig, why: str, timeout_s: float) -> str:
+    answers = config.group.all_gather(why.encode(), timeout_s)
     return _first([answer.decode(errors="replace") for answer in answers])
 
 
