@@ -19,6 +19,7 @@ import itertools
 import json
 import struct
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -162,8 +163,9 @@ def make_deterministic() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients differ from run to run
 
 
-class Training:
-    """A new model and its steps; collective over the world, whose process group is torch's default one.
+class Steps(ABC):
+    """Steps of a new model, whose process group is torch's default one; collective over it. A subclass makes the model
+    and learns.
 
     Attributes:
         losses: of each step, on this rank.
@@ -172,16 +174,12 @@ class Training:
     def __init__(self, size: Size, seed: int, device: torch.device) -> None:
         make_deterministic()
         self._size, self._device, self._on_gpu = size, device, device.type == "cuda"
-        self._model = sharded(size, device, seed)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=self._on_gpu)
         self._tokens = torch.Generator().manual_seed(seed * 64 + dist.get_rank())
         self.losses: list[torch.Tensor] = []
 
-    def use(self, hook: Any) -> None:
-        """From now on that one gathers the parameters of the blocks."""
-        blocks: Any = self._model.blocks
-        for block in blocks:
-            block.set_custom_all_gather(hook)
+    @abstractmethod
+    def _learn(self, batch: torch.Tensor) -> torch.Tensor:
+        """A step; the loss before it."""
 
     def steps(self, count: int) -> list[float]:
         """Milliseconds of each on the slowest rank; 0 on CPUs. Waits for the device."""
@@ -204,11 +202,7 @@ class Training:
         shape = self._size.batch, self._size.sequence + 1
         batch = torch.randint(VOCABULARY, shape, generator=self._tokens).to(self._device)
         mark = self._mark()
-        self._optimizer.zero_grad()
-        loss = self._model(batch)
-        loss.backward()
-        self._optimizer.step()
-        self.losses.append(loss.detach())
+        self.losses.append(self._learn(batch).detach())
         return mark
 
     def all_losses(self) -> list[float]:
@@ -217,16 +211,41 @@ class Training:
         dist.all_reduce(everyone)
         return everyone.tolist()
 
+
+def peak_gib(apart: int, device: torch.device) -> float:
+    """Peak memory of the largest rank since the last look, with `apart` bytes that are not torch's; 0 on CPUs."""
+    if device.type != "cuda":
+        return 0.0
+    memory = torch.tensor([(torch.cuda.max_memory_allocated() + apart) / 2**30], dtype=torch.float64, device=device)
+    torch.cuda.reset_peak_memory_stats()
+    dist.all_reduce(memory, dist.ReduceOp.MAX)
+    return float(memory)
+
+
+class Training(Steps):
+    """A model that FSDP2 shards."""
+
+    def __init__(self, size: Size, seed: int, device: torch.device) -> None:
+        super().__init__(size, seed, device)
+        self._model = sharded(size, device, seed)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=self._on_gpu)
+
+    def use(self, hook: Any) -> None:
+        """From now on that one gathers the parameters of the blocks."""
+        blocks: Any = self._model.blocks
+        for block in blocks:
+            block.set_custom_all_gather(hook)
+
+    def _learn(self, batch: torch.Tensor) -> torch.Tensor:
+        self._optimizer.zero_grad()
+        loss: torch.Tensor = self._model(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        return loss
+
     def peak_gib(self, used: Gathering, registered: Sequence[Gathering]) -> float:
         """Of the largest rank since the last look, had `used` alone been registered."""
-        if not self._on_gpu:
-            return 0.0
-        others = sum(each.within for each in registered if each is not used)
-        peak = torch.cuda.max_memory_allocated() + used.apart - others
-        torch.cuda.reset_peak_memory_stats()
-        memory = torch.tensor([peak / 2**30], dtype=torch.float64, device=self._device)
-        dist.all_reduce(memory, dist.ReduceOp.MAX)
-        return float(memory)
+        return peak_gib(used.apart - sum(each.within for each in registered if each is not used), self._device)
 
 
 def trained(gather: str, size: Size, steps: int, seed: int, device: torch.device) -> Trained:

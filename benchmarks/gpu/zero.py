@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import datetime
 import gc
-import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.fsdp import DEADLINE_S, SETTLE, Trained, line_of, local_rank, make_deterministic
-from benchmarks.gpu.fsdp_model import SIZES, VOCABULARY, Model, Size
+from benchmarks.gpu.fsdp import DEADLINE_S, SETTLE, Steps, Trained, line_of, local_rank, peak_gib
+from benchmarks.gpu.fsdp_model import SIZES, Model, Size
 from ep_kernels.collectives import CollectiveConfig, Collectives
 from ep_kernels.collectives.zero import ZeroGathers
 from ep_kernels.groups import TorchGroup
@@ -51,18 +50,13 @@ def config_of(size: Size, on_gpu: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Training:
-    """A new model and its steps; collective over the world.
-
-    Attributes:
-        losses: of each step, on this rank.
-    """
+class Training(Steps):
+    """A model that ZeRO-3 shards."""
 
     def __init__(self, size: Size, seed: int, device: torch.device) -> None:
         import deepspeed
 
-        make_deterministic()
-        self._size, self._device, self._on_gpu = size, device, device.type == "cuda"
+        super().__init__(size, seed, device)
         torch.manual_seed(seed)
         with torch.device(device):
             model = Model(size)
@@ -72,41 +66,12 @@ class Training:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         made = deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(size, self._on_gpu))
         self._engine: Any = made[0]
-        self._tokens = torch.Generator().manual_seed(seed * 64 + dist.get_rank())
-        self.losses: list[torch.Tensor] = []
 
-    def steps(self, count: int) -> list[float]:
-        """Milliseconds of each on the slowest rank; 0 on CPUs. Waits for the device."""
-        marks = [self._step() for _ in range(count)] + [self._mark()]
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        took = [a.elapsed_time(b) if a is not None else 0.0 for a, b in itertools.pairwise(marks)]
-        slowest = torch.tensor(took, dtype=torch.float64, device=self._device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return slowest.tolist()
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return None
-        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        mark.record()
-        return mark
-
-    def _step(self) -> Any:
-        shape = self._size.batch, self._size.sequence + 1
-        batch = torch.randint(VOCABULARY, shape, generator=self._tokens).to(self._device)
-        mark = self._mark()
-        loss = self._engine(batch)
+    def _learn(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self._engine(batch)
         self._engine.backward(loss)
         self._engine.step()
-        self.losses.append(loss.detach())
-        return mark
-
-    def all_losses(self) -> list[float]:
-        """Summed over ranks."""
-        everyone = torch.stack(self.losses).double()
-        dist.all_reduce(everyone)
-        return everyone.tolist()
+        return loss
 
     def close(self) -> None:
         """Give the model's memory back."""
@@ -133,16 +98,6 @@ class Ours:
             yield
 
 
-def _peak_gib(apart: int, device: torch.device) -> float:
-    """Of the largest rank since the last look, with bytes that are not torch's."""
-    if device.type != "cuda":
-        return 0.0
-    memory = torch.tensor([(torch.cuda.max_memory_allocated() + apart) / 2**30], dtype=torch.float64, device=device)
-    torch.cuda.reset_peak_memory_stats()
-    dist.all_reduce(memory, dist.ReduceOp.MAX)
-    return float(memory)
-
-
 def in_turns(names: Sequence[str], size: Size, steps: int, seed: int, device: torch.device) -> dict[str, Trained]:
     """A new model, whose parameters each of `names` gathers in turn, in all about `steps` steps."""
     ours, training = Ours(), Training(size, seed, device)
@@ -151,10 +106,10 @@ def in_turns(names: Sequence[str], size: Size, steps: int, seed: int, device: to
     for name in [*names] * TURNS:
         with ours.gathering(name):
             training.steps(SETTLE)
-            _peak_gib(0, device)
+            peak_gib(0, device)
             ms, peaks = taken[name]
             ms += training.steps(each)
-            peaks.append(_peak_gib(ours.num_bytes if name == "crossdock" else 0, device))
+            peaks.append(peak_gib(ours.num_bytes if name == "crossdock" else 0, device))
     losses = training.all_losses()
     training.close()
     ours.coll.close()
@@ -186,9 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = dataclasses.replace(size, batch=options.batch or size.batch)
     names = (options.all_gather,) if options.all_gather else GATHERS
     found = in_turns(names, size, options.steps, options.seed, device)
-    losses = next(iter(found.values())).losses
-    want = alone(size, len(losses), options.seed, device)
-    other = next((i for i, pair in enumerate(zip(losses, want, strict=True)) if pair[0] != pair[1]), None)
+    first = next(iter(found.values()))
+    other = first.first_other(alone(size, len(first.losses), options.seed, device))
     if dist.get_rank() == 0:
         for name, trained in found.items():
             line = line_of(name, options.model, size, trained)
