@@ -299,7 +299,10 @@ class GroupMember(Generic[C, M]):
             raise self._closed_error(op)
         fault = self._fault  # another thread may close
         if fault is not None:
-            raise fault.with_traceback(None)
+            try:
+                raise fault.with_traceback(None)
+            finally:
+                fault = None  # its traceback holds this frame, and so the communicator: a cycle, freed late
         try:
             self._transport.check(op)
         except BaseException as error:

@@ -253,13 +253,19 @@ def _present(order: torch.Tensor, results: Sequence[torch.Tensor | None]) -> lis
 def _distinct(results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of the values, each at the start of memory that it shares with no other and with nothing given: an
     operator's outputs must not alias, and compiled code relies on their alignment."""
-    taken = {tensor.untyped_storage().data_ptr() for tensor in given}
+    taken = {_memory(tensor) for tensor in given}
     for index, tensor in enumerate(results):
-        address = tensor.untyped_storage().data_ptr()
-        if tensor.storage_offset() or address in taken - {0}:
+        if tensor.storage_offset() or _memory(tensor) in taken:
             results[index] = tensor.clone(memory_format=torch.contiguous_format)
-        taken.add(address)
+        taken.add(_memory(tensor))
     return results
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Equal where two tensors share memory: the address, or the storage itself where it is empty and has none."""
+    storage = tensor.untyped_storage()
+    address: int = storage.data_ptr() or storage._cdata
+    return address
 
 
 # What tracing takes for it.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -260,3 +262,21 @@ def test_one_that_is_dropped_while_a_graph_is_captured_is_closed_later(monkeypat
     assert closed == [number]
     monkeypatch.undo()
     other.close()
+
+
+def test_a_fault_that_later_calls_repeat_keeps_no_communicator() -> None:
+    case = RoutingCase(4, 2, 64, (2,), "uniform", 1, max_tokens=2)
+    comm = MoECommunicator(case.config(LonelyGroup(), timeout_s=1.0))
+    comm.abort("moving on")
+    gc.disable()
+    try:
+        for _ in range(2):
+            with contextlib.suppress(AbortedError):
+                comm.barrier()
+                pytest.fail("not refused")
+        comm.close()
+        left = weakref.ref(comm)
+        del comm
+        assert left() is None, "regions stay until a collection"
+    finally:
+        gc.enable()

@@ -26,6 +26,9 @@ from tests.worlds import World
 COMPACT = (Layout.GROUPED, Layout.FLAT)
 BACKENDS = ("eager", "aot_eager", "inductor")
 
+pytestmark = pytest.mark.filterwarnings("error:crossdock.*may not alias")
+"""The compiler warns of an operator whose outputs alias, at the first call of a graph."""
+
 
 @pytest.fixture(autouse=True)
 def _forget() -> None:

@@ -212,7 +212,10 @@ class NvlinkMember(MemberTransport):
     def _raise_fault(self) -> None:
         fault = self._tables.host.fault()
         if fault is not None:
-            raise fault
+            try:
+                raise fault
+            finally:
+                fault = None  # its traceback holds this frame, and so the regions, until a collection
 
     def failed(self) -> torch.Tensor:
         """See `base.MemberTransport`."""
