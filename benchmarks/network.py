@@ -1,6 +1,6 @@
 """What the network under the `cpu` transport costs, on the loop-back device of this machine.
 
-    python -m benchmarks.network [--out DIR] [--rounds N]        (make bench-network)
+    python -m benchmarks.network [--out DIR] [--rounds N] [--gb-s RATE ...]        (make bench-network)
 
 Ring: from a push by one thread to the pop by another. Message: from a push to the handler of the peer, beside the same
 bytes on the same kind of socket by one thread; rank and peer share a proxy, so two threads run, as the socket pair has
@@ -10,7 +10,7 @@ host, whose copies take the same processors) and beside gloo's all_to_all of the
 memory again and again and lands it at the same place, so caches hold both; before a dispatch other programs have run,
 as experts do, and then its rows were written. The stream after other work: other memory and then what it sends are
 written before, as before a dispatch. Streams and dispatch take turns in the same processes; a share is the median of
-the rounds' quotients. Wire: what a dispatch sends, beside what it must.
+the rounds' quotients. Wire: what a dispatch sends, beside what it must. With `--gb-s` only what network_rates.py has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from benchmarks import facts
+from benchmarks import facts, network_rates
 from benchmarks.backends import Setup
 from benchmarks.backends.over_hosts import create, network_of
 from benchmarks.cases import Case, Step, make_steps
@@ -275,6 +275,13 @@ def wire(case: Case) -> list[Row]:
     ]
 
 
+def at_rate(gb_s: float, rounds: int) -> list[Row]:
+    """Two hosts of four ranks over a network of that rate."""
+    case = Case(Mode.HT, Layout.FLAT, ranks=8, tokens=512)
+    found = network_rates.rates(case, gb_s, rounds, SEED)
+    return [row(what, of, values, unit, least=least) for what, of, values, unit, least in found]
+
+
 Job = Callable[[Case, int, Any, int], list[float]]
 
 
@@ -385,20 +392,28 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure what the network costs.")
     parser.add_argument("--out", type=Path, help="folder for network.csv and run.json; none: print only")
     parser.add_argument("--rounds", type=int, default=40, help="dispatches per job; messages: 500 times as many")
+    parser.add_argument("--gb-s", type=float, nargs="+", default=(), help="rates of a network of two hosts x 4 ranks")
     arguments = parser.parse_args(words)
+    if any(rate <= 0 for rate in arguments.gb_s):
+        parser.error(f"--gb-s: expected rates above 0, got {arguments.gb_s}")
+    if arguments.gb_s:
+        network_rates.enter("benchmarks.network", sys.argv[1:] if words is None else words)
     load, many = os.getloadavg()[0], 500 * arguments.rounds
     jobs = [Case(Mode.HT, Layout.FLAT, ranks=ranks, tokens=512) for ranks in (2, 4)]
     config: dict[str, object] = {"rounds": arguments.rounds, "load_before": round(load, 2)}
     about = facts.of_control(sys.argv[1:] if words is None else words, config, "benchmarks.network")
     found = Parts(arguments.out, "network", Row, lambda: about, lambda _: None)
-    found.measure("ring", partial(ring, many))
-    found.measure("messages", partial(messages, many))
-    found.measure("idle", partial(idle, 10 * arguments.rounds))
-    for job in jobs:
-        found.measure(f"dispatches of {job.ranks} ranks", partial(dispatches, job, arguments.rounds))
-    for ranks in (2, 4):
-        sent = Case(Mode.LL, Layout.RANK_MAJOR, ranks=ranks, tokens=128)
-        found.measure(f"bytes of {ranks} ranks", partial(wire, sent))
+    for gb_s in arguments.gb_s:
+        found.measure(f"a network of {gb_s:g} GB/s", partial(at_rate, gb_s, arguments.rounds))
+    if not arguments.gb_s:
+        found.measure("ring", partial(ring, many))
+        found.measure("messages", partial(messages, many))
+        found.measure("idle", partial(idle, 10 * arguments.rounds))
+        for job in jobs:
+            found.measure(f"dispatches of {job.ranks} ranks", partial(dispatches, job, arguments.rounds))
+        for ranks in (2, 4):
+            sent = Case(Mode.LL, Layout.RANK_MAJOR, ranks=ranks, tokens=128)
+            found.measure(f"bytes of {ranks} ranks", partial(wire, sent))
     print(table(found.rows))
     return found.status
 

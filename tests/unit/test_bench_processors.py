@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks import facts, measure, network, placement, resume, run
-from benchmarks.cases import Case
+from benchmarks import facts, measure, network, network_rates, placement, resume, run
+from benchmarks.cases import Case, make_steps
 from benchmarks.report import read
 from benchmarks.service import __main__ as service
 from benchmarks.service import load as service_load
@@ -92,6 +92,48 @@ def test_ring_proxy_and_providers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert network.main(["--rounds", "2", "--out", str(tmp_path)]) == 1
     assert {line["what"].partition(":")[0] for line in read(tmp_path, "network")} == {"ring", "message", "wire"}
     assert len(failures(tmp_path)) == 2
+
+
+def test_a_network_of_a_set_rate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_to = list[float]()
+    monkeypatch.setenv(network_rates.INSIDE, "1")
+    monkeypatch.setattr(network_rates, "set_rate", set_to.append)
+    monkeypatch.setattr(network_rates, "measure", timed)
+    monkeypatch.setattr(network, "Case", lambda *given, **fields: small(Case(*given, **fields)))
+    assert network.main(["--gb-s", "0.5", "1", "--rounds", "2", "--out", str(tmp_path)]) == 0
+    lines = read(tmp_path, "network")
+    assert set_to == [0.5, 1]
+    assert len(lines) == 2 * 9
+    assert [line["value"] for line in lines if line["what"] == "combine: one hop's time by two hops'"] == ["0.5"] * 2
+    with pytest.raises(SystemExit):
+        network.main(["--gb-s", "0"])
+
+
+def test_bytes_that_cross() -> None:
+    case = small(Case(Mode.HT, Layout.FLAT, ranks=4))
+    step = make_steps(case, 1, 5)[0]
+    once = sum(sum(network.runs(case, step, rank)) for rank in range(4))
+    assert network_rates.crossing(case, step, once_per_host=True) == once
+    wanted = 0
+    for source, ids in enumerate(step.topk_ids):
+        for chosen in (ids // (case.experts // 4)).tolist():
+            wanted += len({rank for rank in chosen if rank // 2 != source // 2})
+    assert network_rates.crossing(case, step, once_per_host=False) == wanted * case.row_bytes > once
+
+
+def test_the_rate_is_that_of_the_loop_back_device() -> None:
+    code = "from benchmarks import network_rates; network_rates.set_rate(0.25)"
+    words = [sys.executable, "-c", f"{code}; import os; os.system('tc qdisc show dev lo')"]
+    try:
+        done = subprocess.run(
+            ["unshare", "--user", "--map-root-user", "--net", *words],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        pytest.skip(f"needs unshare: {error.strerror}")
+    if "tbf" not in done.stdout:
+        pytest.skip(f"needs user namespaces, ip and tc: {done.stderr.strip()[-200:]}")
+    assert "rate 2Gbit" in done.stdout
 
 
 def test_where_experts_are_placed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
