@@ -108,6 +108,18 @@ def test_faults(tmp_path: Path) -> None:
     assert "skipped" not in printed
 
 
+@pytest.mark.timeout(3 * TIMEOUT_S + 60)
+def test_combine_in_two_hops(tmp_path: Path) -> None:
+    """With torch, which an emulated processor imports in minutes."""
+    command = f"{sys.executable} -m pytest -q -s -p no:cacheprovider -o timeout=0 tests/rxe/inside_two_hops.py"
+    status, printed = guest.run(
+        f"export PYTHONPATH={guest.ROOT}:{guest.ROOT}/services; {command}", tmp_path, 3 * TIMEOUT_S
+    )
+    assert status == 0, printed[-20000:]
+    assert "2 passed" in printed
+    print(*re.findall(r"TWO HOPS .*|CUT .*", printed), sep="\n")
+
+
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_lives_survive_their_close(tmp_path: Path) -> None:
     """libfabric 1.17 ended 13 of 30 such processes when an endpoint closed to which its peer still sent."""
