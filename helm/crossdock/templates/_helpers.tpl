@@ -292,6 +292,9 @@ http: {{ .Values.tls.http }}
 {{- fail (printf "worker.gpus: expected 0 or worker.numWorkers, which is %v, got %v" $worker.numWorkers $worker.gpus) -}}
 {{- end -}}
 {{- $ranks := mul $worker.hosts $worker.numWorkers | int -}}
+{{- if and $worker.gpus (gt $ranks 1) (regexMatch "/mig-|[.]shared$" $worker.gpuResource) -}}
+{{- fail (printf "worker.gpuResource: expected whole GPUs, since MIG instances have no peer access and shared ones are taken in turns (time-slicing), got %s" $worker.gpuResource) -}}
+{{- end -}}
 {{- if gt $ranks 64 -}}
 {{- fail (printf "worker.hosts, worker.numWorkers: expected a product of at most 64, the most ranks of a group, got %d" $ranks) -}}
 {{- end -}}
