@@ -73,7 +73,8 @@ def model_faults(thing: Any, model: str) -> Iterator[str]:
 def _amounts(thing: Any, name: str = "") -> Any:
     """The object with amounts of resources as texts: the API server takes numbers, too, the client does not."""
     if isinstance(thing, dict):
-        return {key: str(one) if name in _AMOUNTS else _amounts(one, key) for key, one in thing.items()}
+        is_amount = name in _AMOUNTS
+        return {key: str(one) if is_amount and type(one) is int else _amounts(one, key) for key, one in thing.items()}
     return [_amounts(one) for one in thing] if isinstance(thing, list) else thing
 
 
