@@ -122,6 +122,11 @@ test-deploy: $(DEV) ## The chart against a real API server and kubelet, our imag
 	-$(PY) -m tests.deploy.bed.images
 	$(PY) -m pytest -q -rs -p no:cacheprovider -o timeout=1200 $(filter-out %__init__.py %conftest.py,$(wildcard tests/deploy/live/*.py)) $(ARGS)
 
+# Without Go the definitions are not fetched: what needs them skips, and says so.
+recipes: $(DEV) ## Render every recipe, and check it against the definitions of the types that it uses (Go fetches them)
+	-$(PY) -m tests.deploy.bed.tools leaderworkersets.crd.yaml llminferenceservices.crd.yaml
+	$(PY) -m pytest -q -rs -p no:cacheprovider tests/deploy/test_recipes.py $(ARGS)
+
 bench-cpu: $(DEMO) ## Measure the cpu transport against gloo; table, csv and run.json
 	$(PY) -m benchmarks.run --device cpu --out docs/results/$$(date +%F)-cpux4 $(ARGS)
 

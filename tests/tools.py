@@ -97,6 +97,7 @@ TOOLS: Mapping[str, Tool] = {
     "libfabric": _library("fabric", "apt install libfabric1"),
     "RDMA headers": Tool("apt install libibverbs-dev libfabric-dev"),
     "a guest": Tool("make test-rxe"),
+    "definitions of other projects' types": Tool("make recipes"),
 }
 
 

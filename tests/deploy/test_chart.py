@@ -343,6 +343,11 @@ def test_only_a_control_plane_that_reads_nodes_is_given_rights() -> None:
     [
         ("worker.stopTimeoutSeconds=30", "expected more than worker.config.drain_timeout_s, which is 30, got 30"),
         ("worker.gpus=2", "worker.gpus: expected 0 or worker.numWorkers, which is 4, got 2"),
+        (
+            "worker.gpus=4,worker.gpuResource=nvidia.com/mig-3g.40gb",
+            "worker.gpuResource: expected whole GPUs, since MIG",
+        ),
+        ("worker.gpus=4,worker.gpuResource=nvidia.com/gpu.shared", "(time-slicing), got nvidia.com/gpu.shared"),
         ("worker.config.transport=nvlink", "expected worker.gpus or worker.resourceClaims beside it"),
         ("tls.issuer.name=mine", "tls.issuer: expected tls.enabled beside it, got false"),
         ("tls.http=mtls", "tls.http: expected tls.enabled beside it, got false"),

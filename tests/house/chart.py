@@ -144,6 +144,7 @@ _POD = {
     "extraVolumes": _NAMED,
     "extraVolumeMounts": _NAMED,
 }
+_QUEUE = {**_TEXT, "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
 _ISSUER = _record(name=_TEXT, kind=_TEXT, group=_TEXT)
 _CLAIM = {**_record(name=_TEXT, resourceClaimName=_TEXT, resourceClaimTemplateName=_TEXT), "required": ["name"]}
 _WORKER: dict[str, Any] = {
@@ -151,6 +152,7 @@ _WORKER: dict[str, Any] = {
     "numWorkers": _NATURAL,
     "workload": _enum("StatefulSet", "LeaderWorkerSet"),
     "spread": _enum("preferred", "required", "none"),
+    "queue": _record(by=_enum("none", "kueue", "volcano", "coscheduling"), name=_QUEUE),
     "together": {"type": "string", "pattern": "^([a-z0-9.-]+/)?[A-Za-z0-9._-]+$|^$"},
     "gpus": _COUNT,
     "rdma": _record(resource={**_TEXT, "pattern": "^[a-z0-9.-]+/[A-Za-z0-9._-]+$|^$"}, count=_NATURAL, ipcLock=_SWITCH),
@@ -247,6 +249,8 @@ _STANDARD = {
     "relabelings": "Rules for targets' labels, of both ports of the PodMonitor",
     "containerSecurityContext": "Of every container",
     "fullnameOverride": "In the place of the whole name",
+    "by": "Who places the pods of the group all together or not at all: kueue, volcano, coscheduling, or none",
+    "name": "Kueue's LocalQueue, or Volcano's queue; empty: Volcano's default",
     "tmp": "Fields of /tmp's emptyDir, like {sizeLimit: 1Gi}",
     "annotations": "Of both accounts",
     "extraEnv": "Added to the container's",

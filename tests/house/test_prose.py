@@ -15,7 +15,12 @@ import pytest
 
 from tests.house.tree import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "helm" / "crossdock" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "helm" / "crossdock" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "deploy" / "recipes").rglob("*.md")),
+]
 SENTENCE = 34
 CELL = 40
 

@@ -31,6 +31,7 @@ class PaperGpu:
     clique: int = 0
     ecc_uncorrected: int = 0
     throttle: int = 0
+    num_processes: int | None = 0
     width: int = 16
     speed: str = "32.0 GT/s PCIe"
 
@@ -202,6 +203,12 @@ class PaperNvml:
             raise PaperNvmlError("Not Supported")
         written = struct.pack("=16sIIB3x", gpu.cluster, 0, gpu.clique, gpu.fabric_state)  # as nvml.h lays it out
         ctypes.memmove(info, written, len(written))
+
+    def nvmlDeviceGetComputeRunningProcesses(self, device: int) -> list[Any]:
+        count = self.host.gpus[device].num_processes
+        if count is None:
+            raise PaperNvmlError("Not Supported")
+        return [SimpleNamespace(pid=0, usedGpuMemory=None)] * count
 
     def nvmlDeviceGetEccMode(self, device: int) -> list[int]:
         return [1, 1]

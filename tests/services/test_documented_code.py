@@ -4,6 +4,7 @@ that it is said to be."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from inspect import signature
@@ -11,11 +12,14 @@ from pathlib import Path
 from textwrap import dedent
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+import yaml
 
 from crossdock.client import Client
 from crossdock.common.config import ControlConfig, FrameworkConfig, HostConfig
@@ -25,11 +29,12 @@ from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from ep_kernels import Mode, MoECommunicator, MoEConfig
 from ep_kernels.groups import StoreGroup
 from ep_kernels.network import NetworkConfig
-from tests.house.tree import files, name_of, text_of
+from tests.house.tree import ROOT, files, name_of, text_of
 from tests.services.fakes import worker_of
 
 Names = dict[str, Any]
 H, E, K, T = 64, 8, 2, 4
+RECIPES = ROOT / "deploy" / "recipes"
 
 
 def blocks(language: str) -> Iterator[tuple[str, int, str]]:
@@ -91,6 +96,27 @@ def test_attach(page: str, path: str, target: str, tmp_path: Path) -> None:
         assert worker.seen
     finally:
         worker.kill()
+
+
+def test_program_of_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of deploy/recipes/transformers, on a checkpoint that has no tokenizer."""
+    config_map, _ = yaml.safe_load((RECIPES / "transformers" / "values.yaml").read_text())["extraObjects"]
+    folder = write_checkpoint(
+        "mixtral", tmp_path, num_layers=1, hidden_size=H, intermediate_size=32, num_experts=E, topk=K
+    )
+    worker = worker_of(Checkpoint.open(folder), torch.float32)
+    tokenizer = Mock(return_value={"input_ids": torch.randint(0, 99, (1, 4))})
+    tokenizer.decode = lambda ids: f"{len(ids)} tokens"
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: tokenizer)
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(folder), worker.address])
+    try:
+        exec(compile(config_map["data"]["generate.py"], "generate.py", "exec"), {})
+        assert worker.seen
+    finally:
+        worker.kill()
+    assert capsys.readouterr().out.endswith(" tokens\n")
 
 
 def test_security(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

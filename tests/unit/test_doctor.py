@@ -61,6 +61,37 @@ def test_mig_memory_errors_and_heat(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("whole", "needs_gpus", "level"), [(0, True, Level.FAIL), (0, False, Level.WARN), (1, True, Level.WARN)]
+)
+def test_mig_is_refused_where_no_whole_gpu_is_left(whole: int, needs_gpus: bool, level: Level, tmp_path: Path) -> None:
+    hgx = hgx_h100()
+    gpus = tuple(replace(gpu, mig=number >= whole) for number, gpu in enumerate(hgx.gpus))
+    found = hardware.judge_host(facts_of(replace(hgx, gpus=gpus), tmp_path), needs_gpus=needs_gpus)
+    mig = [finding for finding in found if finding.check == "mig"]
+    assert {finding.level for finding in mig} == {level}
+    assert len(mig) == len(gpus) - whole
+    assert "which have no peer access" in mig[0].cause
+
+
+@pytest.mark.parametrize(
+    ("counts", "what"),
+    [((0, 0), ""), ((None, 0), ""), ((0, 1), "GPU 1: 1 process"), ((2, 1), "GPU 0: 2 processes, GPU 1: 1 process")],
+)
+def test_gpus_that_others_use_are_named(counts: tuple[int | None, ...], what: str, tmp_path: Path) -> None:
+    """As NVML counts processes of time-slicing, which are in other containers; it may not be able to."""
+    hgx = hgx_h100()
+    gpus = tuple(replace(gpu, num_processes=count) for gpu, count in zip(hgx.gpus, counts, strict=False))
+    facts = probe(*replace(hgx, gpus=gpus).write(tmp_path))
+    (found,) = hardware.judge_sharing([gpu.num_processes for gpu in facts.gpus])
+    assert (found.check, found.level) == ("gpu-sharing", Level.WARN if what else Level.OK)
+    if what:
+        assert bad([found])["gpu-sharing"].what == what
+    request = run.DoctorRequest(transport="cpu", passes=False)
+    assert [one for one in run.examine(request, facts) if one.check == "gpu-sharing"] == [found]
+    assert not list(hardware.judge_sharing([])), "a host without GPUs"
+
+
+@pytest.mark.parametrize(
     ("change", "check", "level"),
     [
         ({"num_nvlinks": 0, "nvlink_domain": ""}, "nvlink", Level.FAIL),

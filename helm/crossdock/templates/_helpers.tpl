@@ -41,6 +41,32 @@ imagePullPolicy: {{ $image.pullPolicy }}
 {{- .Values.group | default (printf "%s/%s" .Release.Namespace (include "crossdock.name" .)) -}}
 {{- end -}}
 
+{{/* By what a worker's pod names its PodGroup. Takes (list . part field), the field being labels or annotations. */}}
+{{- define "crossdock.podGroup" -}}
+{{- $by := (index . 0).Values.worker.queue.by -}}
+{{- $name := printf "%s-worker" (include "crossdock.name" (index . 0)) -}}
+{{- if and (eq (index . 1) "worker") (eq $by "volcano") (eq (index . 2) "annotations") -}}
+scheduling.k8s.io/group-name: {{ $name }}
+{{- else if and (eq (index . 1) "worker") (eq $by "coscheduling") (eq (index . 2) "labels") -}}
+scheduling.x-k8s.io/pod-group: {{ $name }}
+{{- end -}}
+{{- end -}}
+
+{{/* Metadata of the workers' set: its labels, and the queue by which Kueue admits it, or LeaderWorkerSet tells Volcano. */}}
+{{- define "crossdock.workerMetadata" -}}
+{{- $queue := .Values.worker.queue -}}
+name: {{ include "crossdock.name" . }}-worker
+labels:
+  {{- include "crossdock.labels" . | nindent 2 }}
+  {{- if eq $queue.by "kueue" }}
+  kueue.x-k8s.io/queue-name: {{ $queue.name }}
+  {{- end }}
+{{- if and (eq $queue.by "volcano") $queue.name }}
+annotations:
+  scheduling.volcano.sh/queue-name: {{ $queue.name }}
+{{- end }}
+{{- end -}}
+
 {{/* Metadata of a part's pod. Takes (list . part port), the port being that of /metrics. */}}
 {{- define "crossdock.podMetadata" -}}
 {{- $root := index . 0 -}}
@@ -49,12 +75,13 @@ imagePullPolicy: {{ $image.pullPolicy }}
 labels:
   {{- include "crossdock.labels" $root | nindent 2 }}
   app.kubernetes.io/component: {{ $part }}
-  {{- with $values.podLabels }}
+  {{- with merge (include "crossdock.podGroup" (list $root $part "labels") | fromYaml) $values.podLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 annotations:
   checksum/config: {{ include (printf "crossdock.%sConfig" $part) $root | sha256sum }}
-  {{- with merge (deepCopy $values.podAnnotations) (include "crossdock.scrape" (list $root (index . 2)) | fromYaml) }}
+  {{- $group := include "crossdock.podGroup" (list $root $part "annotations") | fromYaml }}
+  {{- with merge $group $values.podAnnotations (include "crossdock.scrape" (list $root (index . 2)) | fromYaml) }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- end -}}
@@ -265,6 +292,9 @@ http: {{ .Values.tls.http }}
 {{- fail (printf "worker.gpus: expected 0 or worker.numWorkers, which is %v, got %v" $worker.numWorkers $worker.gpus) -}}
 {{- end -}}
 {{- $ranks := mul $worker.hosts $worker.numWorkers | int -}}
+{{- if and $worker.gpus (gt $ranks 1) (regexMatch "/mig-|[.]shared$" $worker.gpuResource) -}}
+{{- fail (printf "worker.gpuResource: expected whole GPUs, since MIG instances have no peer access and shared ones are taken in turns (time-slicing), got %s" $worker.gpuResource) -}}
+{{- end -}}
 {{- if gt $ranks 64 -}}
 {{- fail (printf "worker.hosts, worker.numWorkers: expected a product of at most 64, the most ranks of a group, got %d" $ranks) -}}
 {{- end -}}
@@ -282,6 +312,16 @@ http: {{ .Values.tls.http }}
 {{- end -}}
 {{- if and $worker.computeDomain (or (eq (int $worker.hosts) 1) (not (or $worker.gpus $worker.resourceClaims))) -}}
 {{- fail (printf "worker.computeDomain: expected worker.hosts of 2 or more and worker.gpus or worker.resourceClaims beside it, got %v hosts and %v GPUs" $worker.hosts $worker.gpus) -}}
+{{- end -}}
+{{- $queue := $worker.queue -}}
+{{- if and (eq $queue.by "kueue") (not $queue.name) -}}
+{{- fail "worker.queue.by kueue: expected a LocalQueue of the namespace in worker.queue.name, got none" -}}
+{{- end -}}
+{{- if and $queue.name (not (has $queue.by (list "kueue" "volcano"))) -}}
+{{- fail (printf "worker.queue.name: expected kueue or volcano in worker.queue.by beside it, got %s" $queue.by) -}}
+{{- end -}}
+{{- if and (eq $queue.by "kueue") (gt (len (include "crossdock.name" .)) 32) -}}
+{{- fail (printf "worker.queue.by kueue: expected a name of at most 32 characters, since Kueue puts the set's into a label, got %s" (include "crossdock.name" .)) -}}
 {{- end -}}
 {{- $provider := get (get $worker.config "network" | default dict) "provider" | default "tcp" -}}
 {{- if and (eq $provider "verbs") (not $worker.rdma.resource) -}}

@@ -11,6 +11,9 @@ spec:
   {{- end }}
   terminationGracePeriodSeconds: {{ add .Values.worker.stopTimeoutSeconds 10 }}
   {{- $own := dict "affinity" (include "crossdock.workerAffinity" . | fromYaml) "dnsPolicy" (ternary "ClusterFirstWithHostNet" "" .Values.worker.hostNetwork) }}
+  {{- if and (eq .Values.worker.queue.by "volcano") (not .Values.worker.schedulerName) }}
+  {{- $own = merge $own (dict "schedulerName" "volcano") }}
+  {{- end }}
   {{- include "crossdock.podFields" (list . "worker" $own) | nindent 2 }}
   containers:
     - name: worker

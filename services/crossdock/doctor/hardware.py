@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from crossdock.common.transports import GPU_LINKS, installed
@@ -44,6 +44,20 @@ def judge_host(host: pb.HostFacts, *, needs_gpus: bool) -> Iterator[Finding]:
         yield from _gpus(host, needs_gpus=needs_gpus)
         yield _domain(join([host]))
     yield from _nics(host)
+
+
+def judge_sharing(num_processes: Sequence[int]) -> Iterator[Finding]:
+    """Whether others compute on the GPUs. num_processes: on each of them, by index; none: there are no GPUs."""
+    busy = [f"GPU {gpu}: {count} process{'es' * (count > 1)}" for gpu, count in enumerate(num_processes) if count]
+    if busy:
+        cause = "processes of one GPU take turns (time-slicing): one that waits for rows stops the one that sends them"
+        cure = (
+            "give each rank a GPU of its own: end them, unless they are the group that serves here; in Kubernetes "
+            "configure no `sharing` in the device plugin"
+        )
+        yield warn("gpu-sharing", ", ".join(busy), cause, cure)
+    elif num_processes:
+        yield ok("gpu-sharing", "nobody computes on them")
 
 
 def judge_trials(host: pb.HostFacts, trials: Trials, why_not: str) -> Iterator[Finding]:
@@ -112,8 +126,9 @@ def _gpus(host: pb.HostFacts, *, needs_gpus: bool) -> Iterator[Finding]:
     for gpu in host.gpus:
         trouble = gpu_trouble(gpu)
         if gpu.mig:
-            cure = f"`nvidia-smi -i {gpu.index} -mig 0`, or leave this GPU out"
-            yield warn("mig", f"GPU {gpu.index}: MIG is on", trouble, cure)
+            is_fatal = needs_gpus and all(other.mig for other in host.gpus)
+            cure = f"`nvidia-smi -i {gpu.index} -mig 0`, or take {'whole' if is_fatal else 'the other'} GPUs"
+            yield (fail if is_fatal else warn)("mig", f"GPU {gpu.index}: MIG is on", trouble, cure)
         elif trouble and gpu.max_nvlinks and not too_old(gpu):
             cure = "start nvidia-fabricmanager and look at its log; `nvidia-smi nvlink -s`; reset the GPUs"
             yield fail("nvlink", f"GPU {gpu.index}: {trouble}", "no peer can be reached over NVLink", cure)

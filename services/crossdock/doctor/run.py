@@ -66,6 +66,7 @@ def examine(request: DoctorRequest, facts: HostFacts | None = None) -> Iterator[
     host = host_facts(facts=facts)
     transport, num_ranks = choose(request.transport, host)
     yield from hardware.judge_host(host, needs_gpus=transports.needs_gpu(request.transport))
+    yield from hardware.judge_sharing([gpu.num_processes for gpu in facts.gpus])
     chosen = reach.rdma_devices(request.network), reach.rdma_gid_index(request.network)
     yield from rdma.judge_nics(facts, rdma.read(), *chosen)
     seen = system.read()

@@ -17,8 +17,8 @@ def teach(cluster: Cluster, names: Sequence[str], *more: dict[str, Any]) -> None
     made = [*(yaml.load(path.read_text(), yaml.CSafeLoader) for path in tools.need(*names).values()), *more]
     for one in made:
         cluster.api.apply(one).done()
-    paths = [
-        f"/apis/{one['spec']['group']}/{one['spec']['versions'][-1]['name']}/{one['spec']['names']['plural']}"
-        for one in made
-    ]
+    paths = []
+    for one in made:
+        group = f"/apis/{one['spec']['group']}/{one['spec']['versions'][-1]['name']}"
+        paths += [group, f"{group}/{one['spec']['names']['plural']}"]  # its list of types may come later than the types
     cluster.eventually("the types are served", lambda: all(cluster.api.ask("GET", path).fine for path in paths))

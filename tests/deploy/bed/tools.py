@@ -76,6 +76,10 @@ CERTIFYING = ("certificaterequests", "certificates", "clusterissuers", "issuers"
 LEADER_WORKER_SET = "leaderworkersets"
 """The kind of LeaderWorkerSet."""
 _LWS, _LWS_TYPES = "sigs.k8s.io/lws", "leaderworkerset.x-k8s.io_leaderworkersets.yaml"
+LLM_INFERENCE_SERVICE = "llminferenceservices"
+"""The kind of KServe for language models."""
+_KSERVE = "github.com/kserve/kserve"
+_KSERVE_TYPES = f"config/crd/full/llmisvc/serving.kserve.io_{LLM_INFERENCE_SERVICE}.yaml"
 _CERT_MANAGER = "github.com/cert-manager/cert-manager"
 _DISCOVERY = ("remove_all_sd", "enable_kubernetes_sd")
 """Of Prometheus' many ways to find targets the one that is used."""
@@ -103,6 +107,7 @@ MODULES = {
             },
         ),
         Module("lws", {}, files={f"{LEADER_WORKER_SET}.crd.yaml": f"{_LWS}:config/crd/bases/{_LWS_TYPES}"}),
+        Module("kserve", {}, files={f"{LLM_INFERENCE_SERVICE}.crd.yaml": f"{_KSERVE}:{_KSERVE_TYPES}"}),
         Module("kube-score", {"kube-score": "github.com/zegl/kube-score/cmd/kube-score"}),
         Module("actionlint", {"actionlint": "github.com/rhysd/actionlint/cmd/actionlint"}),
     )
