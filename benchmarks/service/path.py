@@ -39,7 +39,7 @@ from benchmarks.service.model import write_experts
 from crossdock.client import Client
 from crossdock.common import rpc
 from crossdock.common.config import LogConfig, WorkerConfig
-from crossdock.host.supervisor import current_view
+from crossdock.common.control_channel import current_view
 from crossdock.protocol.v1.control_pb2 import SERVING
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from crossdock.worker.process import run_worker

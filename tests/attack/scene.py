@@ -21,9 +21,10 @@ from crossdock.cli import certs
 from crossdock.common import rpc
 from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.common.control_channel import current_view
 from crossdock.common.security import Security, load_security
 from crossdock.common.settings import SecurityConfig
-from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from tests.services.cluster import write_model
 from tests.services.control_world import lasting_port

@@ -12,8 +12,9 @@ from pathlib import Path
 from crossdock.common import rpc
 from crossdock.common.addresses import split_address
 from crossdock.common.config import WorkerConfig
+from crossdock.common.control_channel import current_view
 from crossdock.common.settings import WorkerNetworkConfig
-from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from tests.chaos.ways import NUM_WORKERS, Place, Ways
 from tests.services.cluster import write_model

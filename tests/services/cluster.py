@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, LogConfig, PlacementConfig, WorkerConfig
+from crossdock.common.control_channel import current_view
 from crossdock.common.settings import SecurityConfig
-from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.host.supervisor import Supervisor
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from crossdock.common import announce, rpc
 from crossdock.common.config import WorkerConfig
-from crossdock.common.control_channel import call_leader
-from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.common.control_channel import call_leader, current_view
+from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from tests.services.cluster import FORM_S, STEP_S, Cluster, write_model
 from tests.services.control_world import TIMEOUT_S, lasting_port, spawn, wait_announced

@@ -23,8 +23,8 @@ from crossdock.common import config as configs
 from crossdock.common import rpc
 from crossdock.common.announce import Addresses, parse
 from crossdock.common.config import ControlConfig, LogConfig, WorkerConfig
+from crossdock.common.control_channel import current_view
 from crossdock.host import child
-from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.protocol.v1.control_pb2 import SERVING
 from crossdock.worker.experts import device

@@ -24,14 +24,13 @@ from crossdock.common.access import ANYBODY, METHODS, Caller, RateLimiter, Role,
 from crossdock.common.addresses import split_address
 from crossdock.common.announce import metrics_url
 from crossdock.common.config import ConfigFileError, ControlConfig
-from crossdock.common.control_channel import SERVICE_NAME, ControlPlaneChannel, call_leader
+from crossdock.common.control_channel import SERVICE_NAME, ControlPlaneChannel, call_leader, current_view
 from crossdock.common.http import ask_http
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import Security, SecurityError, TokenFile, load_security
 from crossdock.common.settings import AccessConfig, SecurityConfig
 from crossdock.control.server.server import ControlPlane
 from crossdock.host.pages import HostMetricsPage, readiness
-from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
 from crossdock.worker.group.control_client import LEASE_KEY

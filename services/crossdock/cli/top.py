@@ -62,8 +62,7 @@ def top(
 
 def fetch(target: str, timeout_s: float, security: Path | None) -> GroupView:
     """The group as it is now. Raises CallError."""
-    from crossdock.common.control_channel import call_leader
-    from crossdock.host.supervisor import current_view
+    from crossdock.common.control_channel import call_leader, current_view
 
     return call_leader(target, security_of(security), lambda channel: current_view(channel, timeout_s))
 

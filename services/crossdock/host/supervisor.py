@@ -323,18 +323,6 @@ def describe(view: GroupView) -> str:
     return f"{words} ({view.reason})" if view.reason else words
 
 
-def current_view(channel: grpc.Channel, timeout_s: float) -> GroupView:
-    """The group as it is now, with its latency. Raises rpc.CallError if the control plane does not say."""
-    call = ControlPlaneStub(channel).Watch(WatchRequest(latency=True), timeout=timeout_s)
-    try:
-        view: GroupView = next(call)
-        return view
-    except grpc.RpcError as error:
-        raise rpc.error_of(error) from None
-    finally:
-        call.cancel()
-
-
 def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, rpc.CallError | None]:
     """The group as it is now, then what changes within `look_s`; an empty view (version 0) without an answer.
     Returns the error then."""
