@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,18 +35,19 @@ from crossdock.common.tracing import RequestTrace, TraceContext, context_of_call
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker.requests.admission import REQUEST_BYTES, Tokens
-from crossdock.worker.requests.answers import response_of
 from crossdock.worker.requests.backend import Backend
-from crossdock.worker.requests.budget import STALLED_S, BudgetExceeded
+from crossdock.worker.requests.budget import STALLED_S
 from crossdock.worker.requests.request_server import RequestServer
 from crossdock.worker.steps import request_trace
 from crossdock.worker.steps.work import Done, Failure, Refused, Work
-from crossdock.worker.telemetry.operations import trace_of
+from ep_kernels import LatencySample
 
 SERVICE_NAME = expert_pb2.DESCRIPTOR.services_by_name["ExpertService"].full_name
 
 _log = log.get(__name__)
 
+MAX_STEPS, OPS_PER_STEP = 1000, 3
+"""Steps of a trace; a step is an exchange, a dispatch and a combine."""
 _MAX_UNREAD = 1024
 """Unread answers of a client before its stream is no longer read; errors cost no bytes of the budget."""
 
@@ -298,7 +299,9 @@ class _Stream:
             self._backend.check_rate(self.client)
             self._backend.engine.expect()  # not before: it wakes all ranks
             if request.id in self._pending:
-                raise _refused(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
+                raise Refused(
+                    Failure(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
+                )
             tokens = self._backend.validator.validate(request)
             self._submit(request, tokens, received_ns, trace)
         except Refused as refused:
@@ -318,11 +321,7 @@ class _Stream:
         )
         request_trace.admitted(work, received_ns)
         num_bytes = tokens.num_bytes
-        try:
-            self._quota.charge(num_bytes)
-        except BudgetExceeded as error:
-            backend.budget.make_room(self._quota, of_client=False)
-            raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
+        self._quota.charge(num_bytes)
         late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, f"deadline: not served within {timeout_s:g} s")
         timer = self._loop.call_later(timeout_s, self._withdraw, request_id, late)
         self._pending[request_id] = _Pending(work, num_bytes, timer)
@@ -361,20 +360,35 @@ class _Stream:
         self._loop.call_soon(count, code, pending.work.num_tokens, seconds, queue_s, trace, why)
 
 
+def trace_of(
+    samples: Sequence[LatencySample], request: expert_pb2.TraceRequest, rank: int, epoch: int
+) -> expert_pb2.TraceResponse:
+    """The operations of the last steps. Raises InvalidArgument."""
+    if not 1 <= request.steps <= MAX_STEPS:
+        raise rpc.InvalidArgument(f"steps: expected 1..{MAX_STEPS}, got {request.steps}")
+    operations = [
+        expert_pb2.Operation(
+            op=one.op, mode=one.mode, seq=one.seq, tokens=one.tokens, start_ns=one.start_ns, send_ns=one.send_ns,
+            total_ns=one.total_ns, wait_ns=one.peer_wait_ns,
+        )
+        for one in samples[-request.steps * OPS_PER_STEP :]
+    ]  # fmt: skip
+    return expert_pb2.TraceResponse(rank=rank, epoch=epoch, operations=operations)
+
+
 def _num_bytes(request: expert_pb2.ForwardRequest) -> int:
     """What it will count, about."""
     return 3 * request.ByteSize() + REQUEST_BYTES
 
 
 def _message(event: _Answer) -> expert_pb2.ForwardResponse:
-    message = response_of(event.request_id, event.answer)
-    if isinstance(event.answer, Done):
-        message.y.CopyFrom(wire.encode(event.answer.y))
-    return message
-
-
-def _refused(code: grpc.StatusCode, message: str) -> Refused:
-    return Refused(Failure(code, message))
+    request_id, answer = event.request_id, event.answer
+    if isinstance(answer, Failure):
+        number = rpc.code_number(answer.code)
+        error = expert_pb2.Error(code=number, message=answer.message, lost_ranks=answer.lost_ranks, epoch=answer.epoch)
+        return expert_pb2.ForwardResponse(id=request_id, error=error)
+    timing, y = expert_pb2.Timing(**answer.timing._asdict()), wire.encode(answer.y)
+    return expert_pb2.ForwardResponse(id=request_id, y=y, timing=timing, model=answer.model)
 
 
 def _client_of(context: Any) -> Hashable:
