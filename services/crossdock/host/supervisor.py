@@ -231,7 +231,6 @@ class Supervisor(Watched):
             child.start()
 
     def check(self) -> None:
-        """See `Watched`."""
         for child in self.children:
             if child.log_path is not None:
                 bound_log(child.log_path, self._log_max_bytes)
@@ -240,7 +239,6 @@ class Supervisor(Watched):
                 raise kind(f"{child.hopeless}:\n{child.tail()}")
 
     def silent(self) -> str:
-        """See `Watched`."""
         quiet = [child for child in self.children if child.log_path and child.addresses is None]
         return "".join(f"\n{child.name}, last lines of {child.log_path}:\n{child.tail()}" for child in quiet)
 
