@@ -281,13 +281,17 @@ def demo(
     in_namespace: Annotated[bool, typer.Option("--in-namespace", hidden=True)] = False,
 ) -> None:
     """Serve small random models here and compare them with plain `transformers`, token by token."""
+    from crossdock.demo import FAMILIES, check_names
     from crossdock.demo.hosts import become
-    from crossdock.demo.run import FAMILIES, run_demo
 
+    families = family or tuple(FAMILIES)
+    check_names(transport, families)
     why_not = None if in_namespace else become([*sys.argv[1:], "--in-namespace"]) if hosts > 1 else "one host"
     chosen = {"transport": transport, "num_workers": workers, "security": load_security(security), "as_json": as_json}
     chosen |= {"num_hosts": hosts, "no_namespaces": why_not}
-    raise typer.Exit(run_demo(family or tuple(FAMILIES), **chosen))
+    from crossdock.demo.run import run_demo
+
+    raise typer.Exit(run_demo(families, **chosen))
 
 
 @app.command()
