@@ -31,16 +31,6 @@ _MOST_COUNT = 1 << 40
 """Limits of a report's figures: MAX_REPORTS of them still add up in a message, and time divides."""
 _NEW = 0.1
 """Share of a calm interval in what is usual."""
-KINDS = {
-    "unknown": pb.VERDICT_KIND_UNSPECIFIED,
-    "nothing": pb.NOTHING,
-    "slow_rank": pb.SLOW_RANK,
-    "slow_host": pb.SLOW_HOST,
-    "slow_link": pb.SLOW_LINK,
-    "hot_expert": pb.HOT_EXPERT,
-    "skewed_routing": pb.SKEWED_ROUTING,
-    "uniform_slowness": pb.UNIFORM_SLOWNESS,
-}
 _UNKNOWN = Judgement("unknown", detail="no report yet")
 
 log = logs.get(__name__)
@@ -147,7 +137,7 @@ class LatencyWatch:
     def _message(self, now: float) -> pb.Verdict:
         found = self._said.finding
         return pb.Verdict(
-            kind=KINDS[found.kind],
+            kind="VERDICT_KIND_UNSPECIFIED" if found.kind == "unknown" else found.kind.upper(),
             ranks=found.ranks,
             hosts=found.hosts,
             expert=max(0, found.expert),
