@@ -7,7 +7,6 @@ import contextlib
 import gc
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
 
 import grpc
 import pytest
@@ -244,17 +243,3 @@ async def test_a_stream_does_not_keep_its_request() -> None:
         assert [each() for each in kept] == [None]
         call.cancel()
     await server.stop(0)
-
-
-class _Context:
-    def __init__(self, left: float | None) -> None:
-        self._left = left
-
-    def time_remaining(self) -> float | None:
-        return self._left
-
-
-@pytest.mark.parametrize(("left", "expected"), [(None, 5.0), (2.0, 2.0), (9.0, 5.0), (-1.0, 0.0)])
-def test_remaining_time_is_never_more_than_the_default(left: float | None, expected: float) -> None:
-    context: Any = _Context(left)
-    assert rpc.remaining_s(context, 5.0) == expected

@@ -73,7 +73,6 @@ __all__ = [
     "code_of_number",
     "error_for",
     "error_of",
-    "remaining_s",
     "server",
     "status_of",
 ]
@@ -272,12 +271,6 @@ def call_sync(method: Callable[..., Message], request: Any, *, timeout_s: float,
     if retry_s <= 0:
         return attempt()
     return tenacity.Retrying(**_retry_policy(retry_s))(attempt)
-
-
-def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default_s: float) -> float:
-    """Seconds until the caller's deadline, at most `default_s`; `default_s` without a deadline."""
-    left = context.time_remaining()
-    return default_s if left is None else max(0.0, min(float(left), default_s))
 
 
 def _retry_policy(retry_s: float) -> dict[str, Any]:

@@ -49,23 +49,21 @@ class LatencyWatch:
 
     Args:
         metrics: of the control plane.
+
+    Attributes:
+        said: the verdict.
     """
 
     def __init__(self, metrics: ControlMetrics) -> None:
         self._metrics = metrics
         self._reports: dict[str, deque[tuple[float, pb.LatencyReport]]] = {}
         self._totals: dict[str, pb.LatencyReport] = {}
-        self._said = Said(_UNKNOWN, 0.0)
+        self.said = Said(_UNKNOWN, 0.0)
         self._last = _UNKNOWN
         self._look_at = 0.0
         self._usual: Usual | None = None
         self._epoch = 0
         self._exported: tuple[str, str] | None = None
-
-    @property
-    def said(self) -> Said:
-        """The verdict."""
-        return self._said
 
     def record(self, group: Group, request: pb.HeartbeatRequest, now: float) -> None:
         """Keep the report of a member's heartbeat, and take it out of its stats."""
@@ -99,16 +97,16 @@ class LatencyWatch:
         agreed, self._last = found.named == self._last.named, found
         if found.kind == "nothing":
             self._learn(group)
-        if agreed or found.named == self._said.finding.named:
+        if agreed or found.named == self.said.finding.named:
             self._say(found, now)
 
     def slow(self, group: Group, held_s: float, now: float) -> Slow | None:
         """The rank that was called slow for `held_s` and still is, for sure."""
-        found, uids = self._said.finding, {member.rank: member.uid for member in group.members}
-        held = found.kind == "slow_rank" and now - self._said.since >= held_s and found.named == self._last.named
+        found, uids = self.said.finding, {member.rank: member.uid for member in group.members}
+        held = found.kind == "slow_rank" and now - self.said.since >= held_s and found.named == self._last.named
         if not (held and min(found.confidence, self._last.confidence) >= SURE and found.ranks[0] in uids):
             return None
-        return Slow(uids[found.ranks[0]], f"slow for {now - self._said.since:.0f} s: {found.detail}")
+        return Slow(uids[found.ranks[0]], f"slow for {now - self.said.since:.0f} s: {found.detail}")
 
     def times(self, group: Group) -> Mapping[int, RankTimes]:
         """The ranks' figures of the interval."""
@@ -135,7 +133,7 @@ class LatencyWatch:
         view.verdict.CopyFrom(self._message(now))
 
     def _message(self, now: float) -> pb.Verdict:
-        found = self._said.finding
+        found = self.said.finding
         return pb.Verdict(
             kind="VERDICT_KIND_UNSPECIFIED" if found.kind == "unknown" else found.kind.upper(),
             ranks=found.ranks,
@@ -144,7 +142,7 @@ class LatencyWatch:
             confidence=found.confidence,
             lost_share=found.lost_share,
             text=text_of(found),
-            age_s=max(0.0, now - self._said.since),
+            age_s=max(0.0, now - self.said.since),
             interval_s=INTERVAL_S,
         )
 
@@ -165,9 +163,9 @@ class LatencyWatch:
         self._usual = self._usual.mixed(now, _NEW) if self._usual is not None else now
 
     def _say(self, found: Judgement, now: float) -> None:
-        before = self._said.finding
+        before = self.said.finding
         changed = found.named != before.named
-        self._said = Said(found, now if changed else self._said.since)
+        self.said = Said(found, now if changed else self.said.since)
         self._measure()
         if changed and found.kind != "unknown" and {found.kind, before.kind} != {"unknown", "nothing"}:
             say = log.info if found.kind == "nothing" else log.warning
@@ -175,7 +173,7 @@ class LatencyWatch:
             say("verdict", kind=found.kind, text=text_of(found), before=before.kind, **figures)
 
     def _measure(self) -> None:
-        found, before = self._said.finding, self._exported
+        found, before = self.said.finding, self._exported
         gauge = self._metrics.verdict_lost_ratio
         self._exported = (found.kind, _subject(found)) if found.kind not in {"unknown", "nothing"} else None
         if self._exported is not None:
