@@ -20,6 +20,7 @@ import grpc.aio
 from crossdock.cli import certs
 from crossdock.common import rpc
 from crossdock.common.addresses import split_address
+from crossdock.common.call_errors import CallError
 from crossdock.common.config import ControlConfig, WorkerConfig
 from crossdock.common.control_channel import current_view
 from crossdock.common.security import Security, load_security
@@ -174,7 +175,7 @@ class Scene:
         serves, as far as the control plane knows, until it has missed it."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
-            with contextlib.suppress(rpc.CallError):
+            with contextlib.suppress(CallError):
                 view = self.view()
                 if view.state == SERVING and view.epoch >= epoch:
                     return True

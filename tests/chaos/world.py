@@ -11,6 +11,7 @@ from pathlib import Path
 
 from crossdock.common import rpc
 from crossdock.common.addresses import split_address
+from crossdock.common.call_errors import CallError
 from crossdock.common.config import WorkerConfig
 from crossdock.common.control_channel import current_view
 from crossdock.common.settings import WorkerNetworkConfig
@@ -157,7 +158,7 @@ def look(address: str) -> GroupView | None:
     try:
         with rpc.channel(address) as channel:
             return current_view(channel, _LOOK_S)
-    except rpc.CallError:
+    except CallError:
         return None
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from crossdock.common.call_errors import InvalidArgument
 from crossdock.common.metrics import ControlMetrics
-from crossdock.common.rpc import InvalidArgument
 from crossdock.control.latency import latency_watch as latency
 from crossdock.control.latency import verdict
 from crossdock.control.latency.verdict import Judgement, RankTimes, Usual, judge

@@ -39,7 +39,7 @@ def top(
     --json prints one object and ends, as --once does one screen. Exit status 1 unless the group is serving.
     While the control plane does not answer, the last screen stays.
     """
-    from crossdock.common.rpc import CallError
+    from crossdock.common.call_errors import CallError
 
     view = fetch(target, timeout_s, security)
     printer = console()

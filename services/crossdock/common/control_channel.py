@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from crossdock.common import rpc
 from crossdock.common.addresses import split_targets
+from crossdock.common.call_errors import CallError, DeadlineExceeded, Unavailable, error_of
 from crossdock.common.security import Security
 from crossdock.common.tasks import background, end_tasks
 from crossdock.protocol.v1 import control_pb2
@@ -118,7 +119,7 @@ class ControlPlaneChannel:
             request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
             answer = await rpc.call(health_pb2_grpc.HealthStub(channel).Check, request, timeout_s=_POLL_S)
             return address if answer.status == health_pb2.HealthCheckResponse.SERVING else ""
-        except rpc.CallError:
+        except CallError:
             return ""
         finally:
             await channel.close(None)
@@ -169,9 +170,9 @@ def call_leader(target: str, security: Security | None, call: Callable[[grpc.Cha
         while True:
             try:
                 return call(channel.grpc_channel)
-            except rpc.CallError as error:
+            except CallError as error:
                 tried.add(channel.address)
-                may_lead_elsewhere = isinstance(error, rpc.Unavailable | rpc.DeadlineExceeded)
+                may_lead_elsewhere = isinstance(error, Unavailable | DeadlineExceeded)
                 if not may_lead_elsewhere or not channel.fail_over(error) or channel.address in tried:
                     raise
 
@@ -192,9 +193,9 @@ def current_view(channel: grpc.Channel, timeout_s: float) -> control_pb2.GroupVi
         view: control_pb2.GroupView = next(call)
         return view
     except grpc.RpcError as error:
-        raise rpc.error_of(error) from None
+        raise error_of(error) from None
     except StopIteration:
-        raise rpc.Unavailable("the stream ended before a view came") from None
+        raise Unavailable("the stream ended before a view came") from None
     finally:
         call.cancel()
 

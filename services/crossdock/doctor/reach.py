@@ -6,8 +6,8 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 
-from crossdock.common import rpc
 from crossdock.common.addresses import family_of, format_address, split_address
+from crossdock.common.call_errors import CallError, PermissionDenied, Unauthenticated
 from crossdock.common.control_channel import call_leader, current_view
 from crossdock.common.security import Security
 from crossdock.common.settings import WorkerNetworkConfig
@@ -48,8 +48,8 @@ def judge_group(target: str, timeout_s: float, security: Security | None = None)
     """The control plane at `target`, its view of the group, and a connection to each member."""
     try:
         view = call_leader(target, security, lambda channel: current_view(channel, timeout_s))
-    except rpc.CallError as error:
-        known = isinstance(error, rpc.Unauthenticated | rpc.PermissionDenied)
+    except CallError as error:
+        known = isinstance(error, Unauthenticated | PermissionDenied)
         cure = (
             "give certificate and token of a caller that is known there: --security; docs/security.md"
             if known

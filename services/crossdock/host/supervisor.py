@@ -20,9 +20,9 @@ from pathlib import Path
 import grpc
 import msgspec
 
-from crossdock.common import rpc
 from crossdock.common.addresses import family_of, format_address, not_bound, reachable_from_here, split_address
 from crossdock.common.announce import Addresses
+from crossdock.common.call_errors import CallError, error_of
 from crossdock.common.config import ControlConfig, WorkerConfig, dump
 from crossdock.common.control_channel import BlockingControlPlaneChannel
 from crossdock.common.metrics import HostMetrics
@@ -321,7 +321,7 @@ def describe(view: GroupView) -> str:
     return f"{words} ({view.reason})" if view.reason else words
 
 
-def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, rpc.CallError | None]:
+def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, CallError | None]:
     """The group as it is now, then what changes within `look_s`; an empty view (version 0) without an answer.
     Returns the error then."""
     call = stub.Watch(WatchRequest(), timeout=look_s, wait_for_ready=True)
@@ -333,7 +333,7 @@ def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, 
     except grpc.RpcError as error:
         if not answered:
             yield GroupView()
-        problem = rpc.error_of(error)
+        problem = error_of(error)
         if problem.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
             time.sleep(_REFUSED_S)
         return None if answered else problem

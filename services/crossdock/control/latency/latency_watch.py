@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crossdock.common import log as logs
+from crossdock.common.call_errors import InvalidArgument
 from crossdock.common.metrics import ControlMetrics
-from crossdock.common.rpc import InvalidArgument
 from crossdock.control.group.group_state import Group, Member, Phase, Slow
 from crossdock.control.latency import verdict
 from crossdock.control.latency.verdict import Judgement, RankTimes, Usual

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from crossdock.common import rpc
+from crossdock.common.call_errors import CallError
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.group.control_client import ControlPlaneClient, JoinRefused, View
 from crossdock.worker.group.same_weights import Parcel
@@ -67,7 +67,7 @@ class ControlGroup:
             packed = msgspec.msgpack.encode(self._pack(payload))
             await self._control.publish_region(epoch, self.rank, packed)
             regions = await self._control.region_table(epoch)
-        except (rpc.CallError, JoinRefused) as error:
+        except (CallError, JoinRefused) as error:
             raise TransportError(f"bring-up of epoch {epoch}: {error}") from error
         if regions is None:
             view = self._control.view

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import grpc
 
-from crossdock.common import log, rpc
+from crossdock.common import log
+from crossdock.common.call_errors import code_number
 from crossdock.common.tracing import RequestTrace
 from crossdock.protocol import frames
 from crossdock.protocol.frames import Forward, FrameError, FrameKind, FrameSocket
@@ -343,5 +344,5 @@ def _is_hung_up(sock: socket.socket) -> bool:
 
 
 def _error(number: int, failure: Failure) -> bytes:
-    about = frames.Error(rpc.code_number(failure.code), failure.epoch, failure.lost_ranks, failure.message)
+    about = frames.Error(code_number(failure.code), failure.epoch, failure.lost_ranks, failure.message)
     return frames.error(number, about)

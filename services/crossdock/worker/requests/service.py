@@ -28,8 +28,9 @@ from typing import Any
 
 import grpc
 
-from crossdock.common import log, rpc
+from crossdock.common import log
 from crossdock.common.access import CALL_PERMITS, CALLER, host_of
+from crossdock.common.call_errors import CallError, FailedPrecondition, InvalidArgument, ResourceExhausted, code_number
 from crossdock.common.tasks import call_in_loop
 from crossdock.common.tracing import RequestTrace, TraceContext, context_of_call
 from crossdock.protocol import wire
@@ -73,7 +74,7 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         self._streams: set[_Stream] = set()
         self.requests = requests
         self._none_left = asyncio.Event()
-        self._ended: rpc.CallError | None = None
+        self._ended: CallError | None = None
 
     @property
     def num_streams(self) -> int:
@@ -85,7 +86,7 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         """Bytes of requests, and of answers that are not written yet."""
         return self._backend.budget.num_bytes
 
-    async def end(self, error: rpc.CallError, timeout_s: float) -> None:
+    async def end(self, error: CallError, timeout_s: float) -> None:
         """End every stream with `error` once its client has taken the answers that are there already. Returns when no
         stream is left, or after `timeout_s`; a stream that comes later ends at once."""
         self._ended = error
@@ -110,7 +111,7 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         """The last operations, as far as they have been collected."""
         state = self._describe()
         if not state.world_size:
-            raise rpc.FailedPrecondition("trace: this worker has no rank yet")
+            raise FailedPrecondition("trace: this worker has no rank yet")
         return trace_of(self._backend.telemetry.recent(), request, state.rank, state.epoch)
 
     async def Forward(
@@ -163,7 +164,7 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
         self.reader: asyncio.Task[None] | None = None
         self._pending: dict[int, _Pending] = {}
-        self._events: asyncio.Queue[_Answer | rpc.CallError | None] = asyncio.Queue()
+        self._events: asyncio.Queue[_Answer | CallError | None] = asyncio.Queue()
         self._room = asyncio.Event()
         in_loop = functools.partial(call_in_loop, self._loop)
         self._quota = backend.budget.open(
@@ -192,7 +193,7 @@ class _Stream:
                 request = None  # the next one may take long
         except Exception as error:
             _log.seldom("stream ended: unreadable request", error=error)
-            self._events.put_nowait(rpc.InvalidArgument(f"request: not a ForwardRequest ({type(error).__name__})"))
+            self._events.put_nowait(InvalidArgument(f"request: not a ForwardRequest ({type(error).__name__})"))
         finally:
             del request  # an exception raised here keeps this frame alive
         self._read_all = True
@@ -215,7 +216,7 @@ class _Stream:
         after the previous one was written."""
         while not (self._read_all and not self._pending and self._events.empty()):
             event = await self._events.get()
-            if isinstance(event, rpc.CallError):
+            if isinstance(event, CallError):
                 raise event
             if event is not None:
                 message, num_bytes = _message(event), event.num_bytes
@@ -252,16 +253,16 @@ class _Stream:
         if not self._given_up:
             self._backend.telemetry.dropped_stream()
             _log.debug("stream given up: its answers are not read", client=self.client, why=why)
-            error = rpc.ResourceExhausted(f"answers: expected a client that reads them: {why}")
+            error = ResourceExhausted(f"answers: expected a client that reads them: {why}")
             self._drop("the client does not read its answers", error)
 
     def lose(self) -> None:
         """The same for a stream whose permit another call has taken. Idempotent."""
         if not self._given_up:
-            error = rpc.ResourceExhausted("calls: another call of this caller took the permit of this one")
+            error = ResourceExhausted("calls: another call of this caller took the permit of this one")
             self._drop("another call took the permit of its stream", error)
 
-    def _drop(self, why: str, error: rpc.CallError) -> None:
+    def _drop(self, why: str, error: CallError) -> None:
         self._given_up, self._writing_since = True, None
         if self.reader is not None:
             self.reader.cancel()
@@ -271,7 +272,7 @@ class _Stream:
         self._events.put_nowait(error)
         self._quota.release(self._quota.num_bytes - self._writing_bytes)
 
-    def end(self, error: rpc.CallError) -> None:
+    def end(self, error: CallError) -> None:
         """Raise `error` from `answers`, after the answers that are ready."""
         self._events.put_nowait(error)
 
@@ -365,7 +366,7 @@ def trace_of(
 ) -> expert_pb2.TraceResponse:
     """The operations of the last steps. Raises InvalidArgument."""
     if not 1 <= request.steps <= MAX_STEPS:
-        raise rpc.InvalidArgument(f"steps: expected 1..{MAX_STEPS}, got {request.steps}")
+        raise InvalidArgument(f"steps: expected 1..{MAX_STEPS}, got {request.steps}")
     operations = [
         expert_pb2.Operation(
             op=one.op, mode=one.mode, seq=one.seq, tokens=one.tokens, start_ns=one.start_ns, send_ns=one.send_ns,
@@ -384,7 +385,7 @@ def _num_bytes(request: expert_pb2.ForwardRequest) -> int:
 def _message(event: _Answer) -> expert_pb2.ForwardResponse:
     request_id, answer = event.request_id, event.answer
     if isinstance(answer, Failure):
-        number = rpc.code_number(answer.code)
+        number = code_number(answer.code)
         error = expert_pb2.Error(code=number, message=answer.message, lost_ranks=answer.lost_ranks, epoch=answer.epoch)
         return expert_pb2.ForwardResponse(id=request_id, error=error)
     timing, y = expert_pb2.Timing(**answer.timing._asdict()), wire.encode(answer.y)
