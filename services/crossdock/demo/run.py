@@ -37,9 +37,8 @@ from crossdock.demo.every import run_every
 from crossdock.demo.hosts import HostPlace
 from crossdock.demo.models import write_checkpoint
 from crossdock.demo.report import Row, as_dict, notes, shorten, table
-from crossdock.demo.stage import FORM_TIMEOUT_S, Name, Stage, serving
+from crossdock.demo.stage import FORM_TIMEOUT_S, Name, Stage, num_gpus, serving
 from crossdock.host.supervisor import SupervisorError
-from crossdock.worker.experts.device import num_gpus
 
 
 def find_text(num_bytes: int) -> tuple[str, bytes]:

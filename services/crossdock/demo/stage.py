@@ -127,3 +127,8 @@ def _placed(worker: WorkerConfig, host: str, address: str) -> WorkerConfig:
     network = WorkerNetworkConfig(listen=free, domain=host)
     uid = f"{host}/{worker.local_rank}"
     return msgspec.structs.replace(worker, uid=uid, listen=free, http_listen=free, network=network, torch_threads=1)
+
+
+def num_gpus() -> int:
+    """CUDA devices that torch can use in this process."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
