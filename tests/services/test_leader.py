@@ -15,7 +15,7 @@ import torch
 from crossdock.client import Client, connection
 from crossdock.common import rpc
 from crossdock.common.call_errors import Unavailable, error_of
-from crossdock.control.leader.leader import TERM_KEY
+from crossdock.common.control_channel import TERM_KEY
 from crossdock.protocol.v1.control_pb2 import TopologyRequest
 from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 from tests.services.cluster import ANSWER_S, FORM_S, TEST_S, Batch, Cluster

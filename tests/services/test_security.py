@@ -33,7 +33,7 @@ from crossdock.common.call_errors import (
     error_of,
 )
 from crossdock.common.config import ConfigFileError, ControlConfig
-from crossdock.common.control_channel import SERVICE_NAME, ControlPlaneChannel, call_leader, current_view
+from crossdock.common.control_channel import LEASE_KEY, SERVICE_NAME, ControlPlaneChannel, call_leader, current_view
 from crossdock.common.http import ask_http
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import Security, SecurityError, TokenFile, load_security
@@ -42,7 +42,6 @@ from crossdock.control.server.server import ControlPlane
 from crossdock.host.pages import HostMetricsPage, readiness
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
-from crossdock.worker.group.control_client import LEASE_KEY
 from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, cluster
 from tests.services.control_world import TIMEOUT_S, FakeWorker, newest_view, spawn
 from tests.tools import needs

@@ -97,7 +97,7 @@ async def served(folder: Path, **settings: float) -> AsyncIterator[tuple[str, Wo
     metrics = WorkerMetrics()
     telemetry = WorkerTelemetry(metrics, (H * 4, H * 4))
     service = service_of(folder, Answering(64, telemetry), telemetry, **settings)  # type: ignore[arg-type]
-    metrics.queued_bytes.set_function(lambda: service.queued_bytes)
+    metrics.queued_bytes.set_function(lambda: service._backend.budget.num_bytes)
     server = await rpc.server(8 << 20, rpc.Health([]))
     expert_pb2_grpc.add_ExpertServiceServicer_to_server(service, server)
     address = rpc.bind(server, "127.0.0.1:0")

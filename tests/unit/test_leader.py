@@ -9,8 +9,9 @@ import pytest
 
 from crossdock.common.call_errors import NotFound, Unavailable
 from crossdock.common.config import ControlConfig
+from crossdock.common.control_channel import TERM_KEY
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.leader.leader import TERM_KEY, Replica
+from crossdock.control.leader.leader import Replica
 from crossdock.control.server.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 

@@ -29,6 +29,10 @@ from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 Result = TypeVar("Result")
 
 SERVICE_NAME = control_pb2.DESCRIPTOR.services_by_name["ControlPlane"].full_name
+LEASE_KEY = "crossdock-lease-key"
+"""Metadata of every call of a worker: a secret that identifies its process to the control plane."""
+TERM_KEY = "crossdock-term"
+"""Metadata of every call of a worker: the highest term seen. A leader with a lower term steps down."""
 _POLL_S = 1.0
 """Deadline of the question to a replica whether it leads."""
 _PATIENCE = 10

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from crossdock.common import log as logs
 from crossdock.common.call_errors import Unavailable
+from crossdock.common.control_channel import TERM_KEY
 from crossdock.common.helper_thread import HelperThread
 from crossdock.control.group.group_state import Group
 from crossdock.control.leader import election
@@ -29,8 +30,6 @@ from crossdock.protocol.v1 import control_pb2_grpc
 
 log = logs.get(__name__)
 
-TERM_KEY = "crossdock-term"
-"""Metadata of workers' calls: the highest term that they have seen in a view."""
 _MAX_TERM_CHARS = 10
 _LEASES_PER_NEW_TERM = 10
 """Leases between two leaderships that end because of a member's term."""

@@ -28,6 +28,7 @@ from crossdock.common.call_errors import (
     Unavailable,
 )
 from crossdock.common.config import ControlConfig
+from crossdock.common.control_channel import LEASE_KEY
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.postmortem_record import MAX_CHARS, parse
 from crossdock.control.group import blame, group_state
@@ -78,7 +79,6 @@ REFUSALS: dict[Refusal, type[CallError]] = {
 """Status of each refusal; call_errors.py has their meanings."""
 
 
-METADATA_KEY = "crossdock-lease-key"
 _NO_CALLER = Caller((), frozenset(Role), "", guarded=False)
 
 
@@ -215,7 +215,7 @@ class WorkerKeys:
 def _key_of(context: Any) -> bytes:
     """Hash of the call's key, b"" = none."""
     for key, value in (context.invocation_metadata() if context is not None else None) or ():
-        if key == METADATA_KEY:
+        if key == LEASE_KEY:
             return hashlib.sha256(str(value).encode()).digest()
     return b""
 

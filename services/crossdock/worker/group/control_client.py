@@ -31,7 +31,7 @@ from crossdock.common.call_errors import (
     Unavailable,
     error_of,
 )
-from crossdock.common.control_channel import ControlPlaneChannel
+from crossdock.common.control_channel import LEASE_KEY, TERM_KEY, ControlPlaneChannel
 from crossdock.common.log import Logger
 from crossdock.common.security import Security
 from crossdock.common.tasks import end_tasks
@@ -51,11 +51,6 @@ _SILENCE_S = (2.0, 60.0)
 """First and longest time between two warnings that there is no control plane."""
 _SPARE_S = 1.0
 """Longest pause of a spare between attempts to register."""
-
-LEASE_KEY = "crossdock-lease-key"
-"""Metadata of every call: a secret that identifies this process to the control plane."""
-TERM_KEY = "crossdock-term"
-"""Metadata of every call: the highest term seen. A leader with a lower term steps down."""
 
 View = control_pb2.GroupView
 

@@ -81,11 +81,6 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         """Open Forward streams."""
         return len(self._streams)
 
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of requests, and of answers that are not written yet."""
-        return self._backend.budget.num_bytes
-
     async def end(self, error: CallError, timeout_s: float) -> None:
         """End every stream with `error` once its client has taken the answers that are there already. Returns when no
         stream is left, or after `timeout_s`; a stream that comes later ends at once."""
