@@ -27,7 +27,8 @@ from typing import Any
 
 from benchmarks import facts
 from benchmarks.parts import Parts
-from crossdock.common import announce, rpc
+from crossdock.common import announce
+from crossdock.common.call_errors import CallError
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import topology_pb2
 from crossdock.worker.group.control_client import ControlPlaneClient
@@ -171,7 +172,7 @@ class SimWorker:
             joined, self.rank = seat.epoch, seat.rank
             try:
                 await self._join(joined)
-            except rpc.CallError as error:  # as session.py does: an epoch that is not over yet is broken
+            except CallError as error:  # as session.py does: an epoch that is not over yet is broken
                 self.client.report(joined, Fault(str(error)))
 
     async def _join(self, epoch: int) -> None:

@@ -32,7 +32,8 @@ from benchmarks.service.model import write_experts
 from crossdock.client import Client
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, PlacementConfig, WorkerConfig
-from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.common.control_channel import current_view
+from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1 import control_pb2_grpc
 from crossdock.protocol.v1.control_pb2 import SERVING, ExpertsRequest, GroupView, RebalanceRequest
 

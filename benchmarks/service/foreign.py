@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from crossdock.common import rpc
-from crossdock.host.supervisor import current_view
+from crossdock.common.control_channel import current_view
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 

@@ -38,8 +38,9 @@ from benchmarks.service.load import Sizes, Way, choose
 from benchmarks.service.model import write_experts
 from crossdock.client import Client
 from crossdock.common import rpc
+from crossdock.common.call_errors import CallError
 from crossdock.common.config import LogConfig, WorkerConfig
-from crossdock.host.supervisor import current_view
+from crossdock.common.control_channel import current_view
 from crossdock.protocol.v1.control_pb2 import SERVING
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from crossdock.worker.process import run_worker
@@ -277,7 +278,7 @@ def _wait_serving(group: Group) -> None:
 def _state(channel: grpc.Channel) -> int:
     try:
         return current_view(channel, 10.0).state
-    except rpc.CallError:  # it does not listen yet
+    except CallError:  # it does not listen yet
         return -1
 
 

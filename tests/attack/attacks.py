@@ -26,8 +26,8 @@ import grpc
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from crossdock.common import rpc
 from crossdock.common.addresses import split_address
+from crossdock.common.call_errors import code_of_number
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc, topology_pb2
@@ -549,7 +549,7 @@ async def _requests(scene: Scene) -> str:
             answer = await asyncio.wait_for(call.read(), CALL_S)
             assert isinstance(answer, expert_pb2.ForwardResponse), name
             assert served or answer.HasField("error"), f"{name}: served"
-            answers[rpc.code_of_number(answer.error.code).name if answer.HasField("error") else "served"] += 1
+            answers[code_of_number(answer.error.code).name if answer.HasField("error") else "served"] += 1
         for number in range(3000):
             await call.write(expert_pb2.ForwardRequest(id=number, cancel=True))
         await call.write(Batch.random(4).message(7))

@@ -20,10 +20,12 @@ import grpc.aio
 from crossdock.cli import certs
 from crossdock.common import rpc
 from crossdock.common.addresses import split_address
+from crossdock.common.call_errors import CallError
 from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.common.control_channel import current_view
 from crossdock.common.security import Security, load_security
 from crossdock.common.settings import SecurityConfig
-from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from tests.services.cluster import write_model
 from tests.services.control_world import lasting_port
@@ -173,7 +175,7 @@ class Scene:
         serves, as far as the control plane knows, until it has missed it."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
-            with contextlib.suppress(rpc.CallError):
+            with contextlib.suppress(CallError):
                 view = self.view()
                 if view.state == SERVING and view.epoch >= epoch:
                     return True

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from crossdock.common import rpc
 from crossdock.common.addresses import split_address
+from crossdock.common.call_errors import CallError
 from crossdock.common.config import WorkerConfig
+from crossdock.common.control_channel import current_view
 from crossdock.common.settings import WorkerNetworkConfig
-from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from tests.chaos.ways import NUM_WORKERS, Place, Ways
 from tests.services.cluster import write_model
@@ -156,7 +158,7 @@ def look(address: str) -> GroupView | None:
     try:
         with rpc.channel(address) as channel:
             return current_view(channel, _LOOK_S)
-    except rpc.CallError:
+    except CallError:
         return None
 
 

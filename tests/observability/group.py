@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, WorkerConfig
+from crossdock.common.control_channel import current_view
 from crossdock.common.settings import TracingConfig, WorkerNetworkConfig
 from crossdock.demo import hosts
-from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.host.supervisor import Supervisor
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import expert_pb2

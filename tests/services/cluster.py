@@ -21,9 +21,11 @@ import torch
 from safetensors.torch import save_file
 
 from crossdock.common import rpc
+from crossdock.common.call_errors import CallError, error_of
 from crossdock.common.config import ControlConfig, LogConfig, PlacementConfig, WorkerConfig
+from crossdock.common.control_channel import current_view
 from crossdock.common.settings import SecurityConfig
-from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.host.supervisor import Supervisor
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
@@ -158,7 +160,7 @@ class Caller:
                     future = self._waiting.pop(answer.id)
                 future.set_result(answer)
         except grpc.RpcError as caught:
-            error = rpc.error_of(caught)
+            error = error_of(caught)
         with self._lock:
             left, self._waiting = self._waiting, {}
         for future in left.values():
@@ -199,7 +201,7 @@ class Cluster:
             try:
                 with rpc.channel(self.supervisor.control_address) as channel:
                     return current_view(channel, ANSWER_S)
-            except rpc.CallError:
+            except CallError:
                 assert time.monotonic() < deadline, "no control plane"
                 time.sleep(0.05)
 

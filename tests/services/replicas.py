@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from crossdock.common import announce, rpc
+from crossdock.common.call_errors import CallError
 from crossdock.common.config import WorkerConfig
-from crossdock.common.control_channel import call_leader
-from crossdock.host.supervisor import Supervisor, current_view
+from crossdock.common.control_channel import call_leader, current_view
+from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from tests.services.cluster import FORM_S, STEP_S, Cluster, write_model
 from tests.services.control_world import TIMEOUT_S, lasting_port, spawn, wait_announced
@@ -111,7 +112,7 @@ class Replicas:
         """The leader's, by way of any of them; None: nobody leads just now."""
         try:
             return call_leader(self.target, None, lambda channel: current_view(channel, _SOON_S))
-        except rpc.CallError:
+        except CallError:
             return None
 
     def serving(self) -> int:
@@ -135,7 +136,7 @@ def term_of(replica: Replica) -> int:
     try:
         with rpc.channel(replica.address) as channel:
             return current_view(channel, _SOON_S).term
-    except rpc.CallError:
+    except CallError:
         return 0
 
 

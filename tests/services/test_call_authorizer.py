@@ -17,6 +17,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from crossdock.common import interceptor, rpc
 from crossdock.common.access import MAX_UID_CHARS, CallAuthorizer, RateLimiter
+from crossdock.common.call_errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    error_of,
+)
 from crossdock.common.call_limits import IDLE_S, CallLimits
 from crossdock.common.config import ControlConfig
 from crossdock.common.control_channel import SERVICE_NAME
@@ -84,11 +92,11 @@ async def test_a_uid_is_checked_before_it_is_kept(uid: str) -> None:
     authorizer = CallAuthorizer(None, 100.0, reasons.append)
     async with served(authorizer) as address, rpc.aio_channel(address) as channel:
         stub = control_pb2_grpc.ControlPlaneStub(channel)
-        with pytest.raises(rpc.InvalidArgument, match=r"worker\.uid: expected"):
+        with pytest.raises(InvalidArgument, match=r"worker\.uid: expected"):
             await leave(stub, uid)
         with pytest.raises(grpc.RpcError) as raised:
             await stub.Watch(pb.WatchRequest(worker=pb.WorkerId(uid=uid))).read()
-        assert isinstance(rpc.error_of(raised.value), rpc.InvalidArgument)
+        assert isinstance(error_of(raised.value), InvalidArgument)
         assert reasons == ["value", "value"]
         assert not authorizer._rate_limiter._left
 
@@ -98,7 +106,7 @@ async def test_a_new_uid_for_each_call_does_not_void_the_rate() -> None:
         stub = control_pb2_grpc.ControlPlaneStub(channel)
         for number in range(40):  # a burst of twice the rate of four callers
             await leave(stub, f"w{number}")
-        with pytest.raises(rpc.ResourceExhausted, match="calls: expected at most 20 a second"):
+        with pytest.raises(ResourceExhausted, match="calls: expected at most 20 a second"):
             await leave(stub, "another")
         await rpc.call(health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest(), timeout_s=TIMEOUT_S)
 
@@ -108,7 +116,7 @@ async def test_the_limit_of_one_uid_leaves_calls_to_the_others_of_its_host() -> 
         stub = control_pb2_grpc.ControlPlaneStub(channel)
         for _ in range(10):
             await leave(stub, "a")
-        with pytest.raises(rpc.ResourceExhausted, match="calls: expected at most 5 a second"):
+        with pytest.raises(ResourceExhausted, match="calls: expected at most 5 a second"):
             await leave(stub, "a")
         await leave(stub, "b")
 
@@ -119,7 +127,7 @@ async def test_health_is_limited_and_takes_no_calls_from_the_service() -> None:
         check = health_pb2_grpc.HealthStub(channel).Check
         for _ in range(10):
             await rpc.call(check, health_pb2.HealthCheckRequest(), timeout_s=TIMEOUT_S)
-        with pytest.raises(rpc.ResourceExhausted):
+        with pytest.raises(ResourceExhausted):
             await rpc.call(check, health_pb2.HealthCheckRequest(), timeout_s=TIMEOUT_S)
         await leave(control_pb2_grpc.ControlPlaneStub(channel), "a")
 
@@ -152,7 +160,7 @@ async def test_a_health_watcher_that_reads_nothing_keeps_nobody_from_hearing() -
         assert (await anext(hears)).status == health_pb2.HealthCheckResponse.NOT_SERVING
     unknown = health.Watch(health_pb2.HealthCheckRequest(service="x" * 1000), None)
     assert (await anext(unknown)).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-    with pytest.raises(rpc.NotFound, match="service: expected"):
+    with pytest.raises(NotFound, match="service: expected"):
         await health.Check(health_pb2.HealthCheckRequest(service="x"), None)
     for watch in (deaf, hears, unknown):
         await cast("AsyncGenerator[object, None]", watch).aclose()
@@ -190,11 +198,11 @@ async def test_an_incarnation_from_the_future_takes_no_seat() -> None:
         await honest.register()
         for incarnation in (now + 3600 * second, now + 86400 * second, 2**64 - 1):
             wanted = r"worker\.incarnation: expected a start .* at most 600 s ahead"
-            with pytest.raises(rpc.FailedPrecondition, match=wanted):
+            with pytest.raises(FailedPrecondition, match=wanted):
                 await FakeWorker(stub, "a/0", incarnation=incarnation).register()
         await honest.beat()
         await FakeWorker(stub, "a/0", incarnation=now + 60 * second).register()
-        with pytest.raises(rpc.AlreadyExists):
+        with pytest.raises(AlreadyExists):
             await honest.beat()
 
 

@@ -15,6 +15,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from crossdock.common import rpc
+from crossdock.common.call_errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unimplemented,
+    error_of,
+)
 from crossdock.common.config import ControlConfig
 from crossdock.common.control_channel import SERVICE_NAME
 from crossdock.control.placement import views
@@ -52,7 +61,7 @@ async def test_health_says_serving_for_the_process_and_the_service(control: InPr
     for name in ("", SERVICE_NAME):
         answer = await rpc.call(stub.Check, health_pb2.HealthCheckRequest(service=name), timeout_s=TIMEOUT_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    with pytest.raises(rpc.NotFound):
+    with pytest.raises(NotFound):
         await rpc.call(stub.Check, health_pb2.HealthCheckRequest(service="nobody"), timeout_s=TIMEOUT_S)
 
 
@@ -96,7 +105,7 @@ async def test_only_members_see_regions(control: InProcess) -> None:
         view = await newest_view(control.stub, worker)
         assert view.state == pb.SERVING
         assert [bool(member.region) for member in view.members] == [expected] * 3
-    with pytest.raises(rpc.AlreadyExists, match="newer process"):
+    with pytest.raises(AlreadyExists, match="newer process"):
         await _read(control, stranger)
 
 
@@ -120,7 +129,7 @@ async def test_heartbeats_carry_stats_and_hold_the_lease(control: InProcess) -> 
     view = await newest_view(control.stub)
     assert (view.state, view.epoch, list(view.lost_ranks), list(view.broken_ranks)) == (pb.FORMING, 2, [2], [2])
     assert view.reason == "rank 2 (c/0) lost: lease expired"
-    with pytest.raises(rpc.NotFound):
+    with pytest.raises(NotFound):
         await workers[2].beat()
 
 
@@ -128,7 +137,7 @@ async def test_a_second_host_of_one_name_is_refused_while_the_first_serves(contr
     first = FakeWorker(control.stub, "a/0")
     await first.register(boot_id="one")
     second = FakeWorker(control.stub, "a/0", incarnation=2)
-    with pytest.raises(rpc.AlreadyExists, match=r"alive on another host of this name.*set worker\.uid"):
+    with pytest.raises(AlreadyExists, match=r"alive on another host of this name.*set worker\.uid"):
         await second.register(boot_id="two")
     await first.beat()
 
@@ -141,9 +150,9 @@ async def test_a_replaced_worker_is_told_on_every_way(control: InProcess) -> Non
     await new.register()
     with pytest.raises(grpc.RpcError) as raised:
         await watch_until(watch, pb.GROUP_STATE_UNSPECIFIED)
-    assert isinstance(rpc.error_of(raised.value), rpc.AlreadyExists)
+    assert isinstance(error_of(raised.value), AlreadyExists)
     for attempt in (old.register, old.beat, old.get_ready):
-        with pytest.raises(rpc.AlreadyExists, match="newer process"):
+        with pytest.raises(AlreadyExists, match="newer process"):
             await attempt()
     view = await newest_view(control.stub)
     assert (view.state, view.epoch, list(view.broken_ranks)) == (pb.EXCHANGING, 2, [1])
@@ -152,14 +161,14 @@ async def test_a_replaced_worker_is_told_on_every_way(control: InProcess) -> Non
 async def test_a_group_without_a_rank_says_why_its_successor_was_refused(control: InProcess) -> None:
     """Also one that came before the lease of the former process had ended, and has stopped for good."""
     workers = await form(control.stub, "a/0", "b/0", "c/0")
-    with pytest.raises(rpc.FailedPrecondition, match="model: expected"):
+    with pytest.raises(FailedPrecondition, match="model: expected"):
         await FakeWorker(control.stub, "c/0", incarnation=2).register(model="other")
     assert "refused" not in (await newest_view(control.stub)).reason
     await control.stub.Leave(pb.LeaveRequest(worker=workers[2].id))
     why = "rank 2 (c/0) left; refused: worker c/0: model: expected 'm' as rank 0 (a/0) has, got 'other'"
     for viewer in (None, workers[0].id):
         assert (await newest_view(control.stub, *[viewer] * bool(viewer))).reason == why
-    with pytest.raises(rpc.FailedPrecondition, match="model: expected"):
+    with pytest.raises(FailedPrecondition, match="model: expected"):
         await FakeWorker(control.stub, "d/0").register(model="third")
     assert (await newest_view(control.stub)).reason.endswith("got 'third'")
     await FakeWorker(control.stub, "c/0", incarnation=3).register()
@@ -169,16 +178,16 @@ async def test_a_group_without_a_rank_says_why_its_successor_was_refused(control
 async def test_refusals_have_the_status_that_tells_what_to_do(control: InProcess) -> None:
     first = FakeWorker(control.stub, "a/0")
     await first.register()
-    with pytest.raises(rpc.FailedPrecondition, match="model: expected 'm' as rank 0"):
+    with pytest.raises(FailedPrecondition, match="model: expected 'm' as rank 0"):
         await FakeWorker(control.stub, "b/0").register(model="other")
     await FakeWorker(control.stub, "b/0").register()
     await FakeWorker(control.stub, "c/0").register()
-    with pytest.raises(rpc.ResourceExhausted, match="all 3 slots"):
+    with pytest.raises(ResourceExhausted, match="all 3 slots"):
         await FakeWorker(control.stub, "d/0").register()
     first.epoch = 5
-    with pytest.raises(rpc.FailedPrecondition, match="epoch: expected 1, got 5"):
+    with pytest.raises(FailedPrecondition, match="epoch: expected 1, got 5"):
         await first.get_ready()
-    with pytest.raises(rpc.InvalidArgument, match="silent_ranks: expected < 3"):
+    with pytest.raises(InvalidArgument, match="silent_ranks: expected < 3"):
         await first.beat(3)
 
 
@@ -229,7 +238,7 @@ async def test_a_member_watches_twice_and_no_more(control: InProcess) -> None:
     for _ in range(2 * 3):
         calls.append(control.stub.Watch(pb.WatchRequest(worker=worker.id), timeout=TIMEOUT_S))
         assert (await calls[-1].read()).members
-    with pytest.raises(rpc.ResourceExhausted, match="watch: expected at most 6 members, got one more"):
+    with pytest.raises(ResourceExhausted, match="watch: expected at most 6 members, got one more"):
         await _read(control, worker.id)
     for call in calls:
         call.cancel()
@@ -285,7 +294,7 @@ async def test_a_bad_registration_is_refused_by_name(
 ) -> None:
     before = control.service.group
     request = pb.RegisterRequest(**{"worker": pb.WorkerId(uid="a/0"), **change})
-    with pytest.raises(rpc.InvalidArgument) as raised:
+    with pytest.raises(InvalidArgument) as raised:
         await rpc.call(control.stub.Register, request, timeout_s=TIMEOUT_S)
     assert str(raised.value).startswith(message)
     assert control.service.group is before
@@ -295,7 +304,7 @@ async def test_a_region_that_is_too_large_or_empty_is_refused(control: InProcess
     worker = (await form(control.stub, "a/0", "b/0", "c/0"))[0]
     for region in (bytes(views.MAX_REGION_BYTES + 1), b""):
         request = pb.PublishRegionRequest(worker=worker.id, epoch=1, region=region)
-        with pytest.raises(rpc.InvalidArgument, match="region: expected"):
+        with pytest.raises(InvalidArgument, match="region: expected"):
             await rpc.call(control.stub.PublishRegion, request, timeout_s=TIMEOUT_S)
     assert (await newest_view(control.stub)).state == pb.SERVING
 
@@ -303,7 +312,7 @@ async def test_a_region_that_is_too_large_or_empty_is_refused(control: InProcess
 async def test_hostile_bytes_end_only_their_own_call(control: InProcess) -> None:
     workers = await form(control.stub, "a/0", "b/0", "c/0")
     before = control.service.group
-    allowed = (rpc.InvalidArgument, rpc.NotFound, rpc.FailedPrecondition, rpc.AlreadyExists)
+    allowed = (InvalidArgument, NotFound, FailedPrecondition, AlreadyExists)
     draw = random.Random()
     whole = pb.HeartbeatRequest(worker=workers[0].id, epoch=1, fault="x").SerializeToString()
     for method in METHODS:
@@ -311,13 +320,13 @@ async def test_hostile_bytes_end_only_their_own_call(control: InProcess) -> None
         for size in (0, 1, 2, 30, 3000):
             with pytest.raises(allowed):
                 await rpc.call(raw, b"\xff" + draw.randbytes(size), timeout_s=TIMEOUT_S)
-        with pytest.raises(rpc.InvalidArgument):
+        with pytest.raises(InvalidArgument):
             await rpc.call(raw, whole[:5], timeout_s=TIMEOUT_S)
-        with pytest.raises(rpc.ResourceExhausted):
+        with pytest.raises(ResourceExhausted):
             await rpc.call(raw, bytes(5 << 20), timeout_s=TIMEOUT_S)
     with pytest.raises(grpc.RpcError) as raised:
         _ = [view async for view in control.channel.unary_stream(f"/{SERVICE_NAME}/Watch")(b"\xff" * 9)]
-    assert isinstance(rpc.error_of(raised.value), rpc.InvalidArgument)
+    assert isinstance(error_of(raised.value), InvalidArgument)
     host, _, port = control.address.rpartition(":")
     for noise in (b"GET / HTTP/1.1\r\n\r\n", draw.randbytes(4096)):
         with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
@@ -328,7 +337,7 @@ async def test_hostile_bytes_end_only_their_own_call(control: InProcess) -> None
 
 async def test_calls_that_do_not_exist_are_unimplemented(control: InProcess) -> None:
     raw = control.channel.unary_unary(f"/{SERVICE_NAME}/SelfDestruct")
-    with pytest.raises(rpc.Unimplemented):
+    with pytest.raises(Unimplemented):
         await rpc.call(raw, b"", timeout_s=TIMEOUT_S)
 
 
@@ -336,7 +345,7 @@ async def _read(control: InProcess, worker: pb.WorkerId | None) -> None:
     try:
         await newest_view(control.stub, worker)
     except grpc.RpcError as error:
-        raise rpc.error_of(error) from None
+        raise error_of(error) from None
 
 
 async def test_topology_tells_hosts_once_seats_by_rank_and_forgets_who_left(control: InProcess) -> None:
@@ -370,10 +379,10 @@ async def test_the_network_of_members_is_shown_and_its_provider_is_that_of_all(c
     answer = await rpc.call(control.stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
     assert answer.seats[0].network == network
     words = "worker b/0: network: expected 'tcp' as rank 0 .a/0. has, got 'none'"
-    with pytest.raises(rpc.FailedPrecondition, match=words):  # a worker without one
+    with pytest.raises(FailedPrecondition, match=words):  # a worker without one
         await rpc.call(control.stub.Register, request("b/0"), timeout_s=TIMEOUT_S)
     other = topology_pb2.Network(provider="efa")
-    with pytest.raises(rpc.FailedPrecondition, match=r"network: expected .tcp. .* got .efa."):
+    with pytest.raises(FailedPrecondition, match=r"network: expected .tcp. .* got .efa."):
         await rpc.call(control.stub.Register, request("b/0", network=other), timeout_s=TIMEOUT_S)
     await rpc.call(
         control.stub.Register, request("b/0", network=topology_pb2.Network(provider="tcp")), timeout_s=TIMEOUT_S
@@ -401,7 +410,7 @@ async def test_facts_that_are_too_much_or_odd_are_refused(
     control: InProcess, host: topology_pb2.HostFacts, named: str
 ) -> None:
     request = pb.RegisterRequest(worker=pb.WorkerId(uid="a/0", incarnation=1), host=host)
-    with pytest.raises(rpc.InvalidArgument, match=named.replace(".", r"\.")):
+    with pytest.raises(InvalidArgument, match=named.replace(".", r"\.")):
         await rpc.call(control.stub.Register, request, timeout_s=TIMEOUT_S)
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from crossdock.common import rpc
+from crossdock.common.call_errors import InvalidArgument
 from crossdock.common.config import ControlConfig, PlacementConfig
 from crossdock.protocol.v1 import control_pb2 as pb
 from tests.services.control_world import TIMEOUT_S, FakeWorker, InProcess, exchange, in_process, newest_view
@@ -72,6 +73,6 @@ async def test_statistics_that_views_cannot_show_are_refused(stats: pb.WorkerSta
         worker = FakeWorker(control.stub, "a/0")
         await worker.register()
         request = pb.HeartbeatRequest(worker=worker.id, stats=stats)
-        with pytest.raises(rpc.InvalidArgument, match=r"stats\."):
+        with pytest.raises(InvalidArgument, match=r"stats\."):
             await rpc.call(control.stub.Heartbeat, request, timeout_s=TIMEOUT_S)
         assert not (await newest_view(control.stub)).members[0].stats.models

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from crossdock.common import rpc
+from crossdock.common.call_errors import NotFound, Unavailable, error_of
 from crossdock.control.group.recovery import MAX_LEAP
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
@@ -54,7 +55,7 @@ async def test_it_serves_without_torch_and_stops_on_sigterm(process: ControlProc
         code, errors = process.terminate()
         with pytest.raises(grpc.RpcError) as raised:
             await watch_until(watch, pb.GROUP_STATE_UNSPECIFIED)
-        assert isinstance(rpc.error_of(raised.value), rpc.Unavailable)
+        assert isinstance(error_of(raised.value), Unavailable)
     assert code == 0
     assert "Traceback" not in errors
 
@@ -80,10 +81,10 @@ async def test_kill_and_restart_while_serving_disturbs_nobody(process: ControlPr
             process.kill()
             with pytest.raises(grpc.RpcError) as raised:
                 await watch_until(watch, pb.GROUP_STATE_UNSPECIFIED)
-            assert isinstance(rpc.error_of(raised.value), rpc.Unavailable)
+            assert isinstance(error_of(raised.value), Unavailable)
             process.start(process.addresses.address)
             for worker in reversed(workers):
-                with pytest.raises(rpc.NotFound):
+                with pytest.raises(NotFound):
                     await _beat(worker)
                 await worker.register()
             view = await newest_view(stub, workers[1].id)

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from crossdock.common import rpc
+from crossdock.common.call_errors import ResourceExhausted
 from crossdock.common.config import ControlConfig
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker.group.control_client import ControlPlaneClient
@@ -117,7 +118,7 @@ async def test_a_sick_rank_is_seen_and_quarantined_when_a_spare_waits() -> None:
         assert view.members[2].sick == "reported silent in 3 epochs by a/0, b/0 within 600 s"
         assert control.sample("crossdock_sick_ranks") == 1
         assert control.sample("crossdock_silent_rank_reports_total", rank="2") == 6
-        with pytest.raises(rpc.ResourceExhausted):
+        with pytest.raises(ResourceExhausted):
             await one_more(control, "d/0")
         await a.beat(2)
         await b.beat(2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
-from crossdock.common import rpc
+from crossdock.common.call_errors import code_number
 from crossdock.common.config import PlacementConfig
 from crossdock.protocol.v1.control_pb2 import SERVING
 from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S, Answer, Batch, Cluster, E, check, cluster
@@ -18,7 +18,7 @@ from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S, Answer, Bat
 pytestmark = pytest.mark.timeout(TEST_S)
 LEASE_S = 6.0
 """Of groups in which a rank stands still, or none is asked. Others lose a rank as soon as one is asked."""
-UNAVAILABLE = rpc.code_number(grpc.StatusCode.UNAVAILABLE)
+UNAVAILABLE = code_number(grpc.StatusCode.UNAVAILABLE)
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,10 @@ from crossdock.cli import postmortem
 from crossdock.common import config as configs
 from crossdock.common import rpc
 from crossdock.common.announce import Addresses, parse
+from crossdock.common.call_errors import code_number
 from crossdock.common.config import ControlConfig, LogConfig, WorkerConfig
+from crossdock.common.control_channel import current_view
 from crossdock.host import child
-from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.protocol.v1.control_pb2 import SERVING
 from crossdock.worker.experts import device
@@ -36,7 +37,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(TEST_S)
 DEADLINE_S = 60.0
-UNAVAILABLE = rpc.code_number(grpc.StatusCode.UNAVAILABLE)
+UNAVAILABLE = code_number(grpc.StatusCode.UNAVAILABLE)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from crossdock.common import rpc
+from crossdock.common.call_errors import code_number
 from crossdock.common.config import ControlConfig, WorkerConfig
 from crossdock.host.supervisor import Supervisor, SupervisorError
 from crossdock.protocol import wire
@@ -30,7 +30,7 @@ from tests.services.cluster import ANSWER_S, FORM_S, LAYERS, Answer, Batch, Clus
 from tests.waiting import until
 
 NUM_WORKERS, MAX_TOKENS = 2, 64
-UNAVAILABLE = rpc.code_number(grpc.StatusCode.UNAVAILABLE)
+UNAVAILABLE = code_number(grpc.StatusCode.UNAVAILABLE)
 MAX_ERROR = 0.01
 """Largest root-mean-square error of bf16 answers relative to the answers: five roundings of 2^-9 each."""
 

@@ -14,7 +14,8 @@ import torch
 
 from crossdock.client import Client, connection
 from crossdock.common import rpc
-from crossdock.control.leader.leader import TERM_KEY
+from crossdock.common.call_errors import Unavailable, error_of
+from crossdock.common.control_channel import TERM_KEY
 from crossdock.protocol.v1.control_pb2 import TopologyRequest
 from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 from tests.services.cluster import ANSWER_S, FORM_S, TEST_S, Batch, Cluster
@@ -91,14 +92,14 @@ def terms(replicas: Replicas) -> list[int]:
     return [term for holder, term in replicas.api.writes if holder]
 
 
-def refusal(replica: Replica, *metadata: tuple[str, str]) -> rpc.Unavailable | None:
+def refusal(replica: Replica, *metadata: tuple[str, str]) -> Unavailable | None:
     """How it refuses to decide; None: it does not."""
     with rpc.channel(replica.address) as channel:
         try:
             ControlPlaneStub(channel).Topology(TopologyRequest(), timeout=TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as error:
-            refused = rpc.error_of(error)
-            assert isinstance(refused, rpc.Unavailable)
+            refused = error_of(error)
+            assert isinstance(refused, Unavailable)
             assert "is a standby" in str(refused)
             return refused
     return None

@@ -22,6 +22,7 @@ import torch
 from crossdock.client import Client, ModelMismatch
 from crossdock.client.dialling import KnownWorker
 from crossdock.common import rpc
+from crossdock.common.call_errors import CallError
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
@@ -80,7 +81,7 @@ class World:
             try:
                 found = self.call("Experts", pb.ExpertsRequest())
                 members = self.group.look().members
-            except rpc.CallError:
+            except CallError:
                 time.sleep(0.1)
                 continue
             assert isinstance(found, pb.ExpertsResponse)

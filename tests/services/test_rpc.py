@@ -7,12 +7,24 @@ import contextlib
 import gc
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
 
 import grpc
 import pytest
 
 from crossdock.common import rpc
+from crossdock.common.call_errors import (
+    Aborted,
+    CallError,
+    DeadlineExceeded,
+    Internal,
+    ResourceExhausted,
+    Unavailable,
+    code_number,
+    code_of_number,
+    error_for,
+    error_of,
+    status_of,
+)
 from crossdock.protocol.v1.control_pb2 import TopologyRequest
 from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 from tests.services.control_world import TIMEOUT_S, lasting_port, occupied_port, unused_address
@@ -65,8 +77,8 @@ def _raising(error: BaseException) -> Callable[[bytes], Awaitable[bytes]]:
     return behave
 
 
-@pytest.mark.parametrize("kind", rpc.CallError.__subclasses__(), ids=lambda kind: kind.__name__)
-async def test_an_error_arrives_as_it_was_raised(kind: type[rpc.CallError]) -> None:
+@pytest.mark.parametrize("kind", CallError.__subclasses__(), ids=lambda kind: kind.__name__)
+async def test_an_error_arrives_as_it_was_raised(kind: type[CallError]) -> None:
     observed: Observed = []
     async with (
         echo(_raising(kind("field: expected 1, got 2")), observed) as address,
@@ -78,25 +90,25 @@ async def test_an_error_arrives_as_it_was_raised(kind: type[rpc.CallError]) -> N
         assert await stream.read() == b"first"
         with pytest.raises(grpc.RpcError) as raised:
             await stream.read()
-        assert type(rpc.error_of(raised.value)) is kind
+        assert type(error_of(raised.value)) is kind
     assert observed == [("Echo", kind.code.name), ("Stream", kind.code.name)]
 
 
 async def test_a_bug_tells_the_caller_its_type_and_nothing_else() -> None:
     async with echo(_raising(KeyError("secret"))) as address, rpc.aio_channel(address) as channel:
-        with pytest.raises(rpc.Internal, match="KeyError") as raised:
+        with pytest.raises(Internal, match="KeyError") as raised:
             await rpc.call(channel.unary_unary(ECHO), b"", timeout_s=TIMEOUT_S)
         assert "secret" not in str(raised.value)
 
 
 def test_every_status_has_an_error_and_a_number() -> None:
     for code in grpc.StatusCode:
-        assert rpc.code_of_number(rpc.code_number(code)) is code
-        error = rpc.error_for(code, "why")
+        assert code_of_number(code_number(code)) is code
+        error = error_for(code, "why")
         assert str(error) == "why"
-        assert type(error) is rpc.CallError or rpc.status_of(error) == (code, "why")
-    assert rpc.code_of_number(12345) is grpc.StatusCode.UNKNOWN
-    assert rpc.status_of(TimeoutError())[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert type(error) is CallError or status_of(error) == (code, "why")
+    assert code_of_number(12345) is grpc.StatusCode.UNKNOWN
+    assert status_of(TimeoutError())[0] is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class _Broken(grpc.RpcError):
@@ -113,13 +125,13 @@ class _Broken(grpc.RpcError):
 
 
 def test_a_line_that_broke_is_unavailable_and_a_leader_is_named() -> None:
-    error = rpc.error_of(_Broken())
-    assert isinstance(error, rpc.Unavailable)
+    error = error_of(_Broken())
+    assert isinstance(error, Unavailable)
     assert error.leader == "a:1"
 
 
 def test_an_address_where_nobody_listens_is_named_in_few_words() -> None:
-    with unused_address() as address, rpc.channel(address) as channel, pytest.raises(rpc.Unavailable) as raised:
+    with unused_address() as address, rpc.channel(address) as channel, pytest.raises(Unavailable) as raised:
         rpc.call_sync(ControlPlaneStub(channel).Topology, TopologyRequest(), timeout_s=TIMEOUT_S)
     assert str(raised.value) == f"no connection to {address}: Connection refused"
 
@@ -127,9 +139,9 @@ def test_an_address_where_nobody_listens_is_named_in_few_words() -> None:
 async def test_a_silent_server_ends_in_the_callers_deadline() -> None:
     with occupied_port() as address:
         async with rpc.aio_channel(address) as channel:
-            with pytest.raises((rpc.DeadlineExceeded, rpc.Unavailable)):
+            with pytest.raises((DeadlineExceeded, Unavailable)):
                 await rpc.call(channel.unary_unary(ECHO), b"", timeout_s=0.3)
-        with rpc.channel(address) as blocking, pytest.raises((rpc.DeadlineExceeded, rpc.Unavailable)):
+        with rpc.channel(address) as blocking, pytest.raises((DeadlineExceeded, Unavailable)):
             await asyncio.to_thread(rpc.call_sync, blocking.unary_unary(ECHO), b"", timeout_s=0.3)
 
 
@@ -151,9 +163,9 @@ async def test_a_call_whose_channel_is_closed_is_unavailable() -> None:
             await asked.wait()
             if closes:
                 await channel.close(0.01)
-                with pytest.raises(rpc.Unavailable, match="the channel was closed during the call"):
+                with pytest.raises(Unavailable, match="the channel was closed during the call"):
                     await call
-                with pytest.raises(rpc.Unavailable, match="Channel is closed"):
+                with pytest.raises(Unavailable, match="Channel is closed"):
                     await rpc.call(channel.unary_unary(ECHO), b"", timeout_s=TIMEOUT_S)
             else:
                 call.cancel()
@@ -165,9 +177,9 @@ async def test_a_call_whose_channel_is_closed_is_unavailable() -> None:
 async def test_unavailable_is_tried_again_until_somebody_answers() -> None:
     address = f"127.0.0.1:{lasting_port()}"
     async with rpc.aio_channel(address) as channel:
-        with pytest.raises(rpc.Unavailable):
+        with pytest.raises(Unavailable):
             await rpc.call(channel.unary_unary(ECHO), b"1", timeout_s=TIMEOUT_S)
-        with pytest.raises(rpc.Unavailable):
+        with pytest.raises(Unavailable):
             await rpc.call(channel.unary_unary(ECHO), b"2", timeout_s=TIMEOUT_S, retry_s=0.5)
         waiting = asyncio.create_task(
             rpc.call(channel.unary_unary(ECHO), b"3", timeout_s=TIMEOUT_S, retry_s=2 * TIMEOUT_S)
@@ -186,10 +198,10 @@ async def test_only_unavailable_is_tried_again() -> None:
 
     async def behave(request: bytes) -> bytes:
         calls.append(request)
-        raise rpc.Aborted("lost a race")
+        raise Aborted("lost a race")
 
     async with echo(behave) as address, rpc.aio_channel(address) as channel:
-        with pytest.raises(rpc.Aborted):
+        with pytest.raises(Aborted):
             await rpc.call(channel.unary_unary(ECHO), b"x", timeout_s=TIMEOUT_S, retry_s=TIMEOUT_S)
     assert calls == [b"x"]
 
@@ -197,7 +209,7 @@ async def test_only_unavailable_is_tried_again() -> None:
 async def test_a_message_over_the_limit_is_refused_and_the_server_stays() -> None:
     async with echo(_echo) as address, rpc.aio_channel(address) as channel:
         method = channel.unary_unary(ECHO)
-        with pytest.raises(rpc.ResourceExhausted):
+        with pytest.raises(ResourceExhausted):
             await rpc.call(method, bytes(1 << 17), timeout_s=TIMEOUT_S)
         assert await rpc.call(method, b"small", timeout_s=TIMEOUT_S) == b"small"
 
@@ -244,17 +256,3 @@ async def test_a_stream_does_not_keep_its_request() -> None:
         assert [each() for each in kept] == [None]
         call.cancel()
     await server.stop(0)
-
-
-class _Context:
-    def __init__(self, left: float | None) -> None:
-        self._left = left
-
-    def time_remaining(self) -> float | None:
-        return self._left
-
-
-@pytest.mark.parametrize(("left", "expected"), [(None, 5.0), (2.0, 2.0), (9.0, 5.0), (-1.0, 0.0)])
-def test_remaining_time_is_never_more_than_the_default(left: float | None, expected: float) -> None:
-    context: Any = _Context(left)
-    assert rpc.remaining_s(context, 5.0) == expected

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from crossdock.common import rpc
 from crossdock.common.config import ControlConfig, WorkerConfig
-from crossdock.host.supervisor import current_view
+from crossdock.common.control_channel import current_view
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from crossdock.worker.process import EXIT_NOT_JOINED

@@ -23,18 +23,25 @@ from crossdock.common import rpc
 from crossdock.common.access import ANYBODY, METHODS, Caller, RateLimiter, Role, authorizer_of, matches
 from crossdock.common.addresses import split_address
 from crossdock.common.announce import metrics_url
+from crossdock.common.call_errors import (
+    AlreadyExists,
+    CallError,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    error_of,
+)
 from crossdock.common.config import ConfigFileError, ControlConfig
-from crossdock.common.control_channel import SERVICE_NAME, ControlPlaneChannel, call_leader
+from crossdock.common.control_channel import LEASE_KEY, SERVICE_NAME, ControlPlaneChannel, call_leader, current_view
 from crossdock.common.http import ask_http
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.security import Security, SecurityError, TokenFile, load_security
 from crossdock.common.settings import AccessConfig, SecurityConfig
 from crossdock.control.server.server import ControlPlane
 from crossdock.host.pages import HostMetricsPage, readiness
-from crossdock.host.supervisor import current_view
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc, expert_pb2, expert_pb2_grpc
-from crossdock.worker.group.control_client import LEASE_KEY
 from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, cluster
 from tests.services.control_world import TIMEOUT_S, FakeWorker, newest_view, spawn
 from tests.tools import needs
@@ -95,10 +102,10 @@ async def test_a_certificate_of_the_authority_is_let_in_and_no_other(folder: Pat
             assert (await FakeWorker(stub, "a/0").register()).lease_s == 3.0
         for stranger in strangers:
             async with stub_of(address, stranger) as stub:
-                with pytest.raises(rpc.Unavailable):
+                with pytest.raises(Unavailable):
                     await rpc.call(stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
         async with stub_of(address, security(folder, "client", control_name="crossdock-worker")) as stub:
-            with pytest.raises(rpc.Unavailable):  # the server is not who was asked for
+            with pytest.raises(Unavailable):  # the server is not who was asked for
                 await rpc.call(stub.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
 
 
@@ -109,9 +116,9 @@ async def test_clients_watch_but_neither_join_nor_see_regions(folder: Path) -> N
         await FakeWorker(worker, "a/0").register()
         intruder = FakeWorker(client, "a/0", epoch=1, rank=0)
         for call in (intruder.register, intruder.beat, intruder.get_ready, intruder.leave):
-            with pytest.raises(rpc.PermissionDenied, match="expected a caller that is worker, got client"):
+            with pytest.raises(PermissionDenied, match="expected a caller that is worker, got client"):
                 await call()
-        with pytest.raises(rpc.PermissionDenied, match="worker a/0: expected its own certificate"):
+        with pytest.raises(PermissionDenied, match="worker a/0: expected its own certificate"):
             await _first(client, intruder.id)
         assert [member.worker.uid for member in (await newest_view(client)).members] == ["a/0"]
         assert metrics.registry.get_sample_value("crossdock_rpc_refusals_total", {"reason": "permission"}) == 4
@@ -125,9 +132,9 @@ async def test_a_worker_speaks_for_its_own_uid_only(folder: Path) -> None:
         await FakeWorker(second, "w1").register()
         stolen = FakeWorker(second, "w0", incarnation=2)
         for call in (stolen.register, stolen.beat, stolen.leave, FakeWorker(second, "w0").beat):
-            with pytest.raises(rpc.PermissionDenied, match="worker w0: expected its own certificate"):
+            with pytest.raises(PermissionDenied, match="worker w0: expected its own certificate"):
                 await call()
-        with pytest.raises(rpc.PermissionDenied, match="worker w0"):
+        with pytest.raises(PermissionDenied, match="worker w0"):
             await _first(second, stolen.id)
         assert len((await newest_view(first)).members) == 2
 
@@ -147,15 +154,15 @@ async def test_a_lease_belongs_to_the_process_that_brought_its_key(folder: Path)
                     (stub.Heartbeat, pb.HeartbeatRequest(worker=worker)),
                     (stub.Leave, pb.LeaveRequest(worker=worker)),
                 ):
-                    with pytest.raises(rpc.PermissionDenied, match="worker a/0: expected the key of its lease"):
+                    with pytest.raises(PermissionDenied, match="worker a/0: expected the key of its lease"):
                         await rpc.call(method, request, timeout_s=TIMEOUT_S, **other)
             await rpc.call(stub.Heartbeat, pb.HeartbeatRequest(worker=worker), timeout_s=TIMEOUT_S, **key)
             newer = pb.WorkerId(uid="a/0", incarnation=8)
             register.worker.CopyFrom(newer)
             await rpc.call(stub.Register, register, timeout_s=TIMEOUT_S, metadata=((LEASE_KEY, "n" * 32),))
-            with pytest.raises(rpc.AlreadyExists):
+            with pytest.raises(AlreadyExists):
                 await rpc.call(stub.Heartbeat, pb.HeartbeatRequest(worker=worker), timeout_s=TIMEOUT_S, **key)
-            with pytest.raises(rpc.PermissionDenied):
+            with pytest.raises(PermissionDenied):
                 await rpc.call(stub.Heartbeat, pb.HeartbeatRequest(worker=newer), timeout_s=TIMEOUT_S, **key)
 
 
@@ -178,7 +185,7 @@ async def test_new_certificates_count_from_the_next_connection(folder: Path, tmp
         await FakeWorker(control_pb2_grpc.ControlPlaneStub(channel.grpc_channel), "a/1").register()
         assert not await channel.fail_over()
         async with stub_of(address, security(folder, "worker")) as former:
-            with pytest.raises(rpc.Unavailable):  # of an authority that is trusted no more
+            with pytest.raises(Unavailable):  # of an authority that is trusted no more
                 await rpc.call(former.Topology, pb.TopologyRequest(), timeout_s=TIMEOUT_S)
         await channel.close()
 
@@ -216,17 +223,17 @@ async def test_tokens_give_roles_and_may_be_replaced(folder: Path, tmp_path: Pat
             await FakeWorker(stub, "a/0").register()
             mine.write_text("wrong-" + WORKER_TOKEN)
             await asyncio.sleep(0.6)
-            with pytest.raises(rpc.Unauthenticated, match="expected a known token"):
+            with pytest.raises(Unauthenticated, match="expected a known token"):
                 await FakeWorker(stub, "a/0").register()
             mine.write_text("next-worker-token-01234")
             await asyncio.sleep(0.6)
             await FakeWorker(stub, "a/0").register()
         async with stub_of(address, security(folder, "worker", **bare)) as stub:
-            with pytest.raises(rpc.Unauthenticated, match="expected `Bearer` and a token, got none"):
+            with pytest.raises(Unauthenticated, match="expected `Bearer` and a token, got none"):
                 await newest_view_error(stub)
         async with stub_of(address, security(folder, "client", token_file=str(files["client"]), **bare)) as stub:
             await newest_view(stub)
-            with pytest.raises(rpc.PermissionDenied):
+            with pytest.raises(PermissionDenied):
                 await FakeWorker(stub, "a/0").register()
         sample = metrics.registry.get_sample_value
         assert sample("crossdock_rpc_refusals_total", {"reason": "unauthenticated"}) == 2
@@ -241,7 +248,7 @@ async def test_too_many_calls_of_one_are_refused_and_others_are_not(folder: Path
             error for error in await asyncio.gather(*calls, return_exceptions=True) if isinstance(error, Exception)
         ]
         assert len(refused) == 30
-        assert {type(error) for error in refused} == {rpc.ResourceExhausted}
+        assert {type(error) for error in refused} == {ResourceExhausted}
         assert "expected at most 5 a second of one caller, got more" in str(refused[0])
         await FakeWorker(worker, "a/0").register()
 
@@ -368,7 +375,7 @@ def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 def _drain_in_vain(group: Cluster, client: SecurityConfig) -> None:
     with rpc.channel(group.address(0), security=Security(client), name="crossdock-worker") as channel:
         drain = expert_pb2_grpc.ExpertServiceStub(channel).Drain
-        with pytest.raises(rpc.PermissionDenied, match="Drain: expected a caller that is operator"):
+        with pytest.raises(PermissionDenied, match="Drain: expected a caller that is operator"):
             rpc.call_sync(drain, expert_pb2.DrainRequest(), timeout_s=ANSWER_S)
 
 
@@ -387,7 +394,7 @@ def test_a_guarded_group_serves_who_is_known_and_nobody_else(
     with Client(target, security=nameless) as client, pytest.raises(NotAllowed, match="expected `Bearer`"):
         client.forward(batch.layer, batch.x, batch.ids, batch.weights, timeout_s=ANSWER_S)
     _drain_in_vain(group, known)
-    with pytest.raises(rpc.CallError):
+    with pytest.raises(CallError):
         call_leader(target, None, lambda plain: current_view(plain, ANSWER_S))
 
 
@@ -450,12 +457,12 @@ async def newest_view_error(stub: control_pb2_grpc.ControlPlaneStub) -> None:
 
 
 async def _first(stub: control_pb2_grpc.ControlPlaneStub, worker: pb.WorkerId) -> None:
-    """The first answer of a Watch. Raises rpc.CallError."""
+    """The first answer of a Watch. Raises CallError."""
     call = stub.Watch(pb.WatchRequest(worker=worker), timeout=TIMEOUT_S)
     try:
         await call.read()
     except grpc.RpcError as error:
-        raise rpc.error_of(error) from None
+        raise error_of(error) from None
     finally:
         call.cancel()
 

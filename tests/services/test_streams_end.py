@@ -18,6 +18,7 @@ import torch
 
 from crossdock.common import rpc
 from crossdock.common.access import RateLimiter
+from crossdock.common.call_errors import Unavailable, error_of
 from crossdock.common.config import WorkerConfig
 from crossdock.common.metrics import WorkerMetrics
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
@@ -34,7 +35,7 @@ from crossdock.worker.telemetry.worker_telemetry import WorkerTelemetry
 from tests.services.cluster import Batch, H, write_model
 from tests.services.control_world import TIMEOUT_S, until
 
-GONE = rpc.Unavailable("this worker has left the group")
+GONE = Unavailable("this worker has left the group")
 
 
 def service_of(
@@ -75,11 +76,11 @@ async def test_a_stream_ends_after_its_answers_and_no_other_begins(tmp_path: Pat
             await stream.read()
         assert sorted(answer.id for answer in answers) == list(range(8))
         assert {answer.error.message for answer in answers} == {"draining"}
-        assert str(rpc.error_of(raised.value)) == str(GONE)
+        assert str(error_of(raised.value)) == str(GONE)
         await ending
         with pytest.raises(grpc.RpcError) as raised:
             await stub.Forward(timeout=TIMEOUT_S).read()
-        assert str(rpc.error_of(raised.value)) == str(GONE)
+        assert str(error_of(raised.value)) == str(GONE)
     await server.stop(0)
     telemetry.close()
 
@@ -96,7 +97,7 @@ async def served(folder: Path, **settings: float) -> AsyncIterator[tuple[str, Wo
     metrics = WorkerMetrics()
     telemetry = WorkerTelemetry(metrics, (H * 4, H * 4))
     service = service_of(folder, Answering(64, telemetry), telemetry, **settings)  # type: ignore[arg-type]
-    metrics.queued_bytes.set_function(lambda: service.queued_bytes)
+    metrics.queued_bytes.set_function(lambda: service._backend.budget.num_bytes)
     server = await rpc.server(8 << 20, rpc.Health([]))
     expert_pb2_grpc.add_ExpertServiceServicer_to_server(service, server)
     address = rpc.bind(server, "127.0.0.1:0")

@@ -17,6 +17,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from crossdock.common import rpc
+from crossdock.common.call_errors import ResourceExhausted, code_number
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from tests.services.cluster import ANSWER_S, LAYERS, TEST_S, Batch, Caller, Cluster, E, H, K, check, cluster, rows
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.timeout(TEST_S)
 M = 64
 CLIENT_BYTES, TOTAL_BYTES, MESSAGE_BYTES = 64 << 10, 3 << 20, 2 << 20
 
-OK, INVALID, PRECONDITION = 0, rpc.code_number(grpc.StatusCode.INVALID_ARGUMENT), 9
+OK, INVALID, PRECONDITION = 0, code_number(grpc.StatusCode.INVALID_ARGUMENT), 9
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +180,7 @@ def test_bytes_that_are_no_message_end_their_stream_only(group: Cluster, caller:
 
 
 def test_a_message_over_the_limit_ends_its_stream_only(group: Cluster, caller: Caller) -> None:
-    with group.caller(0) as greedy, pytest.raises(rpc.ResourceExhausted):
+    with group.caller(0) as greedy, pytest.raises(ResourceExhausted):
         greedy.forward(Batch.random(MESSAGE_BYTES // H // 4 + 1))
     batch = Batch.random(3)
     check(caller.forward(batch), batch, group.tensors)
@@ -222,7 +223,7 @@ def test_deadlines(group: Cluster, caller: Caller) -> None:
     long = Batch.random(50 * M)
     with group.stopped(1):
         error = caller.forward(long, timeout_ms=1).error
-    assert error.code == rpc.code_number(grpc.StatusCode.DEADLINE_EXCEEDED)
+    assert error.code == code_number(grpc.StatusCode.DEADLINE_EXCEEDED)
     assert "0.001 s" in error.message or "in the queue" in error.message, "which of the two saw it first"
     batch = Batch.random(3)
     check(caller.forward(batch, timeout_ms=ANSWER_S * 1000), batch, group.tensors)
@@ -248,7 +249,7 @@ def test_cancel(group: Cluster, caller: Caller) -> None:
     with group.stopped(1):
         answer = caller.send(Batch.random(50 * M).message(1_000_001))
         caller.cancel(1_000_001)
-        assert answer.result(ANSWER_S).error.code == rpc.code_number(grpc.StatusCode.CANCELLED)
+        assert answer.result(ANSWER_S).error.code == code_number(grpc.StatusCode.CANCELLED)
     caller.cancel(424242)  # of nothing: no answer, no harm
     batch = Batch.random(3)
     check(caller.forward(batch), batch, group.tensors)
@@ -285,7 +286,7 @@ def test_the_total_limit_refuses_with_resource_exhausted(group: Cluster) -> None
     batch = Batch.random(TOTAL_BYTES // H // 8)  # x alone is half of the limit, and counts twice
     with group.caller(0) as caller:
         error = caller.forward(batch).error
-        assert error.code == rpc.code_number(grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert error.code == code_number(grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert str(TOTAL_BYTES) in error.message
         small = Batch.random(3)
         check(caller.forward(small), small, group.tensors)

@@ -41,6 +41,7 @@ from benchmarks import facts
 from benchmarks.service.load import Way
 from crossdock.client import Client
 from crossdock.common import rpc
+from crossdock.common.call_errors import CallError
 from crossdock.common.http import ask_http
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
@@ -200,7 +201,7 @@ def move(scene: Scene) -> int:
         try:
             stub = control_pb2_grpc.ControlPlaneStub(channel)
             return int(rpc.call_sync(stub.Rebalance, pb.RebalanceRequest(), timeout_s=_CALL_S).moves)
-        except rpc.CallError:
+        except CallError:
             return 0  # the group is forming anew, or something moves already
 
 
@@ -212,7 +213,7 @@ def switch(scene: Scene, path: Path) -> bool:
     with rpc.channel(scene.target) as channel:
         try:
             rpc.call_sync(control_pb2_grpc.ControlPlaneStub(channel).Load, asked, timeout_s=_CALL_S)
-        except rpc.CallError:
+        except CallError:
             return False  # as `move`
     return True
 

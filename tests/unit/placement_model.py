@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from crossdock.common import rpc
+from crossdock.common.call_errors import FailedPrecondition
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control.group.group_state import Group
@@ -117,7 +117,7 @@ class Side:
         """The answer to a worker; None: refused."""
         try:
             answer = self.thaw(group).placement(group, pb.PlacementRequest(epoch=epoch))
-        except rpc.FailedPrecondition:
+        except FailedPrecondition:
             return None
         slots = [layer.experts for layer in answer.layers]
         tables = tuple(tuple((row[slot], row[slot + 1]) for slot in range(0, len(row), 2)) for row in slots)

@@ -6,7 +6,8 @@ from collections.abc import Hashable
 
 import pytest
 
-from crossdock.worker.requests.budget import Budget, BudgetExceeded, StreamQuota
+from crossdock.worker.requests.budget import Budget, StreamQuota
+from crossdock.worker.steps.work import Refused
 
 
 def share_of(budget: Budget, client: Hashable) -> StreamQuota:
@@ -17,7 +18,7 @@ def test_in_all() -> None:
     budget = Budget(max_bytes_per_client=100, max_bytes=150)
     a, b = share_of(budget, "a"), share_of(budget, "b")
     a.charge(90)
-    with pytest.raises(BudgetExceeded, match="at most 150 bytes waiting here, this request would make it 151"):
+    with pytest.raises(Refused, match="at most 150 bytes waiting here, this request would make it 151"):
         b.charge(61)
     assert budget.num_bytes == 90
     b.charge(60)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import pytest_asyncio
 
-from crossdock.common import rpc
+from crossdock.common.call_errors import CallError, DeadlineExceeded, NotFound, PermissionDenied, Unavailable
 from crossdock.common.control_channel import ControlPlaneChannel
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker.group import control_client as client_module
@@ -83,7 +83,7 @@ async def test_heartbeats_that_are_refused_are_said_now_and_then_and_named_when_
     monkeypatch.setattr(
         client_module._log, "warning", lambda what, **more: said.append((what, more.get("heartbeats_refused")))
     )
-    answers: list[rpc.CallError] = [*[rpc.PermissionDenied("expected its own certificate")] * 3, rpc.NotFound("h/0")]
+    answers: list[CallError] = [*[PermissionDenied("expected its own certificate")] * 3, NotFound("h/0")]
 
     async def call(*_: object, **__: object) -> None:
         raise answers.pop(0)
@@ -115,7 +115,7 @@ async def test_a_view_of_a_lower_term_is_not_taken(client: ControlPlaneClient) -
     await client._take_view(later)
     late = view(8, pb.SERVING, ME, OTHER)
     late.term = 8
-    with pytest.raises(rpc.Unavailable, match="a view of term 8 is outdated: term 9 has begun"):
+    with pytest.raises(Unavailable, match="a view of term 8 is outdated: term 9 has begun"):
         await client._take_view(late)
     assert client.view.epoch == 3
     assert ("crossdock-term", "9") in client._metadata()
@@ -135,7 +135,7 @@ async def test_a_replica_that_is_silent_is_not_waited_for_while_none_leads(monke
         if len(calls) == 3:
             leading.add("b:2")
         await asyncio.sleep(0 if len(calls) < 4 else 100.0)
-        raise rpc.DeadlineExceeded("silent")
+        raise DeadlineExceeded("silent")
 
     monkeypatch.setattr(ControlPlaneChannel, "_leads", leads)
     made = ControlPlaneClient("a:1,b:2", pb.RegisterRequest(worker=ME), pb.WorkerStats)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from crossdock.common.call_errors import InvalidArgument
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.common.rpc import InvalidArgument
 from crossdock.control.group.group_state import Phase
 from crossdock.control.group.recovery import MAX_LEAP
 from crossdock.control.placement import views

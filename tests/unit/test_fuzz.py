@@ -11,9 +11,9 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crossdock.common.call_errors import CallError
 from crossdock.common.config import ControlConfig
 from crossdock.common.metrics import ControlMetrics
-from crossdock.common.rpc import CallError
 from crossdock.control.server.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 

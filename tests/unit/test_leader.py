@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from crossdock.common import rpc
+from crossdock.common.call_errors import NotFound, Unavailable
 from crossdock.common.config import ControlConfig
+from crossdock.common.control_channel import TERM_KEY
 from crossdock.common.metrics import ControlMetrics
-from crossdock.control.leader.leader import TERM_KEY, Replica
+from crossdock.control.leader.leader import Replica
 from crossdock.control.server.server import ControlPlane
 from crossdock.protocol.v1 import control_pb2 as pb
 
@@ -41,7 +42,7 @@ class FakeService:
 
     async def Heartbeat(self, request: Any, context: Any) -> str:  # noqa: N802
         if not request:
-            raise rpc.NotFound("unknown")
+            raise NotFound("unknown")
         return "answer"
 
     async def Topology(self, request: Any, context: Any) -> str:  # noqa: N802
@@ -86,7 +87,7 @@ def test_a_lease_that_comes_when_the_process_stops_begins_no_reign(world: Any) -
     replica.tick()
     assert (made, replica.group) == ([], None)
     assert told == [0]
-    with pytest.raises(rpc.Unavailable, match="is a standby"):
+    with pytest.raises(Unavailable, match="is a standby"):
         replica._active_service()
 
 
@@ -102,12 +103,12 @@ class Call:
 
 async def test_only_a_call_that_a_member_may_make_tells_of_a_term(world: Any) -> None:
     replica, elector, _, _ = world
-    with pytest.raises(rpc.Unavailable):
+    with pytest.raises(Unavailable):
         await replica.Heartbeat("member", Call("9"))
     elector.term = 7
     replica.tick()
     assert await replica.Topology("anybody", Call("9")) == "answer"
-    with pytest.raises(rpc.NotFound):
+    with pytest.raises(NotFound):
         await replica.Heartbeat("", Call("9"))
     assert elector.told == []
     for term in ("9", "9" * 11, "-1", "x", ""):
@@ -142,7 +143,7 @@ async def test_a_former_leader_measures_its_group_no_more() -> None:
     elector.term = 0
     replica.tick()
     former.tick()
-    with pytest.raises(rpc.Unavailable):
+    with pytest.raises(Unavailable):
         await anext(views)
     assert told("group_state", state="SERVING") is None
     assert not any(told(name) for name in names)

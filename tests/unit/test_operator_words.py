@@ -19,6 +19,7 @@ import crossdock
 from crossdock.cli import app, config_page
 from crossdock.common import announce, rpc
 from crossdock.common.addresses import not_bound
+from crossdock.common.call_errors import Unavailable, error_of
 from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig, WorkerConfig, load
 from crossdock.common.metrics import HostMetrics
 from crossdock.common.settings import DockerConfig, ElectionConfig, KubernetesConfig
@@ -124,7 +125,7 @@ def test_a_name_that_does_not_resolve() -> None:
         "errors resolving nosuch:1: [field:hostname lookup error:address lookup failed for nosuch",
         "DNS resolution failed for nosuch:1: C-ares status is not ARES_SUCCESS",
     ):
-        assert str(rpc.error_of(Error(words))) == "no such host: nosuch"
+        assert str(error_of(Error(words))) == "no such host: nosuch"
 
 
 def test_a_model_without_config_json_starts_nothing(tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ def test_a_worker_without_a_control_plane_warns_ever_more_rarely(
     client = control_client.ControlPlaneClient.__new__(control_client.ControlPlaneClient)
     client._silent_until, client._silence_s = 0.0, control_client._SILENCE_S[0]
     while now < 600:
-        client._log_absence(rpc.Unavailable("gone"))
+        client._log_absence(Unavailable("gone"))
         now += 1.5
     said = [record for record in caplog.records if "no control plane" in record.getMessage()]
     assert {record.levelname for record in said} == {"WARNING"}

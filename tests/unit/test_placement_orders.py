@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from crossdock.common import rpc
+from crossdock.common.call_errors import FailedPrecondition
 from crossdock.common.config import ControlConfig, PlacementConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control.group.group_state import Phase
@@ -137,7 +137,7 @@ def test_an_epoch_that_begins_while_a_plan_is_made(unasked: bool) -> None:
         await group.loop.gate("rebalance is asked for")
         try:
             return f"started: {bool((await group.control.Rebalance(pb.RebalanceRequest(), None)).moves)}"
-        except rpc.FailedPrecondition as refused:
+        except FailedPrecondition as refused:
             return str(refused).partition(":")[2].partition(",")[0].strip()
 
     assert every_order(scenario) > 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crossdock.common import rpc
+from crossdock.common.call_errors import InvalidArgument
 from crossdock.common.config import PlacementConfig
 from crossdock.control.placement.checkpoints import Checkpoints, Ref, experts_of, number_of, weights_of
 from crossdock.control.placement.expert_reports import Kind, Report
@@ -231,7 +231,7 @@ def test_moves_keep_the_checkpoint() -> None:
     ],
 )
 def test_wrong_messages_are_refused(message: pb.Checkpoints) -> None:
-    with pytest.raises(rpc.InvalidArgument, match="checkpoints"):
+    with pytest.raises(InvalidArgument, match="checkpoints"):
         Checkpoints.parse(message, 1 << 20)
 
 

@@ -241,16 +241,9 @@ def test_brackets_fit_an_address_of_either_family(ip: str, address: str) -> None
 
 
 def test_identity_reads_what_it_is_given_and_nothing_else() -> None:
-    got = Identity.from_env({"LWS_WORKER_INDEX": "3", "NODE_NAME": "n", "POD_NAME": "p"})
-    assert got == Identity(hostname="n", pod_name="p", worker_index=3)
-    bare = Identity.from_env({})
-    assert bare.hostname
-    assert bare.worker_index is None
-
-
-def test_a_wrong_identity_is_refused_by_name() -> None:
-    with pytest.raises(ConfigFileError, match="LWS_WORKER_INDEX"):
-        Identity.from_env({"LWS_WORKER_INDEX": "first"})
+    got = Identity.from_env({"NODE_NAME": "n", "POD_NAME": "p"})
+    assert got == Identity(hostname="n", pod_name="p")
+    assert Identity.from_env({}).hostname
 
 
 def test_the_workers_of_a_host_differ_in_rank_uid_and_ports() -> None:

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from crossdock.common import rpc
+from crossdock.common.call_errors import FailedPrecondition
 from crossdock.common.config import ControlConfig, PlacementConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control.group.group_state import Phase
@@ -160,7 +160,7 @@ class World:
         await self.loop.gate("rebalance is asked for")
         try:
             await self.control.Rebalance(pb.RebalanceRequest(), None)
-        except rpc.FailedPrecondition:
+        except FailedPrecondition:
             return
 
 

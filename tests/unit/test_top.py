@@ -10,7 +10,7 @@ from rich.console import Console
 from crossdock.cli import status, top
 from crossdock.cli.latency_view import waits
 from crossdock.cli.top import as_dict, as_screen
-from crossdock.common.rpc import Unavailable
+from crossdock.common.call_errors import Unavailable
 from crossdock.protocol.v1 import control_pb2 as pb
 
 

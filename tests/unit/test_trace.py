@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from crossdock.cli.trace import LANES, Offset, answers_of, clock_dict, clock_words, events, of_one_epoch, offsets
-from crossdock.common.rpc import InvalidArgument, Unavailable
+from crossdock.common.call_errors import InvalidArgument, Unavailable
 from crossdock.protocol.v1.control_pb2 import Member
 from crossdock.protocol.v1.expert_pb2 import Operation, TraceRequest, TraceResponse
-from crossdock.worker.telemetry.operations import trace_of
+from crossdock.worker.requests.service import trace_of
 from ep_kernels import LatencySample
 from tests import tools
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from crossdock.common.call_errors import InvalidArgument
 from crossdock.common.metrics import ControlMetrics
-from crossdock.common.rpc import InvalidArgument
 from crossdock.control.latency import latency_watch as latency
 from crossdock.control.latency import verdict
 from crossdock.control.latency.verdict import Judgement, RankTimes, Usual, judge
@@ -236,7 +236,8 @@ def test_words_name_what_was_found() -> None:
         "not known yet": Judgement("unknown"),
     }
     assert {latency.text_of(one): one for one in cases.values()} == cases
-    assert set(latency.KINDS) == {one.kind for one in cases.values()}
+    words = {"VERDICT_KIND_UNSPECIFIED": "unknown"}
+    assert {words.get(name, name.lower()) for name, _ in pb.VerdictKind.items()} == {one.kind for one in cases.values()}
 
 
 def test_hosts_are_named_as_people_know_them() -> None:

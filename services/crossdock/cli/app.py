@@ -210,13 +210,11 @@ def status(
 ) -> None:
     """Show ranks, epoch, states, experts and rates of a group. Exit status 1 unless it is serving."""
     from crossdock.cli.status import as_dict, as_table, plain_text
-    from crossdock.common.control_channel import call_leader
-    from crossdock.host.supervisor import current_view
+    from crossdock.cli.top import fetch
     from crossdock.protocol.v1.control_pb2 import SERVING
 
-    guards = security_of(security)
-    view = call_leader(target, guards, lambda channel: current_view(channel, timeout_s))
-    exposed = plain_text(view, target) if guards is None else []
+    view = fetch(target, timeout_s, security)
+    exposed = plain_text(view, target) if security_of(security) is None else []
     if as_json:
         show_json(as_dict(view, exposed))
     else:
@@ -236,17 +234,11 @@ def experts(
 ) -> None:
     """Show each expert's load and copies, how balanced the ranks are, and what `rebalance` would move."""
     from crossdock.cli.experts import as_dict, as_tables
-    from crossdock.common import rpc
     from crossdock.common.config import ConfigFileError
-    from crossdock.common.control_channel import call_leader
+    from crossdock.common.control_channel import ask_leader
     from crossdock.protocol.v1.control_pb2 import ExpertsRequest
-    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
-    found = call_leader(
-        target,
-        security_of(security),
-        lambda channel: rpc.call_sync(ControlPlaneStub(channel).Experts, ExpertsRequest(), timeout_s=timeout_s),
-    )
+    found = ask_leader(target, security_of(security), "Experts", ExpertsRequest(), timeout_s)
     known = [one.layer for one in found.layers]
     if layer is not None and found.version and layer not in known:
         raise ConfigFileError(f"--layer: expected one of {known}, got {layer}")
@@ -264,16 +256,10 @@ def rebalance(
     security: SecurityFile = None,
 ) -> None:
     """Move experts between ranks while they serve, as `crossdock experts` shows. Exit status 1 if refused."""
-    from crossdock.common import rpc
-    from crossdock.common.control_channel import call_leader
+    from crossdock.common.control_channel import ask_leader
     from crossdock.protocol.v1.control_pb2 import RebalanceRequest
-    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
-    started = call_leader(
-        target,
-        security_of(security),
-        lambda channel: rpc.call_sync(ControlPlaneStub(channel).Rebalance, RebalanceRequest(), timeout_s=timeout_s),
-    )
+    started = ask_leader(target, security_of(security), "Rebalance", RebalanceRequest(), timeout_s)
     if as_json:
         show_json({"version": started.version, "moves": started.moves})
     elif started.moves:
@@ -295,13 +281,17 @@ def demo(
     in_namespace: Annotated[bool, typer.Option("--in-namespace", hidden=True)] = False,
 ) -> None:
     """Serve small random models here and compare them with plain `transformers`, token by token."""
+    from crossdock.demo import FAMILIES, check_names
     from crossdock.demo.hosts import become
-    from crossdock.demo.run import FAMILIES, run_demo
 
+    families = family or tuple(FAMILIES)
+    check_names(transport, families)
     why_not = None if in_namespace else become([*sys.argv[1:], "--in-namespace"]) if hosts > 1 else "one host"
     chosen = {"transport": transport, "num_workers": workers, "security": load_security(security), "as_json": as_json}
     chosen |= {"num_hosts": hosts, "no_namespaces": why_not}
-    raise typer.Exit(run_demo(family or tuple(FAMILIES), **chosen))
+    from crossdock.demo.run import run_demo
+
+    raise typer.Exit(run_demo(families, **chosen))
 
 
 @app.command()

@@ -11,7 +11,7 @@ import typer
 from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Target, Timeout, security_of, show_json
 
 if TYPE_CHECKING:
-    from crossdock.protocol.v1.control_pb2 import Barred, GroupView, LoadRequest
+    from crossdock.protocol.v1.control_pb2 import Barred, LoadRequest
 
 Name = Annotated[str, typer.Argument(help="A rank, a worker (uid), or a host: every worker there.")]
 Reason = Annotated[str, typer.Option("--reason", help="Shown as the reason.")]
@@ -59,43 +59,29 @@ def uncordon(
     security: SecurityFile = None,
 ) -> None:
     """Accept workers again that were cordoned, drained or quarantined."""
-    from crossdock.common import rpc
-    from crossdock.common.control_channel import call_leader
+    from crossdock.common.control_channel import ask_leader
     from crossdock.protocol.v1.control_pb2 import UncordonRequest
-    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
     request = UncordonRequest(name=name)
-    answer = call_leader(
-        target,
-        security_of(security),
-        lambda channel: rpc.call_sync(ControlPlaneStub(channel).Uncordon, request, timeout_s=timeout_s),
-    )
+    answer = ask_leader(target, security_of(security), "Uncordon", request, timeout_s)
     _print(list(answer.barred), "may come back", as_json=as_json)
 
 
 def _cordon(
     name: str, reason: str, target: str, timeout_s: float, security: Path | None, *, drain_too: bool
 ) -> list[Barred]:
-    from crossdock.common import rpc
-    from crossdock.common.control_channel import call_leader
+    from crossdock.common.control_channel import ask_leader
     from crossdock.protocol.v1.control_pb2 import CordonRequest
-    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
     request = CordonRequest(name=name, reason=reason, drain=drain_too)
-    answer = call_leader(
-        target,
-        security_of(security),
-        lambda channel: rpc.call_sync(ControlPlaneStub(channel).Cordon, request, timeout_s=timeout_s),
-    )
+    answer = ask_leader(target, security_of(security), "Cordon", request, timeout_s)
     return list(answer.barred)
 
 
 def _members(target: str, timeout_s: float, security: Path | None) -> list[str]:
-    from crossdock.common.control_channel import call_leader
-    from crossdock.host.supervisor import current_view
+    from crossdock.cli.top import fetch
 
-    view: GroupView = call_leader(target, security_of(security), lambda channel: current_view(channel, timeout_s))
-    return [member.worker.uid for member in view.members]
+    return [member.worker.uid for member in fetch(target, timeout_s, security).members]
 
 
 def _print(barred: list[Barred], done: str, *, as_json: bool, stayed: list[str] | None = None) -> None:
@@ -119,24 +105,16 @@ def load(
     security: SecurityFile = None,
 ) -> None:
     """Load another checkpoint while the group serves, layer by layer. Exit status 1 unless all of it was loaded."""
-    from crossdock.common import rpc
-    from crossdock.common.control_channel import call_leader
+    from crossdock.common.control_channel import ask_leader
     from crossdock.protocol.v1.control_pb2 import ExpertsRequest, ExpertsResponse
-    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
     request, guards = _load_request(model.resolve()), security_of(security)
 
     def experts() -> ExpertsResponse:
-        found: ExpertsResponse = call_leader(
-            target,
-            guards,
-            lambda channel: rpc.call_sync(ControlPlaneStub(channel).Experts, ExpertsRequest(), timeout_s=timeout_s),
-        )
+        found: ExpertsResponse = ask_leader(target, guards, "Experts", ExpertsRequest(), timeout_s)
         return found
 
-    call_leader(
-        target, guards, lambda channel: rpc.call_sync(ControlPlaneStub(channel).Load, request, timeout_s=timeout_s)
-    )
+    ask_leader(target, guards, "Load", request, timeout_s)
     deadline, found = time.monotonic() + wait_s, experts()
     while (not found.last_change or found.last_change.startswith("loading")) and time.monotonic() < deadline:
         time.sleep(POLL_S)

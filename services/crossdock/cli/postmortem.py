@@ -77,16 +77,10 @@ def _lines(path: Path) -> Iterator[str]:
 
 def fetch(target: str, timeout_s: float, security: Path | None) -> list[Event]:
     """What the control plane has kept, in order. Raises CallError."""
-    from crossdock.common import rpc
-    from crossdock.common.control_channel import call_leader
+    from crossdock.common.control_channel import ask_leader
     from crossdock.protocol.v1.control_pb2 import GroupState, PostmortemsRequest
-    from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
-    kept = call_leader(
-        target,
-        security_of(security),
-        lambda channel: rpc.call_sync(ControlPlaneStub(channel).Postmortems, PostmortemsRequest(), timeout_s=timeout_s),
-    )
+    kept = ask_leader(target, security_of(security), "Postmortems", PostmortemsRequest(), timeout_s)
     records = [{**record, "uid": one.uid} for one in kept.postmortems if (record := parse(one.record)) is not None]
     changes = [
         Event(one.unix_s, f"epoch {one.epoch} is {GroupState.Name(one.state)}: {one.reason}") for one in kept.changes

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from crossdock.cli.latency_view import verdict_dict, verdict_line
 from crossdock.common.addresses import is_loopback, split_targets
-from crossdock.host.group_table import format_bytes, headline, plain_text_warning, rank_table
+from crossdock.common.plural import span
+from crossdock.host.group_table import format_bytes, headline, plain_text_warning, rank_table, state_of
 from crossdock.protocol.v1.control_pb2 import (
     Barred,
     GroupState,
@@ -79,6 +80,7 @@ _COLUMNS: dict[str, JustifyMethod] = {
 }
 _LEFT_OUT = ("tokens", "address", "memory", "heartbeat", "experts")
 _FOLDED, _GAP = 24, 2
+_STYLES = {"sick": "red", "ready": "green", "joining": "yellow"}
 _SETS = 8
 
 
@@ -105,7 +107,7 @@ def _networks(view: GroupView) -> list[Text]:
             domains.setdefault(member.network.domain or f"{member.rank}", []).append(member)
     if not domains:
         return []
-    sets = [f"{_span([one.rank for one in members])} on {members[0].hostname}" for members in domains.values()]
+    sets = [f"{span([one.rank for one in members])} on {members[0].hostname}" for members in domains.values()]
     provider = next(iter(domains.values()))[0].network.provider
     between = f", {provider} between" if len(sets) > 1 else f"; no rank is reached by {provider}"
     shown = "; ".join(sets[:_SETS]) + ("; ..." if len(sets) > _SETS else "")
@@ -132,11 +134,6 @@ def _models(view: GroupView) -> list[Text]:
         return same
     shown = " | ".join(", ".join(f"{name[:12]} in {layers} layers" for name, layers in each) for each in sorted(held))
     return [Text(f"weights: {shown} (started with {view.model[:12]})"), *same]
-
-
-def _span(ranks: list[int]) -> str:
-    whole = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]}-{ranks[-1]}" if whole else ", ".join(map(str, ranks))
 
 
 def _network(network: Network) -> dict[str, str]:
@@ -193,11 +190,7 @@ def _row(member: Member) -> list[Text]:
     stats = member.stats
     cells: list[str | Text] = [
         str(member.rank),
-        Text("sick", style="red")
-        if member.sick
-        else Text("ready", style="green")
-        if member.ready
-        else Text("joining", style="yellow"),
+        Text(state_of(member), style=_STYLES[state_of(member)]),
         member.worker.uid,
         member.address,
         _experts(stats),

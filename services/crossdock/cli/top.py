@@ -17,7 +17,7 @@ from rich.text import Text
 
 from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Timeout, console, security_of, show_json
 from crossdock.cli.latency_view import verdict_dict, verdict_line, waits
-from crossdock.host.group_table import headline
+from crossdock.host.group_table import headline, state_of
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupState, GroupView, LatencyReport, Member
 
 _OPS = ("exchange", "dispatch", "combine")
@@ -39,7 +39,7 @@ def top(
     --json prints one object and ends, as --once does one screen. Exit status 1 unless the group is serving.
     While the control plane does not answer, the last screen stays.
     """
-    from crossdock.common.rpc import CallError
+    from crossdock.common.call_errors import CallError
 
     view = fetch(target, timeout_s, security)
     printer = console()
@@ -62,8 +62,7 @@ def top(
 
 def fetch(target: str, timeout_s: float, security: Path | None) -> GroupView:
     """The group as it is now. Raises CallError."""
-    from crossdock.common.control_channel import call_leader
-    from crossdock.host.supervisor import current_view
+    from crossdock.common.control_channel import call_leader, current_view
 
     return call_leader(target, security_of(security), lambda channel: current_view(channel, timeout_s))
 
@@ -87,7 +86,7 @@ def _rank(member: Member, shares: dict[int, float]) -> dict[str, object]:
         "rank": member.rank,
         "uid": member.worker.uid,
         "hostname": member.hostname,
-        "state": _state(member),
+        "state": state_of(member),
         "interval_s": round(latency.interval_s, 3),
         "tokens_per_s": round(_per_s(latency, latency.tokens), 3),
         "rows_per_s": round(_per_s(latency, latency.rows), 3),
@@ -121,7 +120,7 @@ def _ranks(view: GroupView) -> Table:
         quantiles = {one.op: f"{_time(one.p50_s)}/{_time(one.p99_s)}" for one in latency.operations}
         table.add_row(
             str(member.rank),
-            _state(member),
+            state_of(member),
             f"{_per_s(latency, latency.tokens):,.0f}",
             f"{_per_s(latency, latency.steps):,.1f}",
             str(member.stats.queued_requests),
@@ -147,10 +146,6 @@ def _heat(view: GroupView, width: int) -> list[Text]:
     if len(shown) < len(ranks):
         lines.append(Text(f"not shown: peers {shown[-1] + 1} and up (wider terminal, or --json)", style="dim"))
     return lines
-
-
-def _state(member: Member) -> str:
-    return "sick" if member.sick else "ready" if member.ready else "joining"
 
 
 def _per_s(latency: LatencyReport, amount: float) -> float:

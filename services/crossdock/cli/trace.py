@@ -104,7 +104,7 @@ def answers_of(
 ) -> tuple[list[TraceResponse], dict[str, str]]:
     """The answers, and by rank why there is none: a rank that hangs or is gone must not hide the others' steps. Raises
     CallError where there is no answer."""
-    from crossdock.common.rpc import CallError
+    from crossdock.common.call_errors import CallError
 
     answers, missing, last = [], {}, None
     for member in members:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from crossdock.client.client import MIN_TOKENS_PER_WORKER, Landing, Requests, Step
+from crossdock.client.client import MIN_TOKENS_PER_WORKER, Requests
 from crossdock.client.errors import ClientError
 from crossdock.client.shares import rows_of_call
 from crossdock.client.threaded import SharedLoop
@@ -33,7 +33,7 @@ class Client:
         model: str = "",
         security: SecurityConfig | None = None,
     ) -> None:
-        self._requests = Requests(target, retry, min_tokens_per_worker, model, security, read_by_loop=False)
+        self._requests = Requests(target, retry, min_tokens_per_worker, model, security, self._run)
         self._loop, self._changed = SharedLoop.borrow(), threading.Condition()
         self._num_calls, self._closed, self._ended = 0, False, threading.Event()
 
@@ -70,22 +70,16 @@ class Client:
         if not rows.num_tokens:
             return x.new_empty(x.shape)
         self._begin()
-        steps = self._requests.steps(self._requests.batch_of(layer, rows, timeout_s))
+        call = self._requests.forward(self._requests.batch_of(layer, rows, timeout_s))
         try:
-            step = next(steps)
-            while True:
-                try:
-                    got = self._wait(step)
-                except ClientError as error:
-                    step = steps.throw(error)
-                else:
-                    step = steps.send(got)
+            call.send(None)  # to its end: where it waits it blocks
         except StopIteration as end:
             out: torch.Tensor = end.value
             return out if rows.tensors[0] is x else out.to(x.device)  # of a tensor of the host nothing is asked
         finally:
-            steps.close()
+            call.close()
             self._end()
+        raise RuntimeError("a call of a client for threads was suspended")
 
     def close(self) -> None:
         """Close all connections. Idempotent. In a process that forked they stay, and its parent's calls go on."""
@@ -118,11 +112,6 @@ class Client:
             self._num_calls -= 1
             if self._closed:
                 self._changed.notify_all()
-
-    def _wait(self, step: Step) -> Any:
-        if isinstance(step, Landing):
-            return step.connection.wait(step.flight, step.until)
-        return self._run(step)
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         future = self._loop.start(coroutine)

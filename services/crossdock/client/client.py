@@ -7,8 +7,7 @@ A batch is spread over the ranks, each with a share of the tokens, by one connec
 followed: requests in flight to a lost rank are retried until their deadline (forward is idempotent). A request that a
 worker refuses for lack of resources is retried alone at the next worker, within a budget (retry.py).
 
-What a call does is written once, in `Requests.steps`: a generator that says what to wait for. Each client waits in its
-own way.
+What a call does is written once, in `Requests.forward`. It waits in the event loop; for a thread it blocks instead.
 
 Letters: T tokens, H hidden size, K experts per token.
 """
@@ -20,9 +19,9 @@ import functools
 import itertools
 import random
 import time
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 
@@ -58,16 +57,7 @@ _RETRY_S = (0.05, 1.0)
 """First and longest pause before a retry; randomized down to nothing."""
 
 
-class Landing(NamedTuple):
-    """What a call waits for: the answer of a flight, or that time, monotonic seconds."""
-
-    connection: Connection
-    flight: Flight
-    until: float
-
-
-Step = Landing | Coroutine[Any, Any, Any]
-"""What `Requests.steps` waits for; a coroutine runs in the loop of the client, and its result is sent back."""
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -81,11 +71,12 @@ class _Try:
 
 
 class Requests:
-    """Workers, connections and retries of one client. Coroutines run in its loop, `steps` anywhere.
+    """Workers, connections and retries of one client. Coroutines run in its loop; so does `forward`, or in a thread.
 
     Args:
         target, retry, min_tokens_per_worker, model, security: as AsyncClient.
-        read_by_loop: the loop reads connections; else threads that wait for answers do.
+        run_in_loop: of a client for threads: run a coroutine in the loop and wait for its result in this thread. Then
+            `forward` never suspends: its waits block, and a thread that waits reads its connection.
     """
 
     def __init__(
@@ -95,14 +86,13 @@ class Requests:
         min_tokens_per_worker: int,
         model: str,
         security: SecurityConfig | None,
-        *,
-        read_by_loop: bool,
+        run_in_loop: Callable[[Coroutine[Any, Any, Any]], Any] | None = None,
     ) -> None:
         if min_tokens_per_worker < 1:
             raise InvalidRequest(f"min_tokens_per_worker: expected 1 or more, got {min_tokens_per_worker}")
         self._security = security_of(security) if security is not None else None
         self.target, self._retry, self._model, self._min_tokens = target, retry, model, min_tokens_per_worker
-        self._read_by_loop = read_by_loop
+        self._run_in_loop = run_in_loop
         self._directory: Directory | None = None
         self._connections: dict[str, Connection] = {}
         self._dialling: dict[str, asyncio.Task[Connection]] = {}
@@ -129,9 +119,9 @@ class Requests:
                 await asyncio.sleep(self._pause(error, tries, deadline))
                 tries += 1
 
-    def steps(self, batch: ForwardCall) -> Generator[Step, Any, torch.Tensor]:
+    async def forward(self, batch: ForwardCall) -> torch.Tensor:
         """A whole call. Raises ClientError."""
-        began, service = time.monotonic(), self._known() or (yield from self._first_service(batch.deadline))
+        began, service = time.monotonic(), self._known() or await self._first_service(batch.deadline)
         shares = split(batch.rows.num_tokens, len(service.workers), batch.turn, self._min_tokens)
         asked: ServingWorkers | None = service
         todo = [_Try(share) for share in shares]
@@ -141,12 +131,12 @@ class Requests:
                 now = time.monotonic()
                 due, todo = [each for each in todo if each.at <= now], [each for each in todo if each.at > now]
                 for each in due:
-                    todo += yield from self._sent(batch, each, asked, flying)
+                    todo += await self._sent(batch, each, asked, flying)
                     asked = None  # one that is sent later may find others
                 if not flying:
                     if todo:
-                        yield asyncio.sleep(max(0.0, min(each.at for each in todo) - time.monotonic()))
-                elif (ended := (yield from self._landed(batch, began, todo, flying))) is not None:
+                        await self._in_loop(asyncio.sleep(max(0.0, min(each.at for each in todo) - time.monotonic())))
+                elif (ended := await self._landed(batch, began, todo, flying)) is not None:
                     todo.append(ended)
                 if (
                     not (todo or flying) and len(batch.models) > 1
@@ -170,24 +160,31 @@ class Requests:
         if self._directory is not None:
             await self._directory.close()
 
-    def _first_service(self, deadline: float) -> Generator[Step, Any, ServingWorkers]:
+    async def _in_loop(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """What a coroutine of the loop leads to."""
+        if self._run_in_loop is None:
+            return await work
+        result: Result = self._run_in_loop(work)
+        return result
+
+    async def _first_service(self, deadline: float) -> ServingWorkers:
         """Who serves now. Raises ClientError."""
         tries = 0
         while True:
             try:
-                return (yield self._service(max(0.0, deadline - time.monotonic())))  # type: ignore[no-any-return]
+                return await self._in_loop(self._service(max(0.0, deadline - time.monotonic())))
             except Unavailable as error:
                 self._failed(error)
-                yield asyncio.sleep(self._pause(error, tries, deadline))
+                await self._in_loop(asyncio.sleep(self._pause(error, tries, deadline)))
                 tries += 1
 
-    def _sent(
+    async def _sent(
         self,
         batch: ForwardCall,
         each: _Try,
         service: ServingWorkers | None,
         flying: list[tuple[_Try, Connection, Flight]],
-    ) -> Generator[Step, Any, list[_Try]]:
+    ) -> list[_Try]:
         """Send a share, which is then among those that fly; what is to be tried again, or later. service: who serves,
         where that was just asked."""
         deadline, share = batch.deadline, each.share
@@ -198,10 +195,14 @@ class Requests:
             return [each]
         try:
             self._check_open()
-            service = service or self._known() or (yield self._service(max(0.0, deadline - time.monotonic())))
+            service = service or self._known()
+            if service is None:
+                service = await self._in_loop(self._service(max(0.0, deadline - time.monotonic())))
             number = (share.worker + each.tries) % len(service.workers)
             each.tries += 1
-            connection = self._usable(service.workers[number][1]) or (yield self._dialled(service, number))
+            connection = self._usable(service.workers[number][1])
+            if connection is None:
+                connection = await self._in_loop(self._dialled(service, number))
             most, row = connection.max_request_bytes, batch.rows.row_bytes
             if row * (share.stop - share.start) > most:
                 if row > most:
@@ -214,13 +215,13 @@ class Requests:
             return [self._again(each, error, deadline)]
         return []
 
-    def _landed(
+    async def _landed(
         self, batch: ForwardCall, began: float, todo: list[_Try], flying: list[tuple[_Try, Connection, Flight]]
-    ) -> Generator[Step, Any, _Try | None]:
+    ) -> _Try | None:
         """Wait for one answer, or until something is to be sent; what is to be tried again."""
         each, connection, flight = flying[0]
         until = min([batch.deadline, *(one.at for one in todo)]) if todo else batch.deadline
-        if not flight.done and not (yield Landing(connection, flight, until)):
+        if not flight.done and not await connection.finished(flight, until):
             if time.monotonic() >= batch.deadline:
                 before = f"; before that: {each.failed}" if each.failed is not None else ""
                 within = f"no answer within {max(0.0, batch.deadline - began):.3f} s"
@@ -325,7 +326,7 @@ class Requests:
             self._probing[worker.address] = task
             task.add_done_callback(lambda _: self._probing.pop(worker.address, None))
         try:
-            connection = await worker.connect(read_by_loop=self._read_by_loop)
+            connection = await worker.connect(read_by_loop=self._run_in_loop is None)
         except Unavailable:
             self._broken_at[worker.address] = time.monotonic()
             raise
@@ -379,7 +380,7 @@ class AsyncClient:
         model: str = "",
         security: SecurityConfig | None = None,
     ) -> None:
-        self._requests = Requests(target, retry, min_tokens_per_worker, model, security, read_by_loop=True)
+        self._requests = Requests(target, retry, min_tokens_per_worker, model, security)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -429,26 +430,8 @@ class AsyncClient:
         if not rows.num_tokens:
             return x.new_empty(x.shape)
         batch = self._requests.batch_of(layer, rows, timeout_s)
-        return (await _taken(self._requests.steps(batch))).to(x.device)
+        return (await self._requests.forward(batch)).to(x.device)
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
         await self._requests.close()
-
-
-async def _taken(steps: Generator[Step, Any, torch.Tensor]) -> torch.Tensor:
-    """What they lead to, each waited for in the event loop."""
-    try:
-        step = next(steps)
-        while True:
-            try:
-                got = await (step.connection.finished(*step[1:]) if isinstance(step, Landing) else step)
-            except ClientError as error:
-                step = steps.throw(error)
-            else:
-                step = steps.send(got)
-    except StopIteration as end:
-        out: torch.Tensor = end.value
-        return out
-    finally:
-        steps.close()

@@ -175,8 +175,9 @@ class Connection:
         return True
 
     async def finished(self, flight: Flight, until: float) -> bool:
-        """The same in the event loop."""
-        assert self._loop is not None
+        """The same in the event loop; in this thread, which blocks, if no loop reads the connection."""
+        if self._loop is None:
+            return self.wait(flight, until)
         while not flight.done:
             left_s = until - time.monotonic()
             if left_s <= 0:

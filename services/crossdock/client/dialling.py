@@ -13,6 +13,7 @@ from crossdock.client.connection import Connection
 from crossdock.client.errors import Unavailable, from_answer, from_call
 from crossdock.common import rpc
 from crossdock.common.addresses import split_address
+from crossdock.common.call_errors import CallError
 from crossdock.common.security import Security
 from crossdock.protocol import frames
 from crossdock.protocol.frames import Frame, FrameError, FrameKind, FrameSocket
@@ -48,7 +49,7 @@ class KnownWorker:
             description: expert_pb2.DescribeResponse = await rpc.call(
                 describe, expert_pb2.DescribeRequest(), timeout_s=timeout_s
             )
-        except rpc.CallError as error:
+        except CallError as error:
             raise from_call(error, self.where, self.lost, self.epoch) from error
         finally:
             await channel.close(None)

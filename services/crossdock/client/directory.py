@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import grpc
 
 from crossdock.client.errors import REFUSALS, NotAllowed, Unavailable
-from crossdock.common import rpc
+from crossdock.common import call_errors
 from crossdock.common.control_channel import ControlPlaneChannel
 from crossdock.common.log import get
 from crossdock.common.security import Security
@@ -131,14 +131,14 @@ class Directory:
                 problem = error
                 if repr(error) != repr(before):
                     log.exception("cannot follow the control plane", control=self._target)
-            if isinstance(problem, rpc.Unimplemented):
+            if isinstance(problem, call_errors.Unimplemented):
                 await self._set(ServingWorkers(0, ((None, self._target),)))
                 return
             await self._fail(problem)
             await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
             self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
 
-    async def _watch(self, last: Exception | None) -> rpc.CallError:
+    async def _watch(self, last: Exception | None) -> call_errors.CallError:
         """Follow the leader; returns the error that ended it. `last`: the error before."""
         if last is not None or self._channel.has_several_targets:
             await self._channel.fail_over(last)
@@ -149,9 +149,9 @@ class Directory:
             await asyncio.wait({reader, doubted}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await end_tasks(reader, doubted)
-        return rpc.Unavailable("no answer") if reader.cancelled() else reader.result()
+        return call_errors.Unavailable("no answer") if reader.cancelled() else reader.result()
 
-    async def _read(self) -> rpc.CallError:
+    async def _read(self) -> call_errors.CallError:
         """Read views until the stream ends; returns the error."""
         stub = control_pb2_grpc.ControlPlaneStub(self._channel.grpc_channel)
         try:
@@ -159,14 +159,14 @@ class Directory:
                 self._pause_s, self._refused = _RETRY_S[0], None
                 await self._take(view)
         except grpc.RpcError as error:
-            return rpc.error_of(error)
-        return rpc.Unavailable("the control plane ended the Watch stream")
+            return call_errors.error_of(error)
+        return call_errors.Unavailable("the control plane ended the Watch stream")
 
     async def _fail(self, problem: Exception) -> None:
         """The stream broke: known workers stay valid."""
         if self._service is not None:
             return
-        what = str(problem) if isinstance(problem, rpc.CallError) else repr(problem)
+        what = str(problem) if isinstance(problem, call_errors.CallError) else repr(problem)
         message = f"control plane {self._target}: {what}"
         self._refused = NotAllowed(message) if isinstance(problem, REFUSALS) else None
         self._trouble = Unavailable(message, self._trouble.lost_ranks, self._trouble.epoch)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from crossdock.common import rpc
+from crossdock.common import call_errors
 from crossdock.protocol.v1 import expert_pb2
 
 
@@ -70,21 +70,21 @@ _BY_CODE: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
 }
 
-REFUSALS = (rpc.Unauthenticated, rpc.PermissionDenied)
+REFUSALS = (call_errors.Unauthenticated, call_errors.PermissionDenied)
 """Permanent errors while certificates and tokens stay the same."""
 
 
 def from_answer(error: expert_pb2.Error) -> ClientError:
     """The error in a ForwardResponse."""
-    code = rpc.code_of_number(error.code)
+    code = call_errors.code_of_number(error.code)
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unavailable(error.message, error.lost_ranks, error.epoch)
     return _BY_CODE.get(code, ClientError)(error.message or code.name)
 
 
-def from_call(error: rpc.CallError, where: str, lost_ranks: Sequence[int] = (), epoch: int = 0) -> ClientError:
+def from_call(error: call_errors.CallError, where: str, lost_ranks: Sequence[int] = (), epoch: int = 0) -> ClientError:
     """The error of a whole call. `lost_ranks` and `epoch`: what is known of the other end."""
     message = f"{where}: {error}"
-    if isinstance(error, rpc.Unavailable | rpc.Cancelled):
+    if isinstance(error, call_errors.Unavailable | call_errors.Cancelled):
         return Unavailable(message, lost_ranks, epoch)
     return _BY_CODE.get(error.code, ClientError)(message)

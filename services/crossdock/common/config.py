@@ -346,21 +346,12 @@ class Identity(_Config, frozen=True, kw_only=True):
 
     hostname: str = ""
     pod_name: str = ""
-    worker_index: int | None = None
-    """LWS_WORKER_INDEX of a LeaderWorkerSet."""
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> Identity:
-        """Read the identity; `environ` replaces the process environment in tests. Raises ConfigFileError."""
+        """Read the identity; `environ` replaces the process environment in tests."""
         env = os.environ if environ is None else environ
-        index = env.get("LWS_WORKER_INDEX", "")
-        if index and not (index.isascii() and index.isdigit()):
-            raise ConfigFileError(f"LWS_WORKER_INDEX: expected a number, got {index!r}")
-        return Identity(
-            hostname=env.get("NODE_NAME") or socket.gethostname(),
-            pod_name=env.get("POD_NAME", ""),
-            worker_index=int(index) if index else None,
-        )
+        return Identity(hostname=env.get("NODE_NAME") or socket.gethostname(), pod_name=env.get("POD_NAME", ""))
 
 
 ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)

@@ -11,9 +11,8 @@ plain text the channel never changes: grpc itself reconnects.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -21,13 +20,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from crossdock.common import rpc
 from crossdock.common.addresses import split_targets
+from crossdock.common.call_errors import CallError, DeadlineExceeded, Unavailable, error_of
 from crossdock.common.security import Security
 from crossdock.common.tasks import background, end_tasks
 from crossdock.protocol.v1 import control_pb2
+from crossdock.protocol.v1.control_pb2_grpc import ControlPlaneStub
 
 Result = TypeVar("Result")
 
 SERVICE_NAME = control_pb2.DESCRIPTOR.services_by_name["ControlPlane"].full_name
+LEASE_KEY = "crossdock-lease-key"
+"""Metadata of every call of a worker: a secret that identifies its process to the control plane."""
+TERM_KEY = "crossdock-term"
+"""Metadata of every call of a worker: the highest term seen. A leader with a lower term steps down."""
 _POLL_S = 1.0
 """Deadline of the question to a replica whether it leads."""
 _PATIENCE = 10
@@ -118,7 +123,7 @@ class ControlPlaneChannel:
             request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
             answer = await rpc.call(health_pb2_grpc.HealthStub(channel).Check, request, timeout_s=_POLL_S)
             return address if answer.status == health_pb2.HealthCheckResponse.SERVING else ""
-        except rpc.CallError:
+        except CallError:
             return ""
         finally:
             await channel.close(None)
@@ -164,30 +169,39 @@ def call_leader(target: str, security: Security | None, call: Callable[[grpc.Cha
     Raises:
         CallError: of the last attempt; each address, and each leader they name, is tried once.
     """
-    with contextlib.closing(_Attempts(target, security)) as attempts:
+    tried: set[str] = set()
+    with BlockingControlPlaneChannel(target, security) as channel:
         while True:
             try:
-                return call(attempts.channel.grpc_channel)
-            except rpc.CallError as error:
-                if not attempts.next(error):
+                return call(channel.grpc_channel)
+            except CallError as error:
+                tried.add(channel.address)
+                may_lead_elsewhere = isinstance(error, Unavailable | DeadlineExceeded)
+                if not may_lead_elsewhere or not channel.fail_over(error) or channel.address in tried:
                     raise
 
 
-class _Attempts:
-    """Tries each address once."""
+def ask_leader(target: str, security: Security | None, method: str, request: Any, timeout_s: float) -> Any:
+    """The leader's answer to a unary call of its service. Raises CallError, as `call_leader` does."""
 
-    def __init__(self, target: str, security: Security | None) -> None:
-        self.channel = BlockingControlPlaneChannel(target, security)
-        self._tried: set[str] = set()
+    def call(channel: grpc.Channel) -> Any:
+        return rpc.call_sync(getattr(ControlPlaneStub(channel), method), request, timeout_s=timeout_s)
 
-    def next(self, error: rpc.CallError) -> bool:
-        self._tried.add(self.channel.address)
-        if not isinstance(error, rpc.Unavailable | rpc.DeadlineExceeded):
-            return False
-        return self.channel.fail_over(error) and self.channel.address not in self._tried
+    return call_leader(target, security, call)
 
-    def close(self) -> None:
-        self.channel.grpc_channel.close()
+
+def current_view(channel: grpc.Channel, timeout_s: float) -> control_pb2.GroupView:
+    """The group as it is now, with its latency. Raises CallError if the control plane does not say."""
+    call = ControlPlaneStub(channel).Watch(control_pb2.WatchRequest(latency=True), timeout=timeout_s)
+    try:
+        view: control_pb2.GroupView = next(call)
+        return view
+    except grpc.RpcError as error:
+        raise error_of(error) from None
+    except StopIteration:
+        raise Unavailable("the stream ended before a view came") from None
+    finally:
+        call.cancel()
 
 
 def _candidates(error: BaseException | None, targets: Sequence[str]) -> list[str]:

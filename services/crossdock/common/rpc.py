@@ -1,7 +1,6 @@
-"""gRPC setup: servers, channels, limits, keepalive, health, reflection, errors and retries.
+"""gRPC setup: servers, channels, limits, keepalive, health, reflection and retries.
 
-Elsewhere: TLS and tokens (security.py), authorization (access.py), the errors of calls (call_errors.py, re-exported
-here).
+Elsewhere: TLS and tokens (security.py), authorization (access.py), the errors of calls (call_errors.py).
 """
 
 from __future__ import annotations
@@ -20,63 +19,9 @@ from grpc_reflection.v1alpha import reflection
 from crossdock.common import descriptors
 from crossdock.common.access import CallAuthorizer
 from crossdock.common.addresses import format_address, split_address
-from crossdock.common.call_errors import (
-    Aborted,
-    AlreadyExists,
-    CallError,
-    Cancelled,
-    DeadlineExceeded,
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    NotFound,
-    PermissionDenied,
-    ResourceExhausted,
-    Unauthenticated,
-    Unavailable,
-    Unimplemented,
-    code_number,
-    code_of_number,
-    error_for,
-    error_of,
-    status_of,
-)
+from crossdock.common.call_errors import NotFound, Unavailable, error_of
 from crossdock.common.interceptor import CallInterceptor, Observe
 from crossdock.common.security import Security
-
-__all__ = [
-    "MAX_CONNECTIONS",
-    "MAX_SENT_BYTES",
-    "Aborted",
-    "AlreadyExists",
-    "CallError",
-    "Cancelled",
-    "DeadlineExceeded",
-    "FailedPrecondition",
-    "Health",
-    "Internal",
-    "InvalidArgument",
-    "ListenError",
-    "NotFound",
-    "Observe",
-    "PermissionDenied",
-    "ResourceExhausted",
-    "Unauthenticated",
-    "Unavailable",
-    "Unimplemented",
-    "aio_channel",
-    "bind",
-    "call",
-    "call_sync",
-    "channel",
-    "code_number",
-    "code_of_number",
-    "error_for",
-    "error_of",
-    "remaining_s",
-    "server",
-    "status_of",
-]
 
 Message = TypeVar("Message")
 MAX_SENT_BYTES = 64 << 20
@@ -239,7 +184,7 @@ async def call(
         more: further keyword arguments of the stub's method: `metadata`.
 
     Raises:
-        CallError: the call's status, as the tree in the module docstring names it; Unavailable: its channel was closed.
+        CallError: the call's status, as the tree in call_errors.py names it; Unavailable: its channel was closed.
     """
 
     async def attempt() -> Message:
@@ -272,12 +217,6 @@ def call_sync(method: Callable[..., Message], request: Any, *, timeout_s: float,
     if retry_s <= 0:
         return attempt()
     return tenacity.Retrying(**_retry_policy(retry_s))(attempt)
-
-
-def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default_s: float) -> float:
-    """Seconds until the caller's deadline, at most `default_s`; `default_s` without a deadline."""
-    left = context.time_remaining()
-    return default_s if left is None else max(0.0, min(float(left), default_s))
 
 
 def _retry_policy(retry_s: float) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-import msgspec
 
 from crossdock.common import log as logs
 from crossdock.common.addresses import is_loopback
@@ -36,7 +35,7 @@ PLAIN_TEXT = "plain text without authentication: every host that reaches this ad
 _POLL_S = 0.5
 """Shortest interval between checks of token files; certificates are checked at each handshake."""
 _TOKEN_HEADER = "authorization"
-_SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
+_VERSION, _UTC_TIME, _GENERALIZED_TIME = 0xA0, 0x17, 0x18
 
 
 class SecurityError(ValueError):
@@ -231,24 +230,7 @@ def load_security(path: str | Path | None) -> SecurityConfig:
     if path is None:
         return config
     folder = Path(path).absolute().parent
-
-    def found(name: str) -> str:
-        return str(folder / name) if name else ""
-
-    access = msgspec.structs.replace(
-        config.access,
-        worker_tokens=found(config.access.worker_tokens),
-        client_tokens=found(config.access.client_tokens),
-        operator_tokens=found(config.access.operator_tokens),
-    )
-    return msgspec.structs.replace(
-        config,
-        cert_file=found(config.cert_file),
-        key_file=found(config.key_file),
-        ca_file=found(config.ca_file),
-        token_file=found(config.token_file),
-        access=access,
-    )
+    return config.with_paths(lambda name: str(folder / name))
 
 
 def security_of(config: SecurityConfig) -> Security | None:

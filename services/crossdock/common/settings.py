@@ -6,7 +6,8 @@ Only paths of secrets are configured, never secrets: a config may be logged, dum
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -14,6 +15,7 @@ from crossdock.common.addresses import EVERY_INTERFACE, AddressError, count_up, 
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Rate = Annotated[float, msgspec.Meta(ge=0)]
+Config = TypeVar("Config", bound=msgspec.Struct)
 
 
 class AccessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +89,22 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if given := [field.name for field in fields if getattr(self, field.name) != field.default]:
             wanted = f"security: expected cert_file and key_file beside {', '.join(given)}"
             raise ValueError(f"{wanted} (without a certificate a server listens in plain text), got none")
+
+    @property
+    def files(self) -> list[str]:
+        """The paths that are set."""
+        named = (self.cert_file, self.key_file, self.ca_file, self.token_file, *self.access.token_files.values())
+        return [path for path in named if path]
+
+    def with_paths(self, change: Callable[[str], str]) -> SecurityConfig:
+        """With each path that is set changed."""
+
+        def changed(config: Config, *names: str) -> Config:
+            paths = {name: getattr(config, name) for name in names}
+            return msgspec.structs.replace(config, **{name: change(path) for name, path in paths.items() if path})
+
+        access = changed(self.access, "worker_tokens", "client_tokens", "operator_tokens")
+        return msgspec.structs.replace(changed(self, "cert_file", "key_file", "ca_file", "token_file"), access=access)
 
     @property
     def requires_certs(self) -> bool:

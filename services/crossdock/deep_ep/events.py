@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -69,9 +68,7 @@ class EventOverlap:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.current_stream_wait(self._release)
 
 
@@ -131,8 +128,6 @@ class _Turn:
                     tensor.record_stream(stream)
         return EventOverlap(event)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._caller is not None:
             torch.cuda.set_stream(self._caller)

@@ -11,7 +11,6 @@ import functools
 import threading
 import weakref
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from crossdock.common.config import FrameworkConfig
 from crossdock.common.log import get
@@ -189,9 +188,7 @@ class CountingTimeouts:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, PeerTimeout):
             self.count(error)
 

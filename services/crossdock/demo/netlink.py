@@ -13,7 +13,6 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Self
 
 _CLONE_NEWNET = 0x40000000
@@ -78,7 +77,7 @@ class Netlink:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._socket.close()
 
     def ask(self, what: str, kind: int, body: bytes, flags: int = 0) -> list[bytes]:

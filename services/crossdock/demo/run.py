@@ -13,14 +13,14 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from http.client import HTTPException
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import transformers
@@ -29,18 +29,16 @@ from rich.text import Text
 
 from crossdock.client import ClientError, attach
 from crossdock.common.announce import metrics_url
-from crossdock.common.config import ConfigFileError
 from crossdock.common.settings import SecurityConfig
 from crossdock.common.transports import needs_gpu
-from crossdock.demo import hosts, report, stage
+from crossdock.demo import ALL, FAMILIES, hosts, report
 from crossdock.demo.compare import Comparison, judge_bf16, judge_fp32
 from crossdock.demo.every import run_every
 from crossdock.demo.hosts import HostPlace
 from crossdock.demo.models import write_checkpoint
 from crossdock.demo.report import Row, as_dict, notes, shorten, table
-from crossdock.demo.stage import FORM_TIMEOUT_S, Name, Stage, serving
+from crossdock.demo.stage import FORM_TIMEOUT_S, Name, Stage, num_gpus, serving
 from crossdock.host.supervisor import SupervisorError
-from ep_kernels import transports
 
 
 def find_text(num_bytes: int) -> tuple[str, bytes]:
@@ -69,23 +67,6 @@ def _distribution() -> bytes:
     except metadata.PackageNotFoundError:
         return b""
 
-
-class ModelSizes(TypedDict):
-    """What differs between the families' models."""
-
-    num_experts: int
-    topk: int
-
-
-FAMILIES: dict[str, ModelSizes] = {
-    "qwen3_moe": {"num_experts": 16, "topk": 4},
-    "mixtral": {"num_experts": 8, "topk": 2},
-    "deepseek_v3": {"num_experts": 16, "topk": 4},
-}
-"""Families that are served, and the number of experts of each."""
-
-ALL = "all"
-"""Instead of a family: each one of `transformers`, tiny and in float32 alone."""
 
 DTYPES: dict[Name, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NUM_PROMPTS, PROMPT_BYTES, NUM_NEW_TOKENS = 4, 64, 32
@@ -122,7 +103,7 @@ def run_demo(
     """Run the whole comparison and print the table.
 
     Args:
-        families: keys of FAMILIES, or ALL. console: where to print. transport: of the workers.
+        families, transport: known ones, see `check_names`. console: where to print.
         num_workers: None: four on a CPU, one per GPU otherwise.
         security: certificates and tokens of every part; None: plain text on loopback.
         as_json: print the rows as JSON on stdout, and all else on stderr.
@@ -134,11 +115,9 @@ def run_demo(
         0 if every criterion was met, else 1; the reasons are printed, and logs kept.
 
     Raises:
-        ConfigFileError: an unknown family or transport, or too few GPUs.
+        ConfigFileError: too few GPUs.
     """
-    _require("--transport", transports.names(), [transport])
-    _require("--family", (*FAMILIES, ALL), families)
-    where = Stage.of(transport, num_workers, stage.num_gpus() if needs_gpu(transport) else 0)
+    where = Stage.of(transport, num_workers, num_gpus() if needs_gpu(transport) else 0)
     where = replace(where, security=security or where.security).on_hosts(num_hosts)
     console = console or Console(stderr=as_json)
     if ALL in families:
@@ -148,12 +127,6 @@ def run_demo(
             apart = f"two domains on loopback ({no_namespaces})" if no_namespaces else "two network namespaces"
             console.print(f"hosts: {apart}; shared memory inside, tcp between", soft_wrap=True, highlight=False)
         return _play(families, where, places, console, as_json=as_json)
-
-
-def _require(option: str, known: Iterable[str], given: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise ConfigFileError(f"{option}: expected one of {', '.join(known)}, got {name!r}")
 
 
 def _play(

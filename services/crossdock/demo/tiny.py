@@ -15,8 +15,6 @@ import torch
 import transformers
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from crossdock.worker.checkpoints.families import FAMILIES, NOT_SERVED
-
 NUM_EXPERTS, TOPK, VOCAB_SIZE = 8, 2, 256
 
 _COUNTS_EXPERTS = re.compile(r"\b((moe_)?num_(local_|routed_)?experts|n_routed_experts)\b")
@@ -72,11 +70,6 @@ def known_to_transformers() -> list[str]:
         if not nested and any(_COUNTS_EXPERTS.fullmatch(key) for key in _keys(config)):
             found.append(model_type)
     return sorted(found)
-
-
-def missing() -> list[str]:
-    """Families that are neither served nor listed with a reason."""
-    return [name for name in known_to_transformers() if name not in FAMILIES and name not in NOT_SERVED]
 
 
 def tiny_model(model_type: str, **fields: Any) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from crossdock.common.transports import GPU_LINKS, installed
 from crossdock.control.topology.discovery import Topology, gpu_trouble, join, nic_trouble, oldest_gpu, too_old
 from crossdock.doctor.findings import Finding, Level, fail, judge, ok, skipped, warn
 from crossdock.protocol.v1 import topology_pb2 as pb
+
+if TYPE_CHECKING:
+    from ep_kernels.topology import PeerTrial
 
 LEAST_OF_PAPER = 0.5
 """A copy between two GPUs that reaches less than this of what their NVLinks carry on paper is too slow; healthy ones
@@ -17,23 +20,7 @@ _LEAST_MTU = 4096
 _HARMLESS = {"power cap", "clocks set by an administrator"}
 
 
-class Trial(Protocol):
-    """What `ep_kernels.topology.PeerTrial` is."""
-
-    @property
-    def ok(self) -> bool:
-        """The bytes came as they were sent."""
-
-    @property
-    def gbps(self) -> float:
-        """Gigabytes per second."""
-
-    @property
-    def why(self) -> str:
-        """What failed."""
-
-
-Trials = Mapping[tuple[str, str], Trial]
+Trials: TypeAlias = "Mapping[tuple[str, str], PeerTrial]"
 """Trials by the PCI addresses of the GPUs (from, to)."""
 
 

@@ -6,17 +6,14 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 
-import grpc
-
-from crossdock.common import rpc
 from crossdock.common.addresses import family_of, format_address, split_address
-from crossdock.common.control_channel import call_leader
+from crossdock.common.call_errors import CallError, PermissionDenied, Unauthenticated
+from crossdock.common.control_channel import call_leader, current_view
 from crossdock.common.security import Security
 from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.doctor import rdma
 from crossdock.doctor.findings import Finding, fail, judge, ok, warn
 from crossdock.protocol.v1 import control_pb2 as pb
-from crossdock.protocol.v1 import control_pb2_grpc
 from ep_kernels import TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.address import advertised
@@ -50,9 +47,9 @@ def judge_certificate(security: Security) -> Iterator[Finding]:
 def judge_group(target: str, timeout_s: float, security: Security | None = None) -> Iterator[Finding]:
     """The control plane at `target`, its view of the group, and a connection to each member."""
     try:
-        view = call_leader(target, security, lambda channel: _view(channel, timeout_s))
-    except rpc.CallError as error:
-        known = isinstance(error, rpc.Unauthenticated | rpc.PermissionDenied)
+        view = call_leader(target, security, lambda channel: current_view(channel, timeout_s))
+    except CallError as error:
+        known = isinstance(error, Unauthenticated | PermissionDenied)
         cure = (
             "give certificate and token of a caller that is known there: --security; docs/security.md"
             if known
@@ -66,19 +63,6 @@ def judge_group(target: str, timeout_s: float, security: Security | None = None)
     yield judge("control-plane", view.state == pb.SERVING, words, view.reason or "the group does not serve", cure)
     for member in view.members:
         yield _connect(f"rank-{member.rank}", member.address, timeout_s)
-
-
-def _view(channel: grpc.Channel, timeout_s: float) -> pb.GroupView:
-    call = control_pb2_grpc.ControlPlaneStub(channel).Watch(pb.WatchRequest(), timeout=timeout_s, wait_for_ready=False)
-    try:
-        view: pb.GroupView = next(iter(call))
-        return view
-    except grpc.RpcError as error:
-        raise rpc.error_of(error) from None
-    except StopIteration:
-        raise rpc.Unavailable("the stream ended before a view came") from None
-    finally:
-        call.cancel()
 
 
 def _connect(check: str, address: str, timeout_s: float) -> Finding:

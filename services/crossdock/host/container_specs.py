@@ -12,7 +12,6 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -20,22 +19,19 @@ from crossdock.common.addresses import (
     EVERY_INTERFACE,
     family_of,
     format_address,
+    is_loopback,
     reachable_from_here,
     split_address,
     split_targets,
 )
 from crossdock.common.config import ConfigFileError, ControlConfig, HostConfig, WorkerConfig
-from crossdock.common.settings import DockerConfig, SecurityConfig, WorkerNetworkConfig
+from crossdock.common.settings import DockerConfig, WorkerNetworkConfig
 from crossdock.common.transports import needs_gpu
-
-Config = TypeVar("Config", bound=msgspec.Struct)
 
 CONTROL, WORKER = "control", "worker"
 """Names of the parts, and of their hosts in the network."""
 
 _TRIES = 64
-_FILES = ("cert_file", "key_file", "ca_file", "token_file")
-_TOKENS = ("worker_tokens", "client_tokens", "operator_tokens")
 _IMAGES_OWN = frozenset("/ /app /bin /config /dev /etc /lib /lib64 /proc /run /sbin /sys /tmp /usr /var".split())  # noqa: SIM905
 
 
@@ -80,12 +76,12 @@ def parts_of(config: HostConfig) -> list[ContainerSpec]:
             control,
             listen=_everywhere(control.listen),
             http_listen=_everywhere(control.http_listen),
-            security=_absolute(control.security),
+            security=control.security.with_paths(os.path.abspath),
         )
-        mounts = _mounts(_files(inside.security))
+        mounts = _mounts(inside.security.files)
         parts.append(ContainerSpec(CONTROL, chosen.control_image, "control", inside, ports, mounts))
         target = format_address(CONTROL, split_address(control.listen)[1])
-    elif any(_is_loopback(split_address(one)[0]) for one in split_targets(target)):
+    elif any(map(is_loopback, split_targets(target))):
         raise ConfigFileError(f"worker.control: expected an address that a container reaches too, got {target}")
     return [*parts, _worker_part(config, chosen, target)]
 
@@ -122,14 +118,14 @@ def _worker_part(config: HostConfig, chosen: DockerConfig, target: str) -> Conta
             advertise=worker.advertise or reachable_from_here(worker.listen),
             http_listen=_everywhere(worker.http_listen),
             network=_network(worker.network),
-            security=_absolute(worker.security),
+            security=worker.security.with_paths(os.path.abspath),
         ),
     )
     each = [address for one in config.worker_configs() for address in _listens(one)]
     gpus = (config.num_workers if needs_gpu(worker.transport) else 0) if chosen.gpus is None else chosen.gpus
     folders = [model, *_link_targets(Path(model), chosen.mounts)]
     _refuse_keys(folders)
-    mounts = _mounts(_files(inside.worker.security), folders)
+    mounts = _mounts(inside.worker.security.files, folders)
     return ContainerSpec(
         WORKER, chosen.worker_image, "up", inside, _published([config.http_listen, *each]), mounts, gpus
     )
@@ -258,29 +254,6 @@ def _published(addresses: list[str]) -> dict[int, str]:
 
 def _everywhere(address: str) -> str:
     return format_address("0.0.0.0", split_address(address)[1]) if address else ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _absolute(security: SecurityConfig) -> SecurityConfig:
-    """The config with absolute paths: a container works in another folder."""
-
-    def fixed(config: Config, names: tuple[str, ...]) -> Config:
-        paths = {name: getattr(config, name) for name in names}
-        return msgspec.structs.replace(config, **{name: os.path.abspath(p) for name, p in paths.items() if p})
-
-    return msgspec.structs.replace(fixed(security, _FILES), access=fixed(security.access, _TOKENS))
-
-
-def _files(security: SecurityConfig) -> list[str]:
-    """The files that it names."""
-    named = [getattr(security, name) for name in _FILES] + [getattr(security.access, name) for name in _TOKENS]
-    return [path for path in named if path]
 
 
 def _mounts(files: list[str], folders: list[str] | None = None) -> tuple[str, ...]:

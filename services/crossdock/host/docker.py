@@ -86,7 +86,7 @@ class Containers(Watched):
             self._kept.append(_Kept(container, None if self._log_to_stderr else self._log_dir / f"{part.name}.log"))
 
     def stop(self, timeout_s: float = 40.0) -> None:
-        """See `Watched`: the workers first, then the control plane. Removes all that this run has made."""
+        """The workers first, then the control plane. Removes all that this run has made."""
         deadline = time.monotonic() + timeout_s + (_SPARE_S if timeout_s else 0)
         with _sdk_errors(f"left behind, labelled {LABEL}={self._docker.name}"):
             for container in self._found(owner=True):
@@ -98,14 +98,13 @@ class Containers(Watched):
             self._kept.clear()
 
     def check(self) -> None:
-        """See `Watched`. Starts a container again that has ended."""
+        """Starts a container again that has ended."""
         for part in self._parts:
             bound_log(self._log_dir / f"{part.name}.log", self._log_max_bytes)
         for kept in self._kept:
             kept.check()
 
     def silent(self) -> str:
-        """See `Watched`."""
         return "".join(f"\n{kept.container.name}, last lines:\n{kept.tail()}" for kept in self._kept)
 
     def _require_images(self) -> None:

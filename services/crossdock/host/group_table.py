@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crossdock.common.announce import metrics_url
-from crossdock.protocol.v1.control_pb2 import EXCHANGING, FORMING, SERVING, GroupState, GroupView
+from crossdock.protocol.v1.control_pb2 import EXCHANGING, FORMING, SERVING, GroupState, GroupView, Member
 
 _STYLE = {SERVING: "green", EXCHANGING: "yellow", FORMING: "yellow"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -52,6 +52,11 @@ def headline(view: GroupView, target: str) -> Text:
         f"  epoch {view.epoch}  {len(view.members)}/{view.world_size} ranks",
         (f"  control plane {target}", "dim"),
     )
+
+
+def state_of(member: Member) -> str:
+    """A word for the state of a member."""
+    return "sick" if member.sick else "ready" if member.ready else "joining"
 
 
 def rank_table(view: GroupView, columns: dict[str, JustifyMethod], rows: dict[int, list[Text]]) -> Table:

@@ -20,9 +20,9 @@ from pathlib import Path
 import grpc
 import msgspec
 
-from crossdock.common import rpc
 from crossdock.common.addresses import family_of, format_address, not_bound, reachable_from_here, split_address
 from crossdock.common.announce import Addresses
+from crossdock.common.call_errors import CallError, error_of
 from crossdock.common.config import ControlConfig, WorkerConfig, dump
 from crossdock.common.control_channel import BlockingControlPlaneChannel
 from crossdock.common.metrics import HostMetrics
@@ -231,7 +231,6 @@ class Supervisor(Watched):
             child.start()
 
     def check(self) -> None:
-        """See `Watched`."""
         for child in self.children:
             if child.log_path is not None:
                 bound_log(child.log_path, self._log_max_bytes)
@@ -240,7 +239,6 @@ class Supervisor(Watched):
                 raise kind(f"{child.hopeless}:\n{child.tail()}")
 
     def silent(self) -> str:
-        """See `Watched`."""
         quiet = [child for child in self.children if child.log_path and child.addresses is None]
         return "".join(f"\n{child.name}, last lines of {child.log_path}:\n{child.tail()}" for child in quiet)
 
@@ -323,19 +321,7 @@ def describe(view: GroupView) -> str:
     return f"{words} ({view.reason})" if view.reason else words
 
 
-def current_view(channel: grpc.Channel, timeout_s: float) -> GroupView:
-    """The group as it is now, with its latency. Raises rpc.CallError if the control plane does not say."""
-    call = ControlPlaneStub(channel).Watch(WatchRequest(latency=True), timeout=timeout_s)
-    try:
-        view: GroupView = next(call)
-        return view
-    except grpc.RpcError as error:
-        raise rpc.error_of(error) from None
-    finally:
-        call.cancel()
-
-
-def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, rpc.CallError | None]:
+def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, CallError | None]:
     """The group as it is now, then what changes within `look_s`; an empty view (version 0) without an answer.
     Returns the error then."""
     call = stub.Watch(WatchRequest(), timeout=look_s, wait_for_ready=True)
@@ -347,7 +333,7 @@ def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, 
     except grpc.RpcError as error:
         if not answered:
             yield GroupView()
-        problem = rpc.error_of(error)
+        problem = error_of(error)
         if problem.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
             time.sleep(_REFUSED_S)
         return None if answered else problem

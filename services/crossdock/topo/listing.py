@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from crossdock.common.plural import counted
+from crossdock.common.plural import counted, span
 from crossdock.control.topology.discovery import CPU, Reach, gpu_trouble, path_kinds
 from crossdock.topo.sources import Picture
 
@@ -146,22 +146,15 @@ def _hosts(picture: Picture) -> Table:
         gpus = [gpu for number in numbers if (gpu := topology.gpu(number)) is not None]
         model = gpus[0].name.removeprefix("NVIDIA ") if gpus else "CPU"
         table.add_row(
-            _span([picture.ranks[number] for number in numbers if number in picture.ranks]),
+            span([picture.ranks[number] for number in numbers if number in picture.ranks]),
             topology.hosts[host].hostname,
             f"{len(numbers)} x {model}",
             ", ".join(dict.fromkeys(names.get(device.domain, "-") for device in devices)),
             ", ".join(dict.fromkeys(device.nic or "-" for device in devices)),
             ", ".join(dict.fromkeys(device.nic_distance for device in devices if device.nic)),
-            _span([device.rail for device in devices if device.rail >= 0]),
+            span([device.rail for device in devices if device.rail >= 0]),
         )
     return table
-
-
-def _span(numbers: list[int]) -> str:
-    whole = numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else False
-    if whole and len(numbers) > 1:
-        return f"{numbers[0]}-{numbers[-1]}"
-    return ", ".join(map(str, numbers))
 
 
 def _letter(transport: str) -> str:

@@ -6,17 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from google.protobuf import json_format
 
-from crossdock.common import rpc
 from crossdock.common.config import ConfigFileError
-from crossdock.common.control_channel import call_leader
+from crossdock.common.control_channel import ask_leader
 from crossdock.common.security import Security
 from crossdock.control.group.ranks import NetworkPlace, Place, assign_ranks
 from crossdock.control.topology.discovery import CPU, Device, Labels, Topology, join
-from crossdock.protocol.v1 import control_pb2, control_pb2_grpc, topology_pb2
+from crossdock.protocol.v1 import control_pb2, topology_pb2
 
 FACTS = "crossdock-host-facts"
 """Key that identifies a file of facts among other JSON."""
@@ -60,15 +58,8 @@ def of_hosts(hosts: Sequence[topology_pb2.HostFacts], labels: Mapping[str, Label
 
 def of_group(target: str, timeout_s: float, security: Security | None = None) -> Picture:
     """The members of the group at `target` with the ranks that they have. Raises CallError."""
-
-    def question(channel: Any) -> control_pb2.TopologyResponse:
-        stub = control_pb2_grpc.ControlPlaneStub(channel)
-        answer: control_pb2.TopologyResponse = rpc.call_sync(
-            stub.Topology, control_pb2.TopologyRequest(), timeout_s=timeout_s
-        )
-        return answer
-
-    return of_response(call_leader(target, security, question), target)
+    answer = ask_leader(target, security, "Topology", control_pb2.TopologyRequest(), timeout_s)
+    return of_response(answer, target)
 
 
 def of_response(answer: control_pb2.TopologyResponse, target: str) -> Picture:

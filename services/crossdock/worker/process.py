@@ -26,6 +26,7 @@ import torch
 from crossdock.common import descriptors, log, rpc
 from crossdock.common.access import RateLimiter, authorizer_of
 from crossdock.common.announce import announce, seen_from_outside
+from crossdock.common.call_errors import Unavailable
 from crossdock.common.call_limits import CallLimits
 from crossdock.common.config import Identity, WorkerConfig
 from crossdock.common.grpc_core_log import grpc_core_log
@@ -257,7 +258,7 @@ class _Process:
         self._health.shut_down()
         await self._control.leave("drained" if self._stop.is_set() else "stopping")
         await self._control.close()
-        await self._service.end(rpc.Unavailable("this worker has left the group"), _FLUSH_S)
+        await self._service.end(Unavailable("this worker has left the group"), _FLUSH_S)
         await server.stop(_STOP_GRACE_S)
         http.close()
         self._liveness.close()

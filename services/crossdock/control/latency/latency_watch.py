@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crossdock.common import log as logs
+from crossdock.common.call_errors import InvalidArgument
 from crossdock.common.metrics import ControlMetrics
-from crossdock.common.rpc import InvalidArgument
 from crossdock.control.group.group_state import Group, Member, Phase, Slow
 from crossdock.control.latency import verdict
 from crossdock.control.latency.verdict import Judgement, RankTimes, Usual
@@ -31,16 +31,6 @@ _MOST_COUNT = 1 << 40
 """Limits of a report's figures: MAX_REPORTS of them still add up in a message, and time divides."""
 _NEW = 0.1
 """Share of a calm interval in what is usual."""
-KINDS = {
-    "unknown": pb.VERDICT_KIND_UNSPECIFIED,
-    "nothing": pb.NOTHING,
-    "slow_rank": pb.SLOW_RANK,
-    "slow_host": pb.SLOW_HOST,
-    "slow_link": pb.SLOW_LINK,
-    "hot_expert": pb.HOT_EXPERT,
-    "skewed_routing": pb.SKEWED_ROUTING,
-    "uniform_slowness": pb.UNIFORM_SLOWNESS,
-}
 _UNKNOWN = Judgement("unknown", detail="no report yet")
 
 log = logs.get(__name__)
@@ -59,23 +49,21 @@ class LatencyWatch:
 
     Args:
         metrics: of the control plane.
+
+    Attributes:
+        said: the verdict.
     """
 
     def __init__(self, metrics: ControlMetrics) -> None:
         self._metrics = metrics
         self._reports: dict[str, deque[tuple[float, pb.LatencyReport]]] = {}
         self._totals: dict[str, pb.LatencyReport] = {}
-        self._said = Said(_UNKNOWN, 0.0)
+        self.said = Said(_UNKNOWN, 0.0)
         self._last = _UNKNOWN
         self._look_at = 0.0
         self._usual: Usual | None = None
         self._epoch = 0
         self._exported: tuple[str, str] | None = None
-
-    @property
-    def said(self) -> Said:
-        """The verdict."""
-        return self._said
 
     def record(self, group: Group, request: pb.HeartbeatRequest, now: float) -> None:
         """Keep the report of a member's heartbeat, and take it out of its stats."""
@@ -109,16 +97,16 @@ class LatencyWatch:
         agreed, self._last = found.named == self._last.named, found
         if found.kind == "nothing":
             self._learn(group)
-        if agreed or found.named == self._said.finding.named:
+        if agreed or found.named == self.said.finding.named:
             self._say(found, now)
 
     def slow(self, group: Group, held_s: float, now: float) -> Slow | None:
         """The rank that was called slow for `held_s` and still is, for sure."""
-        found, uids = self._said.finding, {member.rank: member.uid for member in group.members}
-        held = found.kind == "slow_rank" and now - self._said.since >= held_s and found.named == self._last.named
+        found, uids = self.said.finding, {member.rank: member.uid for member in group.members}
+        held = found.kind == "slow_rank" and now - self.said.since >= held_s and found.named == self._last.named
         if not (held and min(found.confidence, self._last.confidence) >= SURE and found.ranks[0] in uids):
             return None
-        return Slow(uids[found.ranks[0]], f"slow for {now - self._said.since:.0f} s: {found.detail}")
+        return Slow(uids[found.ranks[0]], f"slow for {now - self.said.since:.0f} s: {found.detail}")
 
     def times(self, group: Group) -> Mapping[int, RankTimes]:
         """The ranks' figures of the interval."""
@@ -145,16 +133,16 @@ class LatencyWatch:
         view.verdict.CopyFrom(self._message(now))
 
     def _message(self, now: float) -> pb.Verdict:
-        found = self._said.finding
+        found = self.said.finding
         return pb.Verdict(
-            kind=KINDS[found.kind],
+            kind="VERDICT_KIND_UNSPECIFIED" if found.kind == "unknown" else found.kind.upper(),
             ranks=found.ranks,
             hosts=found.hosts,
             expert=max(0, found.expert),
             confidence=found.confidence,
             lost_share=found.lost_share,
             text=text_of(found),
-            age_s=max(0.0, now - self._said.since),
+            age_s=max(0.0, now - self.said.since),
             interval_s=INTERVAL_S,
         )
 
@@ -175,9 +163,9 @@ class LatencyWatch:
         self._usual = self._usual.mixed(now, _NEW) if self._usual is not None else now
 
     def _say(self, found: Judgement, now: float) -> None:
-        before = self._said.finding
+        before = self.said.finding
         changed = found.named != before.named
-        self._said = Said(found, now if changed else self._said.since)
+        self.said = Said(found, now if changed else self.said.since)
         self._measure()
         if changed and found.kind != "unknown" and {found.kind, before.kind} != {"unknown", "nothing"}:
             say = log.info if found.kind == "nothing" else log.warning
@@ -185,7 +173,7 @@ class LatencyWatch:
             say("verdict", kind=found.kind, text=text_of(found), before=before.kind, **figures)
 
     def _measure(self) -> None:
-        found, before = self._said.finding, self._exported
+        found, before = self.said.finding, self._exported
         gauge = self._metrics.verdict_lost_ratio
         self._exported = (found.kind, _subject(found)) if found.kind not in {"unknown", "nothing"} else None
         if self._exported is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from pathlib import Path
+from typing import Any
 
 from kubernetes.client import CoordinationV1Api, V1Lease, V1LeaseSpec, V1ObjectMeta
 
@@ -39,49 +40,41 @@ class KubernetesLeaseStore:
 
     def read(self, timeout_s: float) -> Lease | None:
         """See `LeaseStore`."""
-        name, namespace = self._config.lease_name, self._namespace
-        with _SuppressHttp(_NOT_FOUND) as missing:
-            answer = self._server.ask(
-                lambda api, timeouts: CoordinationV1Api(api).read_namespaced_lease(
-                    name, namespace, _request_timeout=timeouts
-                ),
-                timeout_s,
-            )
-            return self._parse(answer)
-        return missing
+        try:
+            return self._ask("read_namespaced_lease", timeout_s, self._config.lease_name, self._namespace)
+        except ApiError as error:
+            if error.status == _NOT_FOUND:
+                return None
+            raise
 
     def write(self, lease: Lease, seen: Lease | None, timeout_s: float) -> Lease | None:
         """See `LeaseStore`. Raises PermissionError if there is none and this account may not create it."""
         body, name, namespace = self._body(lease, seen), self._config.lease_name, self._namespace
-        with _SuppressHttp(_CONFLICT, _NOT_FOUND) as faster:
+        try:
             if seen is None:
-                return self._create(body, timeout_s)
-            answer = self._server.ask(
-                lambda api, timeouts: CoordinationV1Api(api).replace_namespaced_lease(
-                    name, namespace, body, _request_timeout=timeouts
-                ),
-                timeout_s,
-            )
-            return self._parse(answer)
-        return faster
+                return self._ask("create_namespaced_lease", timeout_s, namespace, body)
+            return self._ask("replace_namespaced_lease", timeout_s, name, namespace, body)
+        except ApiError as error:
+            if seen is None and error.status == _FORBIDDEN:
+                raise PermissionError(
+                    f"there is no Lease {name} in the namespace {namespace}, and this account may not "
+                    "create it: create it at installation (`helm upgrade` does)"
+                ) from None
+            if error.status in {_CONFLICT, _NOT_FOUND}:  # another replica was faster
+                return None
+            raise
 
     def close(self) -> None:
         """See `LeaseStore`."""
         self._server.close()
 
-    def _create(self, body: V1Lease, timeout_s: float) -> Lease:
-        namespace = self._namespace
-        with _SuppressHttp(_FORBIDDEN):
-            answer = self._server.ask(
-                lambda api, timeouts: CoordinationV1Api(api).create_namespaced_lease(
-                    namespace, body, _request_timeout=timeouts
-                ),
+    def _ask(self, method: str, timeout_s: float, *args: Any) -> Lease:
+        """The answer to a call of `CoordinationV1Api`. Raises as `ApiServer.ask`."""
+        return self._parse(
+            self._server.ask(
+                lambda api, timeouts: getattr(CoordinationV1Api(api), method)(*args, _request_timeout=timeouts),
                 timeout_s,
             )
-            return self._parse(answer)
-        raise PermissionError(
-            f"there is no Lease {self._config.lease_name} in the namespace {namespace}, and this account may not "
-            "create it: create it at installation (`helm upgrade` does)"
         )
 
     def _parse(self, answer: V1Lease) -> Lease:
@@ -110,19 +103,6 @@ class KubernetesLeaseStore:
             renew_time=now.replace(microsecond=max(1, now.microsecond)),  # the API requires a fraction
         )
         return V1Lease(api_version="coordination.k8s.io/v1", kind="Lease", metadata=metadata, spec=spec)
-
-
-class _SuppressHttp:
-    """Context that suppresses ApiErrors with these HTTP statuses."""
-
-    def __init__(self, *statuses: int) -> None:
-        self._statuses = statuses
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, at: object) -> bool:
-        return isinstance(error, ApiError) and error.status in self._statuses
 
 
 def _own_namespace() -> str:

@@ -19,7 +19,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from crossdock.common import log as logs
-from crossdock.common import rpc
+from crossdock.common.call_errors import Unavailable
+from crossdock.common.control_channel import TERM_KEY
 from crossdock.common.helper_thread import HelperThread
 from crossdock.control.group.group_state import Group
 from crossdock.control.leader import election
@@ -29,8 +30,6 @@ from crossdock.protocol.v1 import control_pb2_grpc
 
 log = logs.get(__name__)
 
-TERM_KEY = "crossdock-term"
-"""Metadata of workers' calls: the highest term that they have seen in a view."""
 _MAX_TERM_CHARS = 10
 _LEASES_PER_NEW_TERM = 10
 """Leases between two leaderships that end because of a member's term."""
@@ -239,9 +238,9 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
     def _holds(self) -> bool:
         return bool(self._term) and self._elector.term == self._term
 
-    def _not_leading(self) -> rpc.Unavailable:
+    def _not_leading(self) -> Unavailable:
         leader = self._elector.leader
-        return rpc.Unavailable(f"this control plane is a standby; {leader or 'no replica'} leads", leader)
+        return Unavailable(f"this control plane is a standby; {leader or 'no replica'} leads", leader)
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
         """Views of the current leadership, with its term."""
@@ -258,7 +257,7 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
                 else:
                     view.term = term
                     yield view
-        except rpc.Unavailable:
+        except Unavailable:
             raise self._not_leading() from None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from crossdock.common import rpc
+from crossdock.common.call_errors import InvalidArgument
 from crossdock.control.placement.tables import Table
 from crossdock.protocol.v1 import control_pb2 as pb
 
@@ -65,11 +65,11 @@ class Checkpoints:
         numbers = {0, *(ref.number for ref in refs)}
         texts = [text for ref in refs for text in (ref.path, ref.fingerprint)]
         if len(refs) > MAX_REFS or max(numbers) >= MAX_NUMBER or len(numbers) != len(refs) + 1:
-            raise rpc.InvalidArgument(f"checkpoints: expected at most {MAX_REFS} of different numbers < {MAX_NUMBER}")
+            raise InvalidArgument(f"checkpoints: expected at most {MAX_REFS} of different numbers < {MAX_NUMBER}")
         if any(len(text) > MAX_CHARS or not text.isprintable() for text in texts):
-            raise rpc.InvalidArgument(f"checkpoints: expected printable texts of at most {MAX_CHARS} characters")
+            raise InvalidArgument(f"checkpoints: expected printable texts of at most {MAX_CHARS} characters")
         if not {message.settled, message.wanted} <= numbers or message.version > most_version:
-            raise rpc.InvalidArgument("checkpoints: expected known numbers and a version that was given out")
+            raise InvalidArgument("checkpoints: expected known numbers and a version that was given out")
         return Checkpoints(message.version, message.settled, message.wanted, refs)
 
     def message(self) -> pb.Checkpoints:

@@ -192,11 +192,6 @@ class PlacementManager:
         """Tables of `version`, by layer; empty if unknown."""
         return self._tables if self.version else ()
 
-    @property
-    def domains(self) -> tuple[int, ...]:
-        """Number of the NVLink domain of each rank."""
-        return self._domains
-
     def is_due(self, now: float) -> bool:
         """Whether to search for a better placement now; if so, restarts the interval."""
         every_s = self.config.rebalance_s

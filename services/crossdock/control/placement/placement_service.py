@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from crossdock.common import log as logs
-from crossdock.common import rpc
+from crossdock.common.call_errors import FailedPrecondition, InvalidArgument, Unavailable
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.tasks import background
@@ -92,14 +92,14 @@ class PlacementService:
             return None
         if request.num_experts > MAX_EXPERTS or not 1 <= len(layers) <= MAX_LAYERS:
             got = f"{request.num_experts} experts in {len(layers)} layers"
-            raise rpc.InvalidArgument(f"num_experts: expected <= {MAX_EXPERTS} in 1..{MAX_LAYERS} layers, got {got}")
+            raise InvalidArgument(f"num_experts: expected <= {MAX_EXPERTS} in 1..{MAX_LAYERS} layers, got {got}")
         if any(later <= layer for layer, later in itertools.pairwise(layers)):
-            raise rpc.InvalidArgument("moe_layers: expected numbers in ascending order")
+            raise InvalidArgument("moe_layers: expected numbers in ascending order")
         kind = Kind(request.num_experts, layers)
         try:
             self._manager.check_kind(kind)
         except ValueError as error:
-            raise rpc.InvalidArgument(str(error)) from None
+            raise InvalidArgument(str(error)) from None
         return kind
 
     def set_kind(self, kind: Kind | None, checkpoints: Checkpoints | None = None) -> None:
@@ -136,7 +136,7 @@ class PlacementService:
             return None
         message, most = request.experts, views.greatest(self.version or None, time.time())
         if message.version > most:
-            raise rpc.InvalidArgument(f"experts.version: expected <= {most}, got {message.version}")
+            raise InvalidArgument(f"experts.version: expected <= {most}, got {message.version}")
         error = "".join(char if char.isprintable() else " " for char in message.error[:MAX_ERROR_CHARS])
         held = tuple(tuple(layer.experts) for layer in message.layers)
         rows = tuple(tuple(layer.rows) for layer in message.layers)
@@ -144,10 +144,10 @@ class PlacementService:
         try:
             self._manager.check_report(member.rank, report)
         except ValueError as wrong:
-            raise rpc.InvalidArgument(str(wrong)) from None
+            raise InvalidArgument(str(wrong)) from None
         numbers, size = [layer.checkpoint for layer in message.layers], self._manager.kind.num_experts
         if max(numbers, default=0) >= MAX_NUMBER:
-            raise rpc.InvalidArgument(f"experts.layers.checkpoint: expected < {MAX_NUMBER}, got {max(numbers)}")
+            raise InvalidArgument(f"experts.layers.checkpoint: expected < {MAX_NUMBER}, got {max(numbers)}")
         known = self.checkpoints_of(message)
         weights = tuple(weights_of((one,), size, number)[0] for one, number in zip(held, numbers, strict=True))
         return member.rank, replace(report, layers=weights, checkpoints=known)
@@ -180,7 +180,7 @@ class PlacementService:
             Phase.SERVING: Goal(manager.version, manager.tables) if manager.version else None,
         }.get(group.phase)
         if request.epoch != group.epoch or goal is None:
-            raise rpc.FailedPrecondition(f"placement: expected one of epoch {group.epoch}, got {request.epoch}")
+            raise FailedPrecondition(f"placement: expected one of epoch {group.epoch}, got {request.epoch}")
         response = pb.PlacementResponse(version=goal.version, num_slots=len(_row(goal.tables[0])))
         size = manager.kind.num_experts if manager.kind is not None else 1
         for table in goal.tables:
@@ -197,15 +197,15 @@ class PlacementService:
     def load(self, request: pb.LoadRequest) -> pb.LoadResponse:
         """Start to load another checkpoint. Raises FailedPrecondition, InvalidArgument."""
         if why := self._obstacle(self._group().epoch):
-            raise rpc.FailedPrecondition(f"load: {why}")
+            raise FailedPrecondition(f"load: {why}")
         if (
             not request.path
             or not request.fingerprint
             or max(map(len, (request.path, request.fingerprint))) > MAX_CHARS
         ):
-            raise rpc.InvalidArgument(f"path, fingerprint: expected texts of 1..{MAX_CHARS} characters")
+            raise InvalidArgument(f"path, fingerprint: expected texts of 1..{MAX_CHARS} characters")
         if not (request.path + request.fingerprint).isprintable():
-            raise rpc.InvalidArgument("path, fingerprint: expected printable characters")
+            raise InvalidArgument("path, fingerprint: expected printable characters")
         number = self._manager.load(request.path, request.fingerprint, self._clock())
         self._metrics.placement_version.set(self.version)
         log.info("loading started", placement=self.version, checkpoint=number, path=request.path)
@@ -215,10 +215,10 @@ class PlacementService:
     async def rebalance(self) -> pb.RebalanceResponse:
         """Compute a rebalance and start it. Raises FailedPrecondition."""
         if why := self._obstacle(self._group().epoch):
-            raise rpc.FailedPrecondition(f"rebalance: {why}")
+            raise FailedPrecondition(f"rebalance: {why}")
         made = await self._rebalance()
         if why := self._obstacle(made.epoch):
-            raise rpc.FailedPrecondition(f"rebalance: while it was computed: {why}")
+            raise FailedPrecondition(f"rebalance: while it was computed: {why}")
         started = self._start(made)
         return pb.RebalanceResponse(version=self.version, moves=made.rebalance.moves if started else 0)
 
@@ -274,7 +274,7 @@ class PlacementService:
             if made is None or not of_now or now - made.at > REBALANCE_FRESH_S:
                 snapshot = self._manager.snapshot(now)
                 if snapshot is None or kind is None:
-                    raise rpc.Unavailable("experts: their placement is not known yet")
+                    raise Unavailable("experts: their placement is not known yet")
                 made = _CachedRebalance(epoch, kind, snapshot, await asyncio.to_thread(snapshot.rebalance), now)
                 self._cached = made
                 if not self._stopped:  # the gauge may already belong to a successor
@@ -285,7 +285,7 @@ class PlacementService:
         """Start a move if it gains enough."""
         try:
             made = await self._rebalance()
-        except rpc.Unavailable:
+        except Unavailable:
             return
         if self._manager.is_worth_it(made.rebalance):
             self._start(made)

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from google.protobuf.message import Message
 
 from crossdock.common.access import MAX_UID_CHARS, check_uid
-from crossdock.common.rpc import MAX_SENT_BYTES, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from crossdock.common.call_errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from crossdock.common.rpc import MAX_SENT_BYTES
 from crossdock.control.group import blame, cordon
 from crossdock.control.group.group_state import (
     Bar,

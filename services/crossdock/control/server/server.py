@@ -16,12 +16,21 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from crossdock.common import log as logs
-from crossdock.common import rpc
 from crossdock.common.access import CALLER, Caller, Role, check_uid
+from crossdock.common.call_errors import (
+    AlreadyExists,
+    CallError,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unavailable,
+)
 from crossdock.common.config import ControlConfig
+from crossdock.common.control_channel import LEASE_KEY
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.postmortem_record import MAX_CHARS, parse
-from crossdock.common.rpc import PermissionDenied
 from crossdock.control.group import blame, group_state
 from crossdock.control.group.group import advance, new_group
 from crossdock.control.group.group_state import (
@@ -55,22 +64,21 @@ _LONG_REBALANCE_S, _REBALANCE_PAUSES = 0.1, 10
 it."""
 log = logs.get(__name__)
 
-REFUSALS: dict[Refusal, type[rpc.CallError]] = {
-    Refusal.UNKNOWN_WORKER: rpc.NotFound,
-    Refusal.REPLACED: rpc.AlreadyExists,
-    Refusal.NAME_TAKEN: rpc.AlreadyExists,
-    Refusal.WRONG_EPOCH: rpc.FailedPrecondition,
-    Refusal.WRONG_PHASE: rpc.FailedPrecondition,
-    Refusal.MIXED_PLACEMENT: rpc.FailedPrecondition,
-    Refusal.MIXED_GROUP: rpc.FailedPrecondition,
-    Refusal.GROUP_FULL: rpc.ResourceExhausted,
-    Refusal.BAD_VALUE: rpc.InvalidArgument,
-    Refusal.BARRED: rpc.ResourceExhausted,
+REFUSALS: dict[Refusal, type[CallError]] = {
+    Refusal.UNKNOWN_WORKER: NotFound,
+    Refusal.REPLACED: AlreadyExists,
+    Refusal.NAME_TAKEN: AlreadyExists,
+    Refusal.WRONG_EPOCH: FailedPrecondition,
+    Refusal.WRONG_PHASE: FailedPrecondition,
+    Refusal.MIXED_PLACEMENT: FailedPrecondition,
+    Refusal.MIXED_GROUP: FailedPrecondition,
+    Refusal.GROUP_FULL: ResourceExhausted,
+    Refusal.BAD_VALUE: InvalidArgument,
+    Refusal.BARRED: ResourceExhausted,
 }
 """Status of each refusal; call_errors.py has their meanings."""
 
 
-METADATA_KEY = "crossdock-lease-key"
 _NO_CALLER = Caller((), frozenset(Role), "", guarded=False)
 
 
@@ -207,7 +215,7 @@ class WorkerKeys:
 def _key_of(context: Any) -> bytes:
     """Hash of the call's key, b"" = none."""
     for key, value in (context.invocation_metadata() if context is not None else None) or ():
-        if key == METADATA_KEY:
+        if key == LEASE_KEY:
             return hashlib.sha256(str(value).encode()).digest()
     return b""
 
@@ -297,14 +305,14 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             self._apply(Cordon((bar,)))
         try:
             self._apply(event, accepted)
-        except rpc.ResourceExhausted:
+        except ResourceExhausted:
             bar = self._group.bar_of(worker)
             if bar is None:
                 self._apply(Waits(worker))
                 raise
             response.barred.CopyFrom(views.bar_message(bar, self._clock(), self._id))
             return False
-        except (rpc.FailedPrecondition, rpc.AlreadyExists) as error:
+        except (FailedPrecondition, AlreadyExists) as error:
             self._apply(RefusedWorker(worker.uid, str(error)))
             raise
         return True
@@ -409,11 +417,11 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
                 changed.clear()
                 if views.is_replaced(self._group, worker):
                     advice = "if two hosts have one name, set worker.uid on one of them"
-                    raise rpc.AlreadyExists(f"worker {worker.uid}: a newer process holds its rank; {advice}")
+                    raise AlreadyExists(f"worker {worker.uid}: a newer process holds its rank; {advice}")
                 message, has_table = self._view(worker, brief, table_once, has_table, latency=latency)
                 yield message
                 await changed.wait()
-            raise rpc.Unavailable("the control plane is stopping")
+            raise Unavailable("the control plane is stopping")
         finally:
             self._watchers.leave(changed, inside)
 

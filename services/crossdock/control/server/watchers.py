@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from crossdock.common import rpc
 from crossdock.common.access import CALL_PERMITS
+from crossdock.common.call_errors import ResourceExhausted
 from crossdock.common.metrics import ControlMetrics
 
 WATCHES_PER_RANK = 2
@@ -85,7 +85,7 @@ class Watchers:
         """Check the limit of member streams; the permit of a member stream cannot be revoked."""
         most = WATCHES_PER_RANK * self._world_size
         if self._num_members >= most:
-            raise rpc.ResourceExhausted(f"watch: expected at most {most} members, got one more")
+            raise ResourceExhausted(f"watch: expected at most {most} members, got one more")
         permits = CALL_PERMITS.get(None)
         if permits is not None:
             permits.pin()

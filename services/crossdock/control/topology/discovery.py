@@ -25,7 +25,6 @@ WORDS = ("SELF", "PIX", "PXB", "PHB", "NODE", "SYS")
 """PCIe distances from near to far, in the words of `nvidia-smi topo`; `ep_kernels.topology.distance` explains them."""
 FAR = len(WORDS)
 _ONE_SWITCH = 4
-_BITS = 8e9
 
 
 TCP = "tcp"

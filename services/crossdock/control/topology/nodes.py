@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from kubernetes.client import ApiClient, CoreV1Api
@@ -44,13 +45,7 @@ def labels_of(labels: Mapping[str, str], config: KubernetesConfig) -> Labels:
     def first(keys: tuple[str, ...]) -> str:
         return next((labels[key] for key in keys if labels.get(key)), "")
 
-    return Labels(
-        clique=first(config.clique_labels),
-        product=first(config.product_labels),
-        zone=first(config.zone_labels),
-        block=first(config.block_labels),
-        rack=first(config.rack_labels),
-    )
+    return Labels(**{field.name: first(getattr(config, f"{field.name}_labels")) for field in fields(Labels)})
 
 
 class Nodes:

@@ -133,11 +133,6 @@ class ExpertTables:
         with self._changed:
             return tuple(self._weights.values())
 
-    @property
-    def checkpoints(self) -> control_pb2.Checkpoints:
-        """As last told by the control plane."""
-        return self._newest.refs
-
     def has_pending_change(self) -> bool:
         """Whether `progress` will differ from the last one if no request is cut."""
         return self._newest is not self._target or self._progress(_is_not_cut) != self._said

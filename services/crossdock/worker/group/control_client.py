@@ -19,7 +19,19 @@ from typing import Any
 import grpc
 
 from crossdock.common import log, rpc
-from crossdock.common.control_channel import ControlPlaneChannel
+from crossdock.common.call_errors import (
+    AlreadyExists,
+    CallError,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    error_of,
+)
+from crossdock.common.control_channel import LEASE_KEY, TERM_KEY, ControlPlaneChannel
 from crossdock.common.log import Logger
 from crossdock.common.security import Security
 from crossdock.common.tasks import end_tasks
@@ -40,11 +52,6 @@ _SILENCE_S = (2.0, 60.0)
 _SPARE_S = 1.0
 """Longest pause of a spare between attempts to register."""
 
-LEASE_KEY = "crossdock-lease-key"
-"""Metadata of every call: a secret that identifies this process to the control plane."""
-TERM_KEY = "crossdock-term"
-"""Metadata of every call: the highest term seen. A leader with a lower term steps down."""
-
 View = control_pb2.GroupView
 
 
@@ -59,10 +66,10 @@ class Refusals:
         self._last = ""
         self._warned_at = -WARN_EVERY_S
 
-    def note(self, error: rpc.CallError, lease_s: float, log: Logger) -> None:
+    def note(self, error: CallError, lease_s: float, log: Logger) -> None:
         """Note a failed heartbeat. An unreachable control plane is temporary; a refusal is permanent, so it is logged
         at intervals, and again when the lease is lost."""
-        if isinstance(error, rpc.Unavailable | rpc.DeadlineExceeded | rpc.Cancelled):
+        if isinstance(error, Unavailable | DeadlineExceeded | Cancelled):
             log.debug("heartbeat failed", error=error)
             return
         self._last = f"{error.code.name}: {error}"
@@ -70,7 +77,7 @@ class Refusals:
             self._warned_at = time.monotonic()
             log.warning("heartbeat refused", error=self._last, lease_s=lease_s)
 
-    def lease_lost(self, error: rpc.CallError, log: Logger) -> None:
+    def lease_lost(self, error: CallError, log: Logger) -> None:
         """The lease was lost: log the refusals before it."""
         if self._last:
             log.warning("lease lost", error=error, heartbeats_refused=self._last)
@@ -202,19 +209,19 @@ class ControlPlaneClient:
         return next((member for member in view.members if member.worker == worker), None)
 
     async def publish_region(self, epoch: int, rank: int, region: bytes) -> None:
-        """Publish this rank's region for `epoch`. Raises rpc.CallError (FailedPrecondition: the epoch is over)."""
+        """Publish this rank's region for `epoch`. Raises CallError (FailedPrecondition: the epoch is over)."""
         self._prior = control_pb2.PriorMembership(epoch=epoch, rank=rank, region=region)
         request = control_pb2.PublishRegionRequest(worker=self._registration.worker, epoch=epoch, region=region)
         await self._call("PublishRegion", request, self._group_call_s, retry_s=self._group_call_s)
 
     async def ready(self, epoch: int, placement: int) -> None:
-        """Report that this rank can serve `epoch` with that version of the placement. Raises rpc.CallError
+        """Report that this rank can serve `epoch` with that version of the placement. Raises CallError
         (FailedPrecondition: the epoch is over, or other ranks hold another version)."""
         request = control_pb2.ReadyRequest(worker=self._registration.worker, epoch=epoch, placement=placement)
         await self._call("Ready", request, self._group_call_s, retry_s=self._group_call_s)
 
     async def placement(self, epoch: int) -> control_pb2.PlacementResponse:
-        """Fetch the placement of `epoch`. Raises rpc.CallError (FailedPrecondition: the epoch is over).
+        """Fetch the placement of `epoch`. Raises CallError (FailedPrecondition: the epoch is over).
 
         An answer that was in flight when the Watch stream ended may be from a former leader, whose successor may use
         the same version for other tables. Such an answer is dropped and the call is repeated."""
@@ -250,7 +257,7 @@ class ControlPlaneClient:
         """Leave the group; nothing is sent after this. Best effort: the lease expires otherwise."""
         await self._stop_tasks()
         request = control_pb2.LeaveRequest(worker=self._registration.worker, reason=reason)
-        with contextlib.suppress(rpc.CallError):
+        with contextlib.suppress(CallError):
             await self._call("Leave", request, 2.0)
 
     async def close(self) -> None:
@@ -273,16 +280,16 @@ class ControlPlaneClient:
                 pause_s, self.trouble = _RETRY_S[0], ""
                 self._silent_until, self._silence_s = 0.0, _SILENCE_S[0]
                 await self._follow()
-            except (rpc.AlreadyExists, rpc.FailedPrecondition, rpc.InvalidArgument) as error:
-                await self._refuse(JoinRefused(str(error), permanent=isinstance(error, rpc.InvalidArgument)))
-            except rpc.CallError as error:
+            except (AlreadyExists, FailedPrecondition, InvalidArgument) as error:
+                await self._refuse(JoinRefused(str(error), permanent=isinstance(error, InvalidArgument)))
+            except CallError as error:
                 self.trouble = str(error)
                 self._log_absence(error)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 await self._fail_over(error)
                 pause_s = min(2 * pause_s, _RETRY_S[1])
 
-    def _log_absence(self, error: rpc.CallError) -> None:
+    def _log_absence(self, error: CallError) -> None:
         """Warn of a control plane that does not answer: at once, then after pauses that double up to a minute. Attempts
         do not become as rare: one that was restarted takes back its group for `recover_s` alone."""
         now = time.monotonic()
@@ -291,12 +298,12 @@ class ControlPlaneClient:
         _log.warning("no control plane", error=error, next_warning_in_s=self._silence_s)
         self._silent_until, self._silence_s = now + self._silence_s, min(2 * self._silence_s, _SILENCE_S[1])
 
-    async def _fail_over(self, error: rpc.CallError | None) -> None:
+    async def _fail_over(self, error: CallError | None) -> None:
         if await self._channel.fail_over(error):
             self._stub = control_pb2_grpc.ControlPlaneStub(self._channel.grpc_channel)
 
     async def _call(self, method: str, request: Any, timeout_s: float, *, retry_s: float = 0) -> Any:
-        """Make one call; a retry goes to the current leader. Raises rpc.CallError."""
+        """Make one call; a retry goes to the current leader. Raises CallError."""
 
         def attempt(message: Any, **more: Any) -> Any:
             return getattr(self._stub, method)(message, metadata=self._metadata(), **more)
@@ -307,7 +314,7 @@ class ControlPlaneClient:
         return ((LEASE_KEY, self._key), (TERM_KEY, str(self._term)))
 
     async def _register(self, timeout_s: float) -> bool:
-        """Register; False: the group is full, or has barred this worker. Raises rpc.CallError."""
+        """Register; False: the group is full, or has barred this worker. Raises CallError."""
         request = control_pb2.RegisterRequest()
         request.CopyFrom(self._registration)
         request.barred.CopyFrom(self._barred)
@@ -315,7 +322,7 @@ class ControlPlaneClient:
             request.prior.CopyFrom(self._prior)
         try:
             response: control_pb2.RegisterResponse = await self._call("Register", request, timeout_s)
-        except rpc.ResourceExhausted as error:
+        except ResourceExhausted as error:
             self._barred.Clear()
             await self._wait_as_spare(str(error))
             return False
@@ -345,7 +352,7 @@ class ControlPlaneClient:
             if reader.done():
                 reader.result()
             if self._unanswered:
-                raise rpc.Unavailable(f"no heartbeat was answered for {self._lease_s:g} s")
+                raise Unavailable(f"no heartbeat was answered for {self._lease_s:g} s")
         finally:
             self._num_streams += 1
             for task in (reader, again):
@@ -358,14 +365,14 @@ class ControlPlaneClient:
             async for view in stream:
                 await self._take_view(view)
         except grpc.RpcError as error:
-            raise rpc.error_of(error) from None
+            raise error_of(error) from None
         finally:
             stream.cancel()
-        raise rpc.Unavailable("the control plane ended the Watch stream")
+        raise Unavailable("the control plane ended the Watch stream")
 
     async def _take_view(self, view: View) -> None:
         if view.term < self._term:
-            raise rpc.Unavailable(f"a view of term {view.term} is outdated: term {self._term} has begun")
+            raise Unavailable(f"a view of term {view.term} is outdated: term {self._term} has begun")
         self._term = view.term
         if self._fault is not None and view.epoch > self._fault[0]:
             self._fault = None
@@ -408,12 +415,12 @@ class ControlPlaneClient:
     async def _send_heartbeat(self) -> None:
         try:
             response = await self._call("Heartbeat", self._heartbeat(), max(0.5, self._lease_s * 2 / 3))
-        except rpc.NotFound as error:
+        except NotFound as error:
             self._refusals.lease_lost(error, _log)
             self._register_again.set()
-        except rpc.AlreadyExists as error:
+        except AlreadyExists as error:
             await self._refuse(JoinRefused(str(error)))
-        except rpc.CallError as error:
+        except CallError as error:
             self._refusals.note(error, self._lease_s, _log)
             self._check_answers()
         else:

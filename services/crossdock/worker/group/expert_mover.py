@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from crossdock.common import log, rpc
+from crossdock.common import log
+from crossdock.common.call_errors import CallError
 from crossdock.common.tasks import log_failure
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.experts.expert_tables import ExpertTables, LoadTask, MoveCancelled
@@ -38,7 +39,7 @@ class ExpertMover:
         self._loader: asyncio.Future[None] | None = None
 
     async def fetch(self, seat: Seat) -> Placement:
-        """Fetch the placement of an epoch. Raises rpc.CallError (FailedPrecondition: the epoch is over), or
+        """Fetch the placement of an epoch. Raises CallError (FailedPrecondition: the epoch is over), or
         PlacementError: it does not fit the model."""
         spec = self._model.spec
         if not self._control.view.placement:
@@ -94,7 +95,7 @@ class ExpertMover:
             placement = await self.fetch(seat)
             if placement.version > tables.version:
                 tables.set_target(placement)
-        except (rpc.CallError, PlacementError) as error:
+        except (CallError, PlacementError) as error:
             _log.warning("cannot fetch placement", error=error, retry_s=_RETRY_S)
             await asyncio.sleep(_RETRY_S)
         self._engine.wake()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from crossdock.common import rpc
+from crossdock.common.call_errors import CallError
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.group.control_client import ControlPlaneClient, JoinRefused, View
 from crossdock.worker.group.same_weights import Parcel
@@ -41,6 +41,7 @@ class ControlGroup:
         pack: of a region, what this rank publishes with it.
 
     Attributes:
+        rank, size, epoch: of the seat.
         parcels: of all ranks, once they are gathered.
     """
 
@@ -51,23 +52,9 @@ class ControlGroup:
         loop: asyncio.AbstractEventLoop,
         pack: Callable[[bytes], Parcel],
     ) -> None:
-        self._seat, self._control, self._loop, self._pack = seat, control, loop, pack
+        self.rank, self.size, self.epoch = seat.rank, seat.size, seat.epoch
+        self._control, self._loop, self._pack = control, loop, pack
         self.parcels: list[Parcel] = []
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._seat.rank
-
-    @property
-    def size(self) -> int:
-        """Rank slots R."""
-        return self._seat.size
-
-    @property
-    def epoch(self) -> int:
-        """Membership counter, owned by the control plane."""
-        return self._seat.epoch
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
         """See `ep_kernels.Group`. `timeout_s` is ignored: peers may be loading weights, and the control plane ends an
@@ -75,12 +62,12 @@ class ControlGroup:
         return asyncio.run_coroutine_threadsafe(self._gather(payload), self._loop).result()
 
     async def _gather(self, payload: bytes) -> Sequence[bytes]:
-        epoch = self._seat.epoch
+        epoch = self.epoch
         try:
             packed = msgspec.msgpack.encode(self._pack(payload))
-            await self._control.publish_region(epoch, self._seat.rank, packed)
+            await self._control.publish_region(epoch, self.rank, packed)
             regions = await self._control.region_table(epoch)
-        except (rpc.CallError, JoinRefused) as error:
+        except (CallError, JoinRefused) as error:
             raise TransportError(f"bring-up of epoch {epoch}: {error}") from error
         if regions is None:
             view = self._control.view

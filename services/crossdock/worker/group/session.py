@@ -23,7 +23,8 @@ from typing import Any
 
 import grpc
 
-from crossdock.common import log, rpc
+from crossdock.common import log
+from crossdock.common.call_errors import CallError
 from crossdock.common.tasks import background, end_tasks
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.experts import device as devices
@@ -171,7 +172,7 @@ class Session:
         self._status.joining("loading as a standby of a serving group")
         try:
             placement = await self._mover.fetch(Seat(view.epoch, own_member.rank, view.world_size))
-        except (rpc.CallError, PlacementError) as error:
+        except (CallError, PlacementError) as error:
             _log.info("no placement", error=error, retry_s=_RETRY_S)
             await asyncio.sleep(_RETRY_S)
             return
@@ -188,7 +189,7 @@ class Session:
         """Fetch the placement of this epoch; None on failure, which is reported."""
         try:
             return await self._mover.fetch(seat)
-        except (rpc.CallError, PlacementError) as error:
+        except (CallError, PlacementError) as error:
             self._report(seat.epoch, Fault(f"placement: {error}"))
         return None
 
@@ -240,7 +241,7 @@ class Session:
     async def _report_ready(self, seat: Seat, placement: Placement) -> bool:
         try:
             await self._control.ready(seat.epoch, placement.version)
-        except rpc.CallError as error:
+        except CallError as error:
             self._report(seat.epoch, Fault(f"ready: {error}"))
             return False
         return True

@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+import grpc
+
+from crossdock.worker.steps.work import Failure, Refused
+
 STALLED_S = 2.0
 """Time blocked in a write after which a stream may be given up if its bytes are needed."""
-
-
-class BudgetExceeded(Exception):
-    """A request exceeds the limit of all clients together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,16 +124,16 @@ class StreamQuota:
             self._account.waiting.pop(self, None)
 
     def charge(self, num_bytes: int) -> None:
-        """Add `num_bytes`. Raises BudgetExceeded without charging anything."""
+        """Add `num_bytes`. Raises Refused, and adds nothing, where all clients together would have too many."""
         with self._budget._lock:
             most, size = self._budget.max_bytes, self._budget.num_bytes + num_bytes
             if size <= most:
                 self._add(num_bytes)
         self._wake_next()
         if size > most:
-            raise BudgetExceeded(
-                f"queue: expected at most {most} bytes waiting here, this request would make it {size}"
-            )
+            self._budget.make_room(self, of_client=False)
+            words = f"queue: expected at most {most} bytes waiting here, this request would make it {size}"
+            raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, words))
 
     def release(self, num_bytes: int) -> None:
         """Release charged bytes; ignored after `close`, which has done it."""

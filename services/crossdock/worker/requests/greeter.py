@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from crossdock.common import descriptors, log, rpc
+from crossdock.common import descriptors, log
 from crossdock.common.access import CallAuthorizer, host_of
-from crossdock.common.call_errors import CallError, Unavailable, Unimplemented
+from crossdock.common.call_errors import CallError, Unavailable, Unimplemented, code_number
 from crossdock.common.security import Security
 from crossdock.protocol import frames
 from crossdock.protocol.frames import FrameError, FrameSocket
@@ -137,7 +137,7 @@ class Greeter:
             self._welcome(stranger.client, line)
             return
         except CallError as error:
-            about = frames.Error(rpc.code_number(error.code), 0, (), str(error))
+            about = frames.Error(code_number(error.code), 0, (), str(error))
             with contextlib.suppress(OSError):
                 stranger.line.send([frames.error(0, about)])
         except (EOFError, OSError, FrameError) as error:

@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 import grpc
 
-from crossdock.common import log, rpc
+from crossdock.common import log
+from crossdock.common.call_errors import code_number
 from crossdock.common.tracing import RequestTrace
 from crossdock.protocol import frames
 from crossdock.protocol.frames import Forward, FrameError, FrameKind, FrameSocket
 from crossdock.protocol.shared_memory import PLACE_BYTES, SharedMemory
 from crossdock.worker.requests.admission import REQUEST_BYTES
 from crossdock.worker.requests.backend import Backend
-from crossdock.worker.requests.budget import BudgetExceeded
 from crossdock.worker.requests.request_slots import RequestSlot, RequestSlots
 from crossdock.worker.steps import request_trace
 from crossdock.worker.steps.request_sockets import RequestSockets
@@ -235,7 +235,7 @@ class ServedConnection:
             if request.id in self._works:
                 raise Refused(Failure(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight here"))
             backend.validator.check_frame(request)
-            self._charge(num_bytes)
+            self._quota.charge(num_bytes)
             slot = self._slots.take(request.num_tokens) if request.place == frames.NOWHERE else self._at(request)
         except Refused as refused:
             self._refuse(request, refused.failure, trace)
@@ -269,14 +269,6 @@ class ServedConnection:
         shared, num_tokens = self._shared[-1], request.num_tokens
         kept = self._places.pop((shared.address + request.place, num_tokens), None)
         return kept or self._slots.at(shared, request.place, num_tokens)
-
-    def _charge(self, num_bytes: int) -> None:
-        """Raises Refused."""
-        try:
-            self._quota.charge(num_bytes)
-        except BudgetExceeded as error:
-            self._backend.budget.make_room(self._quota, of_client=False)
-            raise Refused(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))) from None
 
     def _serve(self) -> None:
         """The rows of the request that was coming are here."""
@@ -352,5 +344,5 @@ def _is_hung_up(sock: socket.socket) -> bool:
 
 
 def _error(number: int, failure: Failure) -> bytes:
-    about = frames.Error(rpc.code_number(failure.code), failure.epoch, failure.lost_ranks, failure.message)
+    about = frames.Error(code_number(failure.code), failure.epoch, failure.lost_ranks, failure.message)
     return frames.error(number, about)

@@ -22,31 +22,33 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from crossdock.common import log, rpc
+from crossdock.common import log
 from crossdock.common.access import CALL_PERMITS, CALLER, host_of
+from crossdock.common.call_errors import CallError, FailedPrecondition, InvalidArgument, ResourceExhausted, code_number
 from crossdock.common.tasks import call_in_loop
 from crossdock.common.tracing import RequestTrace, TraceContext, context_of_call
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.worker.requests.admission import REQUEST_BYTES, Tokens
-from crossdock.worker.requests.answers import response_of
 from crossdock.worker.requests.backend import Backend
-from crossdock.worker.requests.budget import STALLED_S, BudgetExceeded
+from crossdock.worker.requests.budget import STALLED_S
 from crossdock.worker.requests.request_server import RequestServer
 from crossdock.worker.steps import request_trace
 from crossdock.worker.steps.work import Done, Failure, Refused, Work
-from crossdock.worker.telemetry.operations import trace_of
+from ep_kernels import LatencySample
 
 SERVICE_NAME = expert_pb2.DESCRIPTOR.services_by_name["ExpertService"].full_name
 
 _log = log.get(__name__)
 
+MAX_STEPS, OPS_PER_STEP = 1000, 3
+"""Steps of a trace; a step is an exchange, a dispatch and a combine."""
 _MAX_UNREAD = 1024
 """Unread answers of a client before its stream is no longer read; errors cost no bytes of the budget."""
 
@@ -72,19 +74,14 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         self._streams: set[_Stream] = set()
         self.requests = requests
         self._none_left = asyncio.Event()
-        self._ended: rpc.CallError | None = None
+        self._ended: CallError | None = None
 
     @property
     def num_streams(self) -> int:
         """Open Forward streams."""
         return len(self._streams)
 
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of requests, and of answers that are not written yet."""
-        return self._backend.budget.num_bytes
-
-    async def end(self, error: rpc.CallError, timeout_s: float) -> None:
+    async def end(self, error: CallError, timeout_s: float) -> None:
         """End every stream with `error` once its client has taken the answers that are there already. Returns when no
         stream is left, or after `timeout_s`; a stream that comes later ends at once."""
         self._ended = error
@@ -109,7 +106,7 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
         """The last operations, as far as they have been collected."""
         state = self._describe()
         if not state.world_size:
-            raise rpc.FailedPrecondition("trace: this worker has no rank yet")
+            raise FailedPrecondition("trace: this worker has no rank yet")
         return trace_of(self._backend.telemetry.recent(), request, state.rank, state.epoch)
 
     async def Forward(
@@ -162,7 +159,7 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
         self.reader: asyncio.Task[None] | None = None
         self._pending: dict[int, _Pending] = {}
-        self._events: asyncio.Queue[_Answer | rpc.CallError | None] = asyncio.Queue()
+        self._events: asyncio.Queue[_Answer | CallError | None] = asyncio.Queue()
         self._room = asyncio.Event()
         in_loop = functools.partial(call_in_loop, self._loop)
         self._quota = backend.budget.open(
@@ -191,7 +188,7 @@ class _Stream:
                 request = None  # the next one may take long
         except Exception as error:
             _log.seldom("stream ended: unreadable request", error=error)
-            self._events.put_nowait(rpc.InvalidArgument(f"request: not a ForwardRequest ({type(error).__name__})"))
+            self._events.put_nowait(InvalidArgument(f"request: not a ForwardRequest ({type(error).__name__})"))
         finally:
             del request  # an exception raised here keeps this frame alive
         self._read_all = True
@@ -214,7 +211,7 @@ class _Stream:
         after the previous one was written."""
         while not (self._read_all and not self._pending and self._events.empty()):
             event = await self._events.get()
-            if isinstance(event, rpc.CallError):
+            if isinstance(event, CallError):
                 raise event
             if event is not None:
                 message, num_bytes = _message(event), event.num_bytes
@@ -251,16 +248,16 @@ class _Stream:
         if not self._given_up:
             self._backend.telemetry.dropped_stream()
             _log.debug("stream given up: its answers are not read", client=self.client, why=why)
-            error = rpc.ResourceExhausted(f"answers: expected a client that reads them: {why}")
+            error = ResourceExhausted(f"answers: expected a client that reads them: {why}")
             self._drop("the client does not read its answers", error)
 
     def lose(self) -> None:
         """The same for a stream whose permit another call has taken. Idempotent."""
         if not self._given_up:
-            error = rpc.ResourceExhausted("calls: another call of this caller took the permit of this one")
+            error = ResourceExhausted("calls: another call of this caller took the permit of this one")
             self._drop("another call took the permit of its stream", error)
 
-    def _drop(self, why: str, error: rpc.CallError) -> None:
+    def _drop(self, why: str, error: CallError) -> None:
         self._given_up, self._writing_since = True, None
         if self.reader is not None:
             self.reader.cancel()
@@ -270,7 +267,7 @@ class _Stream:
         self._events.put_nowait(error)
         self._quota.release(self._quota.num_bytes - self._writing_bytes)
 
-    def end(self, error: rpc.CallError) -> None:
+    def end(self, error: CallError) -> None:
         """Raise `error` from `answers`, after the answers that are ready."""
         self._events.put_nowait(error)
 
@@ -298,7 +295,9 @@ class _Stream:
             self._backend.check_rate(self.client)
             self._backend.engine.expect()  # not before: it wakes all ranks
             if request.id in self._pending:
-                raise _refused(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
+                raise Refused(
+                    Failure(grpc.StatusCode.INVALID_ARGUMENT, f"id: {request.id} is in flight on this stream")
+                )
             tokens = self._backend.validator.validate(request)
             self._submit(request, tokens, received_ns, trace)
         except Refused as refused:
@@ -318,11 +317,7 @@ class _Stream:
         )
         request_trace.admitted(work, received_ns)
         num_bytes = tokens.num_bytes
-        try:
-            self._quota.charge(num_bytes)
-        except BudgetExceeded as error:
-            backend.budget.make_room(self._quota, of_client=False)
-            raise _refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
+        self._quota.charge(num_bytes)
         late = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, f"deadline: not served within {timeout_s:g} s")
         timer = self._loop.call_later(timeout_s, self._withdraw, request_id, late)
         self._pending[request_id] = _Pending(work, num_bytes, timer)
@@ -361,20 +356,35 @@ class _Stream:
         self._loop.call_soon(count, code, pending.work.num_tokens, seconds, queue_s, trace, why)
 
 
+def trace_of(
+    samples: Sequence[LatencySample], request: expert_pb2.TraceRequest, rank: int, epoch: int
+) -> expert_pb2.TraceResponse:
+    """The operations of the last steps. Raises InvalidArgument."""
+    if not 1 <= request.steps <= MAX_STEPS:
+        raise InvalidArgument(f"steps: expected 1..{MAX_STEPS}, got {request.steps}")
+    operations = [
+        expert_pb2.Operation(
+            op=one.op, mode=one.mode, seq=one.seq, tokens=one.tokens, start_ns=one.start_ns, send_ns=one.send_ns,
+            total_ns=one.total_ns, wait_ns=one.peer_wait_ns,
+        )
+        for one in samples[-request.steps * OPS_PER_STEP :]
+    ]  # fmt: skip
+    return expert_pb2.TraceResponse(rank=rank, epoch=epoch, operations=operations)
+
+
 def _num_bytes(request: expert_pb2.ForwardRequest) -> int:
     """What it will count, about."""
     return 3 * request.ByteSize() + REQUEST_BYTES
 
 
 def _message(event: _Answer) -> expert_pb2.ForwardResponse:
-    message = response_of(event.request_id, event.answer)
-    if isinstance(event.answer, Done):
-        message.y.CopyFrom(wire.encode(event.answer.y))
-    return message
-
-
-def _refused(code: grpc.StatusCode, message: str) -> Refused:
-    return Refused(Failure(code, message))
+    request_id, answer = event.request_id, event.answer
+    if isinstance(answer, Failure):
+        number = code_number(answer.code)
+        error = expert_pb2.Error(code=number, message=answer.message, lost_ranks=answer.lost_ranks, epoch=answer.epoch)
+        return expert_pb2.ForwardResponse(id=request_id, error=error)
+    timing, y = expert_pb2.Timing(**answer.timing._asdict()), wire.encode(answer.y)
+    return expert_pb2.ForwardResponse(id=request_id, y=y, timing=timing, model=answer.model)
 
 
 def _client_of(context: Any) -> Hashable:

@@ -72,7 +72,7 @@ def stream_of(device: torch.device) -> DeviceStream:
 _NOTHING = nullcontext()
 
 
-class CpuStream:
+class CpuStream(DeviceStream):
     """Nothing to copy: host and device are the same."""
 
     def __init__(self) -> None:
@@ -82,33 +82,28 @@ class CpuStream:
         self._rows = KeptRows(self.device)
 
     def enter(self) -> None:
-        """See `DeviceStream`."""
+        """Any thread will do."""
 
     def running(self) -> AbstractContextManager[object]:
-        """See `DeviceStream`."""
         return _NOTHING
 
     def copy_in(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """See `DeviceStream`. A single piece is not copied."""
+        """A single piece is not copied."""
         joined = [pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)) for pieces in parts]
         self._marks_ns = [time.monotonic_ns()]
         return joined
 
     def mark(self) -> None:
-        """See `DeviceStream`."""
         self._marks_ns.append(time.monotonic_ns())
 
     def output(self, num_tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """See `DeviceStream`."""
         return self._rows.take(num_tokens, columns, dtype)
 
     def copy_out(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
-        """See `DeviceStream`."""
         self.mark()
         self._result = z, rows_per_expert
 
     def wait(self) -> StepResult:
-        """See `DeviceStream`."""
         assert self._result is not None
         (z, rows_per_expert), self._result = self._result, None
         first, second, third, last = self._marks_ns
@@ -120,7 +115,7 @@ _in_flight: list[torch.Tensor] = []
 ends the process (torch before 2.15 throws from a destructor) before the error is reported."""
 
 
-class GpuStream:
+class GpuStream(DeviceStream):
     """A CUDA stream and its events, kept over epochs, since torch caches device memory per stream. Pinned memory comes
     from torch's cache, which reuses a block only after its copy has finished, so result rows may be kept until their
     client has read them.
@@ -138,35 +133,28 @@ class GpuStream:
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def enter(self) -> None:
-        """See `DeviceStream`."""
         devices.enter(self.device)
 
     def running(self) -> AbstractContextManager[object]:
-        """See `DeviceStream`."""
         return torch.cuda.stream(self._stream)
 
     def copy_in(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """See `DeviceStream`."""
         self._num_marks = 0
         self.mark()
         return [self._stage_in(pieces) for pieces in parts]
 
     def mark(self) -> None:
-        """See `DeviceStream`."""
         self._marks[self._num_marks].record(self._stream)
         self._num_marks += 1
 
     def output(self, num_tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """See `DeviceStream`."""
         return None
 
     def copy_out(self, z: torch.Tensor, rows_per_expert: torch.Tensor) -> None:
-        """See `DeviceStream`."""
         self._result = _to_host(z), _to_host(rows_per_expert)
         self.mark()
 
     def wait(self) -> StepResult:
-        """See `DeviceStream`."""
         assert self._result is not None
         (z, rows_per_expert), self._result = self._result, None
         self._stream.synchronize()
