@@ -42,6 +42,7 @@ from benchmarks.backends.over_hosts import create, network_of
 from benchmarks.cases import Case, Step, make_steps
 from benchmarks.measure import DEADLINE_S, measure
 from benchmarks.parts import Parts
+from crossdock.demo.hosts import become
 from ep_kernels import Layout, Mode
 from ep_kernels.network import NetworkConfig, proxy
 from ep_kernels.network.channel_memory import ChannelMemory
@@ -51,6 +52,7 @@ from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
 MESSAGE_BYTES = (8, 7168, 100_000)
 RING_US, MESSAGE_US, SHARE, RECORDS_PCT, GLOO = 0.5, 2.0, 0.9, 2.0, 2.0
 """Targets: a push; ring and proxy above the socket; of the provider's stream; beside the rows; gloo's time by ours."""
+INSIDE = "--inside"
 SEED, WAIT_S, BLOCKS, PAUSE_S, NAP_NS, WARMUP = 20, 30.0, 20, 0.002, 20_000, 6
 OTHER_BYTES = 64 << 20
 """Written by each rank, as experts do between two dispatches."""
@@ -393,15 +395,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for network.csv and run.json; none: print only")
     parser.add_argument("--rounds", type=int, default=40, help="dispatches per job; messages: 500 times as many")
     parser.add_argument("--gb-s", type=float, nargs="+", default=(), help="rates of a network of two hosts x 4 ranks")
-    arguments = parser.parse_args(words)
+    parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
+    given = sys.argv[1:] if words is None else list(words)
+    arguments = parser.parse_args(given)
     if any(rate <= 0 for rate in arguments.gb_s):
         parser.error(f"--gb-s: expected rates above 0, got {arguments.gb_s}")
-    if arguments.gb_s:
-        network_rates.enter("benchmarks.network", sys.argv[1:] if words is None else words)
+    if arguments.gb_s and not arguments.inside:
+        parser.error(f"--gb-s: {become([*given, INSIDE], 'benchmarks.network')}")
     load, many = os.getloadavg()[0], 500 * arguments.rounds
     jobs = [Case(Mode.HT, Layout.FLAT, ranks=ranks, tokens=512) for ranks in (2, 4)]
     config: dict[str, object] = {"rounds": arguments.rounds, "load_before": round(load, 2)}
-    about = facts.of_control(sys.argv[1:] if words is None else words, config, "benchmarks.network")
+    about = facts.of_control([word for word in given if word != INSIDE], config, "benchmarks.network")
     found = Parts(arguments.out, "network", Row, lambda: about, lambda _: None)
     for gb_s in arguments.gb_s:
         found.measure(f"a network of {gb_s:g} GB/s", partial(at_rate, gb_s, arguments.rounds))

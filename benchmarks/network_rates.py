@@ -3,46 +3,33 @@
 The ranks run in a network namespace of their own, of which the loop-back device lets through so many bytes a second
 (tc's token bucket), both directions of both hosts together. One hop home and two take turns in the same processes.
 *Of the bound*: the bytes of the rows that have to cross, by rate and time; frames, heads and the bucket are beside
-them, so 1.0 is out of reach. Needs `unshare`, `ip`, `tc`, and root or user namespaces.
+them, so 1.0 is out of reach. Needs `unshare`, `tc`, and root or user namespaces.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from benchmarks.cases import Case, Step, make_steps, sends
 from benchmarks.measure import NUM_ROUTINGS, measure
 
-INSIDE = "CROSSDOCK_BENCH_NAMESPACE"
-"""Set in the process that has the namespace."""
 BURST, QUEUE_MS = 512 << 10, 200
 """Of the token bucket: bytes that pass at once, the loop-back device's frames being up to 64 KiB; its longest queue."""
 SHARE, GAIN = 0.9, 0.9
 """Targets: of the bound; gain of the second hop by the quotient of the bytes."""
 
 
-def enter(module: str, words: Sequence[str]) -> None:
-    """Go on as the same program in a namespace of its own. Returns where this is that program already. Raises OSError
-    where `unshare` is not installed."""
-    if INSIDE in os.environ:
-        return
-    command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-m", module, *words]
-    os.execvpe(command[0], command, {**os.environ, INSIDE: "1"})
-
-
 def set_rate(gb_s: float) -> None:
     """Of the loop-back device, GB/s. Raises RuntimeError with what the tool said."""
     bucket = ["tbf", "rate", f"{round(gb_s * 8e9)}bit", "burst", str(BURST), "latency", f"{QUEUE_MS}ms"]
-    for command in (["ip", "link", "set", "lo", "up"], ["tc", "qdisc", "replace", "dev", "lo", "root", *bucket]):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    command = ["tc", "qdisc", "replace", "dev", "lo", "root", *bucket]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def crossing(case: Case, step: Step, *, once_per_host: bool) -> int:
