@@ -71,15 +71,12 @@ class CpuCollective:
         self.done, self._kept = True, ()
 
     def wait(self) -> None:
-        """See `PendingCollective.wait`."""
         self._transport.complete(self)
 
     def is_completed(self) -> bool:
-        """See `PendingCollective.is_completed`."""
         return self._transport.poll(self)
 
     def shards(self) -> Iterator[list[int]]:
-        """See `PendingGather.shards`."""
         given = 0
         while True:
             fresh = self.op.arrived & ~given
@@ -122,7 +119,6 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
     # Life.
 
     def allocate(self) -> bytes:
-        """See `CollectiveTransport.allocate`."""
         comm, geometry = self.native(), ctypes.byref(self._geometry)
         comm.region = OwnRegion(self.lib.cd_collectives_region_bytes(geometry))
         self.lib.cd_collectives_attach_own(comm.pointer, comm.region.bytes.data_ptr(), comm.region.nonce)
@@ -131,7 +127,6 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
         return comm.region.ticket(self.lib.cd_collectives_abi())
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
-        """See `MemberTransport.import_regions`."""
         comm, abi = self.native(), self.lib.cd_collectives_abi()
         num_bytes = self.lib.cd_collectives_region_bytes(ctypes.byref(self._geometry))
         read = [read_ticket(r, raw, abi=abi, num_bytes=num_bytes, cure=_ONE_HOST) for r, raw in enumerate(tickets)]
@@ -161,19 +156,16 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
     # The group.
 
     def barrier(self) -> None:
-        """See `MemberTransport.barrier`."""
         self._complete_all()
         super().barrier()
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
-        """See `MemberTransport.set_active`."""
         self.clear()
         super().set_active(mask, epoch)
 
     # Memory.
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See `CollectiveTransport.empty`."""
         num_bytes = math.prod(shape) * dtype.itemsize
         comm = self.native()
         assert comm.region is not None
@@ -187,7 +179,6 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
         return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """See `CollectiveTransport.offset_of`."""
         num_bytes = tensor.numel() * tensor.element_size()
         offset = tensor.data_ptr() - self._pool_address
         return offset if num_bytes and 0 <= offset <= self._pool.num_bytes - num_bytes else None
@@ -200,7 +191,6 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
     # Operations.
 
     def all_gather(self, args: GatherArgs) -> CpuCollective:
-        """See `CollectiveTransport.all_gather`."""
         total, apart, count = 0, 0, len(args.parts)
         parts, sizes = (Part * count)(), list[tuple[int, torch.dtype]]()
         for i, part in enumerate(args.parts):
@@ -223,11 +213,9 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
         return self._begin(op, (args, parts))
 
     def reduce_scatter(self, args: ReduceArgs) -> CpuCollective:
-        """See `CollectiveTransport.reduce_scatter`."""
         return self._reduce("reduce_scatter", args)
 
     def all_reduce(self, args: ReduceArgs) -> CpuCollective:
-        """See `CollectiveTransport.all_reduce`."""
         return self._reduce("all_reduce", args)
 
     def _reduce(self, op: str, args: ReduceArgs) -> CpuCollective:

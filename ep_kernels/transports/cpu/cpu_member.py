@@ -66,7 +66,6 @@ class CpuMember(MemberTransport, Generic[N]):
         self.clear()  # an operation of another thread may be going through the old ones
 
     def close_in_child(self) -> None:
-        """See `MemberTransport.close_in_child`."""
         comm, self.comm = self.comm, None
         if comm is not None:
             comm.close_in_child()
@@ -76,14 +75,12 @@ class CpuMember(MemberTransport, Generic[N]):
         """Forget what is under way."""
 
     def abort(self, reason: str) -> None:
-        """See `MemberTransport.abort`."""
         comm = self.comm
         if comm is not None:
             self.reason = reason
             self.lib.cd_stop(comm.pointer)
 
     def give_up(self, ranks: Sequence[int]) -> None:
-        """See `MemberTransport.give_up`."""
         comm = self.comm
         if comm is not None:
             self.lib.cd_give_up(comm.pointer, sum(1 << rank for rank in set(ranks)))
@@ -97,7 +94,6 @@ class CpuMember(MemberTransport, Generic[N]):
             raise TransportError(f"{op}: a signal handler's exception ended an operation that peers may still wait for")
 
     def barrier(self) -> None:
-        """See `MemberTransport.barrier`."""
         comm = self.native()
         self.judge(self.lib.cd_barrier(comm.pointer))
 
@@ -115,7 +111,6 @@ class CpuMember(MemberTransport, Generic[N]):
         return 0.0
 
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
-        """See `MemberTransport.exchange`."""
         comm = self.native()
         _WORDS.pack_into(self._own_words, 0, *words)
         status = self.lib.cd_exchange(comm.pointer, self._own_words, self._all_words)
@@ -127,12 +122,10 @@ class CpuMember(MemberTransport, Generic[N]):
         return [row if alive else None for row, alive in zip(rows, self.active, strict=True)]
 
     def wait_for_peer(self, timeout_s: float) -> bool:
-        """See `MemberTransport.wait_for_peer`."""
         comm = self.native()
         return self._came(self.lib.cd_wait_for_peer(comm.pointer, int(timeout_s * _NS)))
 
     def look_for_peer(self, timeout_s: float, fd: int) -> bool:
-        """See `MemberTransport.look_for_peer`."""
         comm = self.native()
         return self._came(self.lib.cd_look_for_peer(comm.pointer, int(timeout_s * _NS), fd))
 
@@ -144,13 +137,11 @@ class CpuMember(MemberTransport, Generic[N]):
         return status != native.NOTHING
 
     def call_exchange(self) -> None:
-        """See `MemberTransport.call_exchange`."""
         comm = self.comm
         if comm is not None:
             self.lib.cd_call_exchange(comm.pointer)
 
     def wake(self) -> None:
-        """See `MemberTransport.wake`."""
         comm = self.comm
         if comm is not None:
             self.lib.cd_wake(comm.pointer)

@@ -181,7 +181,6 @@ class FreshState(RoutingParts):
         return found if len(shape) == 1 else found.view(shape)
 
     def addresses(self) -> tuple[int, ...]:
-        """See `RoutingState.addresses`."""
         base, (a, b, c, d, e, f, g, h, i) = self.block.data_ptr(), self.places.offsets
         return base + a, base + b, base + c, base + d, base + e, base + f, base + g, base + h, base + i
 

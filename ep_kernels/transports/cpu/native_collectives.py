@@ -101,12 +101,10 @@ class NativeCollectives:
             raise TransportError("cpu transport: out of memory")
 
     def close(self) -> None:
-        """See `NativeOwner.close`."""
         if self.region is not None:
             self.region.close()
 
     def close_in_child(self) -> None:
-        """See `NativeOwner.close_in_child`."""
         self.__del__()
         self.close()
         self.region = None

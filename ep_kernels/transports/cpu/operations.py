@@ -89,13 +89,11 @@ class CpuDispatch:
         self._rank_wise = ids, weights
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """See `base.PendingDispatch`."""
         lead = self._buffers.lead(0)
         stride = -(-lead[-1] // quant.ROW_PAD) * quant.ROW_PAD
         return self._buffers.tokens()[: lead[0]], self._buffers.scales(lead, stride), self._state.counts
 
     def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
-        """See `base.PendingDispatch`."""
         if self._result is None:
             if not self._buffers.per_expert:
                 self._make_rank_wise()
@@ -206,7 +204,6 @@ class CpuCombine:
         return self._z
 
     def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `base.PendingCombine`."""
         z = self.finish(out)
         if out is not None and z is not out:
             z = out.copy_(z)

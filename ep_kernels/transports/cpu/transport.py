@@ -116,7 +116,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         self.lib.cd_set_outbox(comm.pointer, comm.channel.outbox)
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
-        """See `Transport.import_regions`."""
         comm = self.native()
         num_bytes = self.lib.cd_region_bytes(ctypes.byref(self.geometry))
         network = self.config.network
@@ -189,7 +188,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
     # Operations.
 
     def dispatch(self, args: DispatchArgs) -> CpuDispatch:
-        """See `Transport.dispatch`."""
         comm = self.native()
         if self._dispatches or self._combines:
             self._recycle(comm.next[0] % len(comm.buffers))
@@ -199,14 +197,12 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         return pending
 
     def combine(self, args: CombineArgs) -> CpuCombine:
-        """See `Transport.combine`."""
         pending = CpuCombine(self, self.native(), args)
         if not args.at_once:
             self._combines[pending.slot] = pending
         return pending
 
     def begin_step(self, args: DispatchArgs) -> CpuStep:
-        """See `Transport.begin_step`."""
         comm = self.comm
         if comm is None or self.reason is not None:
             comm = self.native()
@@ -220,7 +216,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         return step
 
     def end_step(self, step: CpuStep, out: torch.Tensor) -> None:
-        """See `Transport.end_step`."""
         if status := step.combine(out.data_ptr(), native.type_code(out.dtype)):
             self.judge(status)
 
@@ -244,7 +239,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         return comm.buffers[slot].outputs(handle.rows_shape)
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
-        """See `Transport.row_weights`."""
         state: RoutingState = handle.state
         return state.weight_of_rows(handle.rows_shape)
 
@@ -254,23 +248,19 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         return state.rows_of_sources()
 
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
-        """See `Transport.trimmed`."""
         state: RoutingState = handle.state
         if num_rows < state.totals[0]:  # combine would read past the end of y
             raise ArgumentError("num_rows", f"the {state.totals[0]} that arrived, or more", num_rows)
         return replace(handle, rows_shape=(num_rows,))
 
     def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
-        """See `Transport.dropped_by`."""
         state: RoutingState = handle.state
         return state.totals[1]
 
     def blank_state(self, num_tokens: int) -> RoutingState:
-        """See `Transport.blank_state`."""
         return fresh_state(self.geometry, num_tokens)
 
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
-        """See `Transport.restore`."""
         return replace(handle, state=RoutingState.restore(handle.state))
 
     def _recycle(self, slot: int) -> None:
@@ -292,7 +282,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
     # The group.
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
-        """See `CpuMember.set_active`."""
         comm = self.native()
         self._dispatches.clear()
         self._combines.clear()
@@ -301,13 +290,11 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         super().set_active(mask, epoch)
 
     def abort(self, reason: str) -> None:
-        """See `CpuMember.abort`."""
         super().abort(reason)
         if channel := self._channel():
             channel.abort(reason)
 
     def give_up(self, ranks: Sequence[int]) -> None:
-        """See `CpuMember.give_up`."""
         super().give_up(ranks)
         if channel := self._channel():
             channel.give_up(ranks)
@@ -343,7 +330,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         settled(channel.is_quiet, sum(1 << rank for rank in ranks), timeout_s, lambda: self.reason is not None)
 
     def traffic(self) -> list[PeerTraffic]:
-        """See `Transport.traffic`."""
         comm = self.comm
         if comm is None or comm.channel is None:
             return []
