@@ -198,7 +198,7 @@ clean: ## Remove the virtual environments, caches and built files
 	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) $(VLLM_VENV) $(UV_VENV) $(VENV)-engines build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf crossdock.egg-info services/crossdock.egg-info
 	rm -rf ep_kernels/cubins
-	find ep_kernels -name '*.so' -delete
+	find benchmarks ep_kernels -name '*.so' -delete
 
 $(VENV)/bin/python $(PROTO_VENV)/bin/python $(CONTROL_VENV)/bin/python $(VLLM_VENV)/bin/python $(UV_VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3: expected >= 3.11, got " + sys.version)'

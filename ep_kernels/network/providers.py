@@ -89,7 +89,7 @@ class Ping:
 
 
 class Mark(ctypes.Structure):
-    """`Mark` of native/bench.cpp."""
+    """`cd::Mark`."""
 
     _fields_ = (("count", ctypes.c_uint64), ("at_ns", ctypes.c_int64))
 
@@ -102,7 +102,7 @@ class _End:
         self.own = ctypes.create_string_buffer(_SIZE)
         self._mirrors = ctypes.create_string_buffer(2 * _SIZE)
         own, mirrors = ctypes.addressof(self.own), ctypes.addressof(self._mirrors)
-        handler, context = network.lib.cn_bench_handler(), ctypes.addressof(self.mark)
+        handler, context = network.lib.cn_mark_handler(), ctypes.addressof(self.mark)
         network.in_use += 1
         memory = ChannelMemory(own, _SIZE, mirrors, _SIZE, handler, context)
         self.channel = Channel(network, rank, 2, memory, _CONNECT_S)
