@@ -28,6 +28,7 @@ TESTS = {
     "benchmarks.plot": (RESULTS, "test_the_plots_are_written"),
     "benchmarks.resume": (PROCESSORS, "test_how_long_clients_wait"),
     "benchmarks.run": (RANKS, "test_tables_of_dispatch_and_combine"),
+    "benchmarks.same_code": ("tests/unit/test_same_code.py", "test_another_instruction_is_a_difference"),
     "benchmarks.scale": ("tests/unit/test_scale.py", "test_the_forecast_and_how_far_it_is_off"),
     "benchmarks.service": (PROCESSORS, "test_the_service_beside_its_experts"),
     "benchmarks.service.gpu": (ONE_GPU, "test_a_worker_with_quantised_experts"),

@@ -1,4 +1,4 @@
-"""`python -m ep_kernels.tools.same_code`: comments change nothing, an instruction does, and a cut variant is named."""
+"""`python -m benchmarks.same_code`: comments change nothing, an instruction does, and a cut variant is named."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import same_code
 from ep_kernels import jit
-from ep_kernels.tools import same_code
 from tests.house.tree import ROOT
 
 pytest.importorskip("cuda.bindings.nvrtc")

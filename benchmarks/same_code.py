@@ -1,7 +1,7 @@
 """Whether two versions of the sources compile to the same machine code, for every kernel variant. Needs no GPU.
 
-    python -m ep_kernels.tools.same_code v0.1.0 .                   a git revision against this checkout
-    python -m ep_kernels.tools.same_code ../before . --arch sm_100a --only ll_dispatch
+    python -m benchmarks.same_code v0.1.0 .                   a git revision against this checkout
+    python -m benchmarks.same_code ../before . --arch sm_100a --only ll_dispatch
 
 Both versions are compiled with the NVRTC of this environment. It compares the bytes of functions and compiler-made
 constants, registers and static shared memory. It does not compare names, line numbers and debug sections, nor what
@@ -232,7 +232,7 @@ def show(found: Mapping[str, str], title: str, arch: str) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Parse the command line, compile both versions, print the table; the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m ep_kernels.tools.same_code",
+        prog="python -m benchmarks.same_code",
         description="Compare the machine code of two versions of the kernels.",
     )
     parser.add_argument("old", help="a checkout, or a git revision")
