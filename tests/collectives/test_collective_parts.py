@@ -21,7 +21,7 @@ from ep_kernels.collectives.fsdp import AllGather
 from ep_kernels.collectives.pool import ALIGN_BYTES, MAX_BLOCKS, SymmetricPool
 from ep_kernels.errors import ArgumentError, ConfigError, TransportError
 from ep_kernels.transports import collective_base
-from ep_kernels.transports.cpu import native_collectives
+from ep_kernels.transports.cpu import native
 from tests.groups import LonelyGroup
 
 GATHER, SCATTER, REDUCE = CollectiveOp
@@ -252,7 +252,7 @@ def test_sizes_and_pools_that_differ() -> None:
 
 
 def test_an_operation_has_the_bytes_that_the_native_half_expects() -> None:
-    assert ctypes.sizeof(native_collectives.Collective) == native_collectives.load().cd_collective_bytes()
+    assert ctypes.sizeof(native.Collective) == native.load().cd_collective_bytes()
 
 
 # Compiled code.

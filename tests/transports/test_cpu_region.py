@@ -595,7 +595,7 @@ def test_geometry_uses_the_largest_rank() -> None:
         config = MoEConfig(
             group=LonelyGroup(rank, 3), num_experts=7, hidden_size=64, topk=2, max_tokens_per_rank=4, expert_alignment=1
         )
-        sizes.append(native.load().cd_region_bytes(geometry_of(config)))
+        sizes.append(native.region_parts(geometry_of(config)).total)
     assert len(set(sizes)) == 1
 
 

@@ -29,7 +29,7 @@ from ep_kernels.transports.cpu.cpu_routing import RoutingState, fresh_state
 from ep_kernels.transports.cpu.cpu_step import CpuStep
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of, wire_bytes
 from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch
-from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
+from ep_kernels.transports.cpu.region import OwnRegion, own_domain, read_ticket
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, PeerTraffic
 
 _PART_S = 0.1
@@ -64,7 +64,7 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         native.check_limits(config.group.size, config.max_in_flight)
         self.geometry = geometry_of(config)
         check_rows(config, self.geometry)
-        super().__init__(NativeComm(config, native.load(), self.geometry), config.group)
+        super().__init__(NativeComm(config, self.geometry), config.group)
         self._dispatches: dict[int, CpuDispatch] = {}
         self._combines: dict[int, CpuCombine] = {}
         self._steps: dict[int, CpuStep] = {}
@@ -86,15 +86,12 @@ class CpuTransport(CpuMember[NativeComm], Transport):
     def allocate(self, ll_max_tokens: int | None) -> bytes:
         """See `Transport.allocate`. Both algorithms use the same buffers, so the crossover changes nothing."""
         comm = self.native()
-        region = OwnRegion(self.lib.cd_region_bytes(ctypes.byref(self.geometry)))
-        comm.region = region
-        self.lib.cd_stamp(region.bytes.data_ptr(), ctypes.byref(self.geometry), region.nonce)
-        self.lib.cd_attach_own(comm.pointer, region.bytes.data_ptr())
+        region, parts = self.make_region(comm), native.region_parts(self.geometry)
         for slot, buffers in enumerate(comm.buffers):
-            at = self.lib.cd_outputs_offset(ctypes.byref(self.geometry), slot)
+            at = parts.outputs + slot * parts.outputs_slot
             outputs = region.bytes[at : at + self.geometry.y_rows * buffers.output_row_bytes]
             buffers.expert_outputs = outputs.view(self.config.resolved_output_dtype).view(-1, self.config.hidden_size)
-            at = self.lib.cd_input_offset(ctypes.byref(self.geometry), slot)
+            at = parts.dispatch + slot * parts.dispatch_slot + parts.rows
             buffers.input = region.bytes[at : at + self.geometry.max_tokens * self.geometry.row_bytes]
         if self.config.network is None:
             return region.ticket(self.lib.cd_abi())
@@ -104,7 +101,7 @@ class CpuTransport(CpuMember[NativeComm], Transport):
 
     def _open_channel(self, comm: NativeComm, region: OwnRegion, config: NetworkConfig) -> None:
         """Mirrors of the ranks of other hosts, and the network that writes them."""
-        ranks, mirror = int(self.geometry.ranks), self.lib.cd_mirror_bytes(ctypes.byref(self.geometry))
+        ranks, mirror = int(self.geometry.ranks), native.region_parts(self.geometry).mirror
         comm.landing = OwnRegion(mirror * ranks)
         landing = comm.landing.bytes.data_ptr()
         if self.lib.cd_attach_network(comm.pointer, landing):
@@ -117,7 +114,7 @@ class CpuTransport(CpuMember[NativeComm], Transport):
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
         comm = self.native()
-        num_bytes = self.lib.cd_region_bytes(ctypes.byref(self.geometry))
+        num_bytes = self.lib.cd_region_bytes(comm.pointer)
         network = self.config.network
         domain = None if network is None else network.domain or own_domain()
         abi, own = self.lib.cd_abi(), int(self.geometry.rank)
@@ -127,9 +124,10 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         self.domains = tuple(hosts)
         if network is not None:
             self.lib.cd_set_hosts(comm.pointer, (ctypes.c_int32 * len(hosts))(*hosts))
+        landing_bytes = 0 if comm.landing is None else comm.landing.num_bytes
         for rank, ticket in enumerate(read):
             if rank != own and hosts[rank] == hosts[own]:
-                self._map(comm, rank, ticket)
+                self.map_region(comm, rank, ticket, landing_bytes)
         if comm.channel is not None:
             tickets_of = {rank: ticket.network for rank, ticket in enumerate(read) if hosts[rank] != hosts[own]}
             self._remote = {rank: ticket for rank, ticket in tickets_of.items() if ticket is not None}
@@ -151,28 +149,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
     def _why(self, peer: int) -> str:
         channel = self.native().channel
         return "" if channel is None else channel.why(peer)
-
-    def _map(self, comm: NativeComm, rank: int, ticket: Ticket) -> None:
-        """The region of a rank of this host, and its mirrors."""
-        landing_bytes = 0 if comm.landing is None else comm.landing.num_bytes
-        if ticket.landing_bytes != landing_bytes or (ticket.landing_fd >= 0) != (landing_bytes > 0):
-            raise TransportError(
-                f"cpu transport: cannot map the region of rank {rank}: mirrors of {ticket.landing_bytes} bytes, "
-                f"expected {landing_bytes}; give every rank one config"
-            )
-        region_fd, landing_fd, process_fd = open_peer(rank, ticket)
-        error = self.lib.cd_attach_peer(comm.pointer, rank, region_fd, process_fd, ticket.nonce)
-        os.close(region_fd)
-        if error > 0:
-            os.close(process_fd)
-        elif landing_fd >= 0:
-            error = error or self.lib.cd_attach_landing(comm.pointer, rank, landing_fd)
-        if landing_fd >= 0:
-            os.close(landing_fd)
-        if error > 0:
-            raise TransportError(f"cpu transport: cannot map the region of rank {rank}: {os.strerror(error)}")
-        if error < 0:
-            raise TransportError(f"cpu transport: the region of rank {rank} is not what its ticket promised")
 
     def drain(self, timeout_s: float) -> None:
         """See `Transport.drain`: operations end before they return, but the network may still send what they left."""

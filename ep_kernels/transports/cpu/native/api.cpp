@@ -2,7 +2,6 @@
 // across it; every function returns a Status or a plain value.
 #include <cerrno>
 #include <cstring>
-#include <new>
 
 #include "args.hpp"
 #include "exported.hpp"
@@ -38,48 +37,21 @@ cd::Comm& moe(cd::Member* m) { return *static_cast<cd::Comm*>(m); }
 }  // namespace
 
 CD_API uint64_t cd_abi() { return abi_hash(); }
-CD_API int64_t cd_region_bytes(const cd::Geometry* g) { return cd::RegionMap(*g).total; }
-// Where each part begins, and the bytes of one slot of it: dispatch, combine, expert outputs.
+// Where parts begin, and the bytes of one slot of them; what rows of a dispatch slot begin at; the bytes of a mirror, of
+// it all. Mirrored by native.py.
 CD_API void cd_region_parts(const cd::Geometry* g, int64_t* out) {
   const cd::RegionMap map(*g);
-  const int64_t parts[] = {map.dispatch, map.d_size, map.combine, map.c_size, map.outputs, map.y_size};
+  const int64_t parts[] = {map.dispatch, map.d_size, map.combine, map.c_size, map.outputs,
+                           map.y_size,   map.d_rows, map.mirror,  map.total};
   for (const int64_t part : parts) *out++ = part;
-}
-CD_API int64_t cd_outputs_offset(const cd::Geometry* g, int slot) {
-  const cd::RegionMap map(*g);
-  return map.outputs + slot * map.y_size;
-}
-CD_API int64_t cd_input_offset(const cd::Geometry* g, int slot) {
-  const cd::RegionMap map(*g);
-  return map.dispatch + slot * map.d_size + map.d_rows;
 }
 
 // first [E+1], places [first[E]]: every copy of every expert. Null when memory is short.
 CD_API cd::Member* cd_create(const cd::Geometry* g, const int32_t* first, const int32_t* places) {
-  void* memory = aligned_alloc(alignof(cd::Comm), sizeof(cd::Comm));
-  if (!memory) return nullptr;
-  auto* c = new (memory) cd::Comm(*g);
-  if (c->allocate(first, places)) return c;
-  c->~Comm();
-  free(memory);
-  return nullptr;
-}
-CD_API void cd_destroy(cd::Member* m) {
-  moe(m).~Comm();
-  free(m);
+  return cd::make<cd::Comm>(*g, first, places);
 }
 
-// Writes the header of an own, fresh region.
-CD_API void cd_stamp(uint8_t* region, const cd::Geometry* g, uint64_t nonce) {
-  cd::Member::stamp(region, g->rank, cd::RegionMap(*g).total, nonce);
-}
-
-CD_API void cd_attach_own(cd::Member* m, uint8_t* region) { moe(m).attach_own(region); }
-CD_API int cd_attach_peer(cd::Member* m, int rank, int region_fd, int process_fd, uint64_t nonce) {
-  return moe(m).attach_peer(rank, region_fd, process_fd, nonce);
-}
-// Ranks of other hosts. landing [R][cd_mirror_bytes]; host [R]: lowest rank of each rank's host. 0 or an errno.
-CD_API int64_t cd_mirror_bytes(const cd::Geometry* g) { return cd::RegionMap(*g).mirror; }
+// Ranks of other hosts. landing [R][bytes of a mirror]; host [R]: lowest rank of each rank's host. 0 or an errno.
 CD_API int cd_attach_network(cd::Member* m, uint8_t* landing) { return moe(m).attach_network(landing); }
 CD_API cd::NetHandler cd_network_handler() { return cd::on_network; }
 CD_API void cd_set_outbox(cd::Member* m, cd::Outbox* outbox) { moe(m).outbox = outbox; }

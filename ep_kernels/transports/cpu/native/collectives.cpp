@@ -99,7 +99,7 @@ void for_each_part(const Collective& op, Chunk chunk, Fn fn) {
 
 void stage(CollectiveMember& m, const Collective& op, int64_t round) {
   if (!sums(op)) {
-    uint8_t* to = m.own + staged_at(m, op, round, 0);
+    uint8_t* to = m.region + staged_at(m, op, round, 0);
     for_each_part(op, chunk_of(op, 0, round), [&](int64_t i, int64_t first, int64_t at, int64_t bytes) {
       m.ops.copy(to + at, op.parts[i].x + first, bytes);
     });
@@ -110,7 +110,7 @@ void stage(CollectiveMember& m, const Collective& op, int64_t round) {
     const bool own = op.slices > 1 && s == slice_of(m, op, m.rank);
     if (own || (by_rank && !m.is_active(int(s)))) continue;  // no peer reads it
     const Chunk c = chunk_of(op, s, round);
-    m.ops.copy(m.own + staged_at(m, op, round, s), op.x + s * op.stride_bytes + c.first, c.bytes);
+    m.ops.copy(m.region + staged_at(m, op, round, s), op.x + s * op.stride_bytes + c.first, c.bytes);
   }
 }
 
@@ -211,7 +211,7 @@ void sum_chunk(CollectiveMember& m, const Collective& op) {
     for (int i = 1; i < n; ++i) m.ops.add(acc, from[i] + first, op.type, count);
     m.ops.store(out + first, acc, op.type, count);
   }
-  if (two_shot(op)) m.ops.copy(m.own + staged_at(m, op, op.round, op.slices), out, chunk.bytes);
+  if (two_shot(op)) m.ops.copy(m.region + staged_at(m, op, op.round, op.slices), out, chunk.bytes);
 }
 
 void copy_sums(CollectiveMember& m, const Collective& op, int r) {
@@ -346,6 +346,11 @@ Status step(CollectiveMember& m, Collective& op, bool block, bool one_shard) {
 CollectiveMember::CollectiveMember(const CollectiveGeometry& geometry)
     : Member(geometry.rank, geometry.ranks, geometry.timeout_ns, geometry.total()), g(geometry), ops(row_ops()) {}
 
+void CollectiveMember::destroy() {
+  this->~CollectiveMember();
+  free(this);
+}
+
 const CollectiveSlot& CollectiveMember::slot_of(int r, uint64_t seq) const {
   return reinterpret_cast<const CollectiveControl*>(base_of(r) + kPage)->slots[slot_index(*this, seq)];
 }
@@ -379,7 +384,7 @@ Status begin(CollectiveMember& m, Collective& op) {
   // Publish where registered tensors lie, or stage what fits without waiting.
   Status status = kOk;
   if (op.zero_copy) {
-    auto* sources = reinterpret_cast<int64_t*>(m.own + staged_at(m, op, 1, 0));
+    auto* sources = reinterpret_cast<int64_t*>(m.region + staged_at(m, op, 1, 0));
     for (int64_t i = 0; i < op.num_parts; ++i) sources[i] = op.parts[i].source;
     m.publish(slot.published, number(op.seq, op.rounds));
   } else {

@@ -64,14 +64,14 @@ struct Comm : Member {
   // first [E+1], places [first[E]]. False when memory is short.
   bool allocate(const int32_t* first_copies, const int32_t* copy_places);
   ~Comm();
-  void attach_own(uint8_t* region);
-  int attach_peer(int r, int region_fd, int process_fd, uint64_t nonce);  // as Member::attach_peer_region
   // A network: mirrors [R] of this rank's own, then which ranks share memory, then the mirrors of each of those. 0 or
   // an errno.
   int attach_network(uint8_t* own_landing);
   void set_hosts(const int32_t* lowest);
   int attach_landing(int r, int landing_fd);
 
+  void destroy() override;
+  void attached(int r) override;
   void activate(uint64_t mask) override;  // filters the expert copies, chooses the rails
   void forget() override;
   Status send_remote(RemoteWord what, int slot, Want want) override;

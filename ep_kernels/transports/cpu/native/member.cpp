@@ -36,21 +36,19 @@ Member::~Member() {
   }
 }
 
-void Member::stamp(uint8_t* region, int rank, int64_t num_bytes, uint64_t nonce) {
-  auto* head = reinterpret_cast<Meeting*>(region + kPage);
-  head->nonce = nonce;
-  head->total_bytes = num_bytes;
-  head->rank = rank;
-  head->magic = kMagic;
-}
-
-void Member::attach_own_region(uint8_t* region) {
+void Member::attach_own(uint8_t* own_region, uint64_t nonce) {
+  region = own_region;
   event[rank] = reinterpret_cast<EventPage*>(region);
   own_meeting = reinterpret_cast<Meeting*>(region + kPage);
+  own_meeting->nonce = nonce;
+  own_meeting->total_bytes = region_bytes;
+  own_meeting->rank = rank;
+  own_meeting->magic = kMagic;
   meeting[rank] = own_meeting;
+  attached(rank);
 }
 
-int Member::attach_peer_region(int r, int region_fd, int process_fd, uint64_t nonce) {
+int Member::attach_peer(int r, int region_fd, int process_fd, uint64_t nonce) {
   // All of it to read; its first page, where a waiter is woken, to write.
   void* all = mmap(nullptr, region_bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, region_fd, 0);
   if (all == MAP_FAILED) return errno;
@@ -64,6 +62,7 @@ int Member::attach_peer_region(int r, int region_fd, int process_fd, uint64_t no
   mapped[r] = static_cast<const uint8_t*>(all);
   meeting[r] = reinterpret_cast<const Meeting*>(mapped[r] + kPage);
   pidfd[r] = process_fd;
+  attached(r);
   // Is it the region that the ticket means, of the same geometry?
   const Meeting& theirs = *meeting[r];
   const bool ours = theirs.magic == kMagic && theirs.nonce == nonce && theirs.rank == r &&

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <new>
 
 #include "clock.hpp"
 #include "meeting.hpp"
@@ -138,6 +139,7 @@ struct Member {
   const int64_t timeout_ns;
   const int64_t region_bytes;  // equal on all ranks
 
+  uint8_t* region = nullptr;  // the own one, which belongs to Python
   Meeting* own_meeting = nullptr;
   const Meeting* meeting[kMaxRanks] = {};  // of all ranks; of another host's: in its mirror
   EventPage* event[kMaxRanks] = {};
@@ -167,15 +169,16 @@ struct Member {
   Member(int own_rank, int num_ranks, int64_t deadline_ns, int64_t num_bytes);
   Member(const Member&) = delete;
   Member& operator=(const Member&) = delete;
-  ~Member();  // unmaps the peers' regions and closes their process descriptors; the own region belongs to Python
+  ~Member();  // unmaps the peers' regions and closes their process descriptors
+  virtual void destroy() {}  // each kind: ends and frees what `make` has made
 
-  static void stamp(uint8_t* region, int rank, int64_t num_bytes, uint64_t nonce);  // the head of an own, fresh region
-  void attach_own_region(uint8_t* region);
+  void attach_own(uint8_t* own_region, uint64_t nonce);  // fresh: its head is written
   // Maps a peer's region. Owns `process_fd` from now on. 0, an errno, or -1 when the head is not what the ticket
   // promised.
-  int attach_peer_region(int r, int region_fd, int process_fd, uint64_t nonce);
+  int attach_peer(int r, int region_fd, int process_fd, uint64_t nonce);
 
   // What a kind of member adds. Other hosts are reached by Comm alone; these are what others do: nothing.
+  virtual void attached(int) {}  // the region of that rank of this host can be read
   virtual void activate(uint64_t mask) { active = mask; }
   virtual void forget() {}  // a new membership: credit of the old one is void
   virtual Status send_remote(RemoteWord, int, Want) { return kOk; }
@@ -246,6 +249,17 @@ struct Member {
   Status refuse(Op op, Wrong what, int peer, int64_t value, int64_t most);
   virtual void refuse_connection(int) {}
 };
+
+// A member in memory of its own, which `allocate` gives what else it needs. Null when memory is short.
+template <typename Kind, typename Geometry, typename... Tables>
+Member* make(const Geometry& geometry, Tables... tables) {
+  void* memory = aligned_alloc(alignof(Kind), sizeof(Kind));
+  if (!memory) return nullptr;
+  auto* made = new (memory) Kind(geometry);
+  if (made->allocate(tables...)) return made;
+  made->destroy();
+  return nullptr;
+}
 
 template <typename Seen>
 Status Member::look(Want want, uint64_t among, int64_t started, Seen seen) {

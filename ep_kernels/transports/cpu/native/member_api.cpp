@@ -9,6 +9,12 @@
 CD_API const char* cd_build_id() { return CD_BUILD_ID; }
 CD_API int64_t cd_sample_bytes() { return sizeof(cd::Sample); }
 
+CD_API void cd_destroy(cd::Member* m) { m->destroy(); }
+CD_API int64_t cd_region_bytes(const cd::Member* m) { return m->region_bytes; }
+CD_API void cd_attach_own(cd::Member* m, uint8_t* region, uint64_t nonce) { m->attach_own(region, nonce); }
+CD_API int cd_attach_peer(cd::Member* m, int rank, int region_fd, int process_fd, uint64_t nonce) {
+  return m->attach_peer(rank, region_fd, process_fd, nonce);
+}
 CD_API void cd_activate(cd::Member* m, uint64_t mask) { m->activate(mask); }
 // The numbers of the next dispatch (or collective), combine, barrier and exchange, which the caller may read.
 CD_API const uint64_t* cd_next(const cd::Member* m) { return m->next; }
