@@ -40,9 +40,8 @@ from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.geometry import geometry_of
-from ep_kernels.transports.cpu.operations import CpuCombine
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, read_ticket, start_ticks
-from ep_kernels.transports.cpu.transport import CpuTransport
+from ep_kernels.transports.cpu.transport import CpuCombine, CpuTransport
 from tests import worlds
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
