@@ -37,8 +37,8 @@ cd::Comm& moe(cd::Member* m) { return *static_cast<cd::Comm*>(m); }
 }  // namespace
 
 CD_API uint64_t cd_abi() { return abi_hash(); }
-// Where parts begin, and the bytes of one slot of them; what rows of a dispatch slot begin at; the bytes of a mirror, of
-// it all. Mirrored by native.py.
+// Offset and slot size of each part; offset of the rows in a dispatch slot; size of a mirror, and of the region.
+// Mirrored by native.py.
 CD_API void cd_region_parts(const cd::Geometry* g, int64_t* out) {
   const cd::RegionMap map(*g);
   const int64_t parts[] = {map.dispatch, map.d_size, map.combine, map.c_size, map.outputs,
