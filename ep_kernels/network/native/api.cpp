@@ -143,8 +143,8 @@ CN_API void cn_why(cd::NetChannel* c, int rank, cd::Text* out) { c->proxy->why(c
 CN_API void cn_traffic(cd::NetChannel* c, cd::Traffic* out) { c->proxy->traffic(c, out); }
 // 1 if nothing of this rank's region is still to be read for the ranks of `mask`.
 CN_API int cn_quiet(const cd::NetChannel* c, uint64_t mask) {
-  for (uint64_t left = mask; left; left &= left - 1) {
-    if (!c->outbox->is_quiet(__builtin_ctzll(left))) return 0;
+  for (const int rank : cd::Bits(mask)) {
+    if (!c->outbox->is_quiet(rank)) return 0;
   }
   return 1;
 }

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "bits.hpp"
 #include "clock.hpp"
 #include "provider.hpp"
 #include "ring.hpp"

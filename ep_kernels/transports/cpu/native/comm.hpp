@@ -35,8 +35,7 @@ struct Comm : Member {
   Outbox* outbox = nullptr;
   uint8_t* landing = nullptr;                   // mirrors that this rank's proxy writes, one for each rank
   const uint8_t* landing_of[kMaxRanks] = {};    // those of the other ranks of this host
-  int rails[kMaxRanks];                         // the ranks, one on each other host, that get what this rank sends
-  int num_rails = 0;
+  uint64_t rails = 0;                           // the ranks, one on each other host, that get what this rank sends
   uint64_t ranks_of[kMaxRanks] = {};            // active ranks of a host, by its lowest rank
   int collector[kMaxRanks];                     // by a host's lowest rank: who collects there for this rank, its rail
   uint64_t collects = 0;                        // ranks of other hosts whose collector here this rank is

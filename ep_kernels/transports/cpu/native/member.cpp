@@ -79,7 +79,7 @@ void Member::notify(int r) {
 }
 
 void Member::notify_peers() {
-  for (uint64_t left = peers() & here; left; left &= left - 1) notify(__builtin_ctzll(left));
+  for (const int r : Bits(peers() & here)) notify(r);
 }
 
 void Member::publish(Word& word, uint64_t seq) {
@@ -115,8 +115,7 @@ uint64_t Member::gone_peers(uint64_t among, Want want) const {
   pollfd polls[kMaxRanks];
   int ranks[kMaxRanks], n = 0;
   uint64_t gone = among & ~here ? gone_remotes(among & ~here, want) : 0;
-  for (uint64_t left = among & here; left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(among & here)) {
     if (pidfd[r] < 0) continue;
     polls[n] = {pidfd[r], POLLIN, 0};
     ranks[n++] = r;
@@ -129,8 +128,7 @@ uint64_t Member::gone_peers(uint64_t among, Want want) const {
 }
 
 int Member::departed(uint64_t among, uint64_t tag) const {
-  for (uint64_t left = among & ~here; left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(among & ~here)) {
     if (left_out[r].load(std::memory_order_acquire) > tag) return r;
   }
   return -1;
@@ -138,8 +136,7 @@ int Member::departed(uint64_t among, uint64_t tag) const {
 
 Status Member::confirm(Op op) {
   std::atomic_thread_fence(std::memory_order_acquire);
-  for (uint64_t left = peers(); left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(peers())) {
     const uint64_t theirs = is_here(r) ? meeting[r]->membership.v.load(std::memory_order_relaxed)
                                        : left_out[r].load(std::memory_order_acquire);
     if (is_here(r) ? theirs == membership : theirs <= membership) continue;

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "bits.hpp"
 #include "clock.hpp"
 #include "meeting.hpp"
 
@@ -277,8 +278,7 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
   for (;;) {
     const uint32_t events_before = event[rank]->count.load(std::memory_order_acquire);
     int silent = -1;
-    for (uint64_t left = missing; left; left &= left - 1) {
-      const int r = __builtin_ctzll(left);
+    for (const int r : Bits(missing)) {
       if (seen(r) >= want.seq) {
         waiting.missing &= ~(1ull << r);
       } else if (silent < 0) {
@@ -315,8 +315,7 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
         fail({want.op, Phase::membership, membership}, r, theirs, Why::silent, waiting.started);
         return kDiffers;
       }
-      for (uint64_t gone = gone_peers(missing, want); gone; gone &= gone - 1) {
-        const int r = __builtin_ctzll(gone);
+      for (const int r : Bits(gone_peers(missing, want))) {
         // Whatever it published before it died counts.
         const uint64_t last = seen(r);
         if (last >= want.seq) continue;
@@ -325,8 +324,7 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
       }
       // What comes through a rank that is dead comes no more.
       const uint64_t dead = gone_peers(carriers_of(missing) & ~missing & peers(), want);
-      for (uint64_t left = dead ? missing & ~here : 0; left; left &= left - 1) {
-        const int r = __builtin_ctzll(left);
+      for (const int r : Bits(dead ? missing & ~here : 0)) {
         const uint64_t through = carriers_of(1ull << r) & dead;
         if (through && seen(r) < want.seq) {
           return fail(want, __builtin_ctzll(through), seen(r), Why::gone, waiting.started);
@@ -363,8 +361,7 @@ Status Member::wait_for_proxy(Want want, uint64_t among, int peer, Ready ready) 
 
 template <typename Seen>
 Status Member::agree(Want want, Seen seen) {
-  for (uint64_t left = peers(); left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(peers())) {
     if (const uint64_t value = seen(r); value != want.seq) {
       fail(want, r, value, Why::silent, now_ns());
       return kDiffers;
