@@ -177,7 +177,7 @@ native: $(DEMO) ## Compile the native libraries of the transports in place
 	$(PY) build_backend.py
 
 kernels: $(DEV) ## Compile every CUDA kernel without a GPU; table of resources, fails on spills (ARGS="--arch sm_120a")
-	$(PY) -m ep_kernels.tools.kernels $(ARGS)
+	$(PY) -m benchmarks.kernels $(ARGS)
 
 wheel: $(DEV) ## Build the wheel with the common kernels compiled in, into dist/
 	$(PY) -m ep_kernels.tools.kernels --ship

@@ -23,6 +23,7 @@ TESTS = {
     "benchmarks.gpu.nodes": (RANKS, "test_gpus_as_two_hosts"),
     "benchmarks.gpu.pieces": (ONE_GPU, "test_experts_in_pieces"),
     "benchmarks.gpu.zero": (RANKS, "test_steps_of_zero"),
+    "benchmarks.kernels": ("tests/unit/test_kernels_compile.py", "test_the_table_shows_faults_and_fails"),
     "benchmarks.network": (PROCESSORS, "test_ring_proxy_and_providers"),
     "benchmarks.placement": (PROCESSORS, "test_where_experts_are_placed"),
     "benchmarks.plot": (RESULTS, "test_the_plots_are_written"),

@@ -68,7 +68,7 @@ def listing(functions: dict[str, list[str]]) -> str:
 
 
 def test_names_and_order_of_functions_are_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_code.inspection, "disassemble", bytes.decode)
+    monkeypatch.setattr(same_code.kernels, "disassemble", bytes.decode)
     first, second = ["IADD3 R4, R4, 0x1, RZ", "RET.REL.NODEC R6 `(k)"], ["IMAD R4, R4, R4, RZ", "RET.REL.NODEC R6 `(k)"]
 
     def entry(callee: str, other: str) -> list[str]:
