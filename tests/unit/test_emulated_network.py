@@ -164,7 +164,7 @@ class WithoutSlices:
     """The library of boxes, to which the first slice of rows of dispatch `seq` does not come."""
 
     def __init__(self, seq: int) -> None:
-        self._library = remote.launch.boxes()
+        self._library = remote.launch.library()
         self._handler = HANDLER(self._library.cd_boxes_handler())
         self._filter = HANDLER(self._come)
         self._slice = len(abi.FLAGS) << 28 | seq

@@ -52,7 +52,7 @@ class Mailbox:
     """
 
     def __init__(self, rank: int, gone: Callable[[int], bool]) -> None:
-        self._rank, self._gone, self._fence = rank, gone, launch.fence()
+        self._rank, self._gone, self._fence = rank, gone, launch.library().cd_fence
         self.fd = os.memfd_create("crossdock-mailbox", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, PAGE_BYTES)
         self.remote: RemotePages | None = None

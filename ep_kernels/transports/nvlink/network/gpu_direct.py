@@ -122,7 +122,7 @@ def _try(network: NetworkConfig, rank: int, boxes: Boxes) -> None:
         address = boxes.reserve(abi.BOX_UNIT)
         descriptors = (ctypes.c_int32 * 2)(boxes.take(address, abi.BOX_UNIT), -1)
         memory = ChannelMemory(
-            address, abi.BOX_UNIT, address, abi.BOX_UNIT, launch.boxes().cd_boxes_handler(), 0,
+            address, abi.BOX_UNIT, address, abi.BOX_UNIT, launch.library().cd_boxes_handler(), 0,
             dma_bufs=ctypes.addressof(descriptors), device=boxes.device,
         )  # fmt: skip
         channel = Channel(Network.of(network), rank, 1, memory, _TRIAL_S)

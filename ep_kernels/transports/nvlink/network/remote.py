@@ -81,7 +81,7 @@ class RemoteRanks:
         self._dma_bufs = (ctypes.c_int32 * (2 * size))(*[-1] * (2 * size))
         # Words that kernels and the network's handler share.
         self.words = torch.zeros(len(abi.FLAGS), size, dtype=torch.int64, pin_memory=True, device="cpu")
-        self._lib = launch.boxes()
+        self._lib = launch.library()
         self._slices = torch.zeros(2, size, dtype=torch.int64, device="cpu", pin_memory=True)
         words, slices = self.words.data_ptr(), self._slices.data_ptr()
         self._native = self._lib.cd_boxes_new(size, words, slices, host.gone_address)
