@@ -44,8 +44,7 @@ from benchmarks.measure import DEADLINE_S, measure
 from benchmarks.parts import Parts
 from ep_kernels import Layout, Mode
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.channel_memory import ChannelMemory
-from ep_kernels.network.network import Channel, Network
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 from ep_kernels.network.providers import Mark
 from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
 

@@ -173,16 +173,28 @@ def combine_variant(mode: str, kind: int, output: str, moved: str) -> Variant:
 
 def shipped_variants() -> Iterator[Variant]:
     """The variants that serving meets: compiled into the wheel."""
+    yield from _token_variants(("u8", "bf16"), ("bf16",))
+    yield from collective_variants(("bf16",))
+
+
+def all_variants() -> Iterator[Variant]:
+    """Every variant that a legal MoEConfig or CollectiveConfig can ask for."""
+    yield from _token_variants(("u8", "bf16", "f16"), ("bf16", "f16", "f32"))
+    yield from collective_variants()
+
+
+def _token_variants(rows: Sequence[str], outputs: Sequence[str]) -> Iterator[Variant]:
+    """Of dispatches of these rows, combines with these outputs, and of both."""
     for mode in ("ll", "ht"):
         for layout in range(4):
-            for quantized in ("u8", "bf16"):
+            for quantized in rows:
                 yield dispatch_variant(mode, layout, quantized)
-        for kind in (0, 1, 2):
-            yield combine_variant(mode, kind, "bf16", "bf16")
-        for kind in (0, 1):
-            yield combine_variant(mode, kind, "bf16", "e4m3")
+        for output in outputs:
+            for kind in (0, 1, 2):
+                yield combine_variant(mode, kind, output, output)
+            for kind in (0, 1):
+                yield combine_variant(mode, kind, output, "e4m3")
     yield from GENERAL
-    yield from collective_variants(("bf16",))
 
 
 def collective_variants(dtypes: Sequence[str] = ("bf16", "f16", "f32")) -> Iterator[Variant]:
@@ -194,21 +206,6 @@ def collective_variants(dtypes: Sequence[str] = ("bf16", "f16", "f32")) -> Itera
         yield Variant("add_terms", (("X", dtype),))
         for kind in (0, 1):  # one-shot, two-shot
             yield Variant("all_reduce", (("KIND", str(kind)), ("X", dtype)))
-
-
-def all_variants() -> Iterator[Variant]:
-    """Every variant that a legal MoEConfig or CollectiveConfig can ask for."""
-    for mode in ("ll", "ht"):
-        for layout in range(4):
-            for quantized in ("u8", "bf16", "f16"):
-                yield dispatch_variant(mode, layout, quantized)
-        for output in ("bf16", "f16", "f32"):
-            for kind in (0, 1, 2):
-                yield combine_variant(mode, kind, output, output)
-            for kind in (0, 1):
-                yield combine_variant(mode, kind, output, "e4m3")
-    yield from GENERAL
-    yield from collective_variants()
 
 
 def network_variants() -> Iterator[Variant]:

@@ -21,8 +21,7 @@ import msgspec
 
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import proxy
-from ep_kernels.network.channel_memory import ChannelMemory
-from ep_kernels.network.network import Channel, Network
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 from ep_kernels.network.network_config import NetworkConfig, split
 
 _LIST_BYTES, _SIZE = 1 << 16, 4096

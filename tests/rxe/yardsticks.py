@@ -30,8 +30,7 @@ import inside  # noqa: F401  makes ep_kernels importable without torch
 
 from benchmarks import native
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.channel_memory import ChannelMemory
-from ep_kernels.network.network import Channel, Network
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 from ep_kernels.network.providers import Mark
 from tests.unit.network_ends import devices_of
 

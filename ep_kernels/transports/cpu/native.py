@@ -14,7 +14,7 @@ from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 import torch
 
 from ep_kernels.errors import ArgumentError, ConfigError, HandleError, PeerTimeout, TransportError
-from ep_kernels.network.sending import STAYS
+from ep_kernels.network.network import STAYS
 from ep_kernels.transports.build import Native, native_of
 from ep_kernels.transports.library import Signature
 from ep_kernels.transports.library import load as load_library

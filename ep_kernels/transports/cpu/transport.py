@@ -19,10 +19,8 @@ from ep_kernels.config import MoEConfig, may_overflow
 from ep_kernels.errors import ArgumentError, HandleError, PeerTimeout, TransportError
 from ep_kernels.lazy_output import lazy_output, recycle
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.network import Channel, Network
-from ep_kernels.network.sending import settled
+from ep_kernels.network.network import Channel, ChannelMemory, Network, settled
 from ep_kernels.transports.base import CombineArgs, DispatchArgs, Transport
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm, SlotBuffers

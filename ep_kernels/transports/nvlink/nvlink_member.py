@@ -15,7 +15,7 @@ import torch
 
 from ep_kernels import jit, tuning
 from ep_kernels.errors import ArgumentError, TransportError
-from ep_kernels.network.sending import require
+from ep_kernels.network.network import require
 from ep_kernels.telemetry import merged
 from ep_kernels.transports.base import EXCHANGE_WORDS, MemberTransport
 from ep_kernels.transports.nvlink.calls import left_out

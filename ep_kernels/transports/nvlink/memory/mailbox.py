@@ -28,7 +28,7 @@ from ctypes import addressof, c_uint64
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.sending import STAYS, require, settled
+from ep_kernels.network.network import STAYS, require, settled
 from ep_kernels.telemetry import RING_SIZE
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink.gpu import launch

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.network import Channel, Network
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 from ep_kernels.transports.nvlink.gpu import launch
 
 PAGE_BYTES, BLOCK_WORDS = 4096, 9

@@ -25,8 +25,7 @@ from typing import Protocol
 from ep_kernels.errors import TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.channel_memory import ChannelMemory
-from ep_kernels.network.network import Channel, Network
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.network.boxes import Boxes, Flush
 

@@ -23,10 +23,8 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ConfigError, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.network import Channel, Network
-from ep_kernels.network.sending import settled
+from ep_kernels.network.network import Channel, ChannelMemory, Network, settled
 from ep_kernels.transports.nvlink.calls.plan import slice_lag, slices_of
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.memory.host_page import HostPage
