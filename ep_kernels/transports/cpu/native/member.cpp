@@ -18,8 +18,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "signals.hpp"
-
 namespace cd {
 
 Member::Member(int own_rank, int num_ranks, int64_t deadline_ns, int64_t num_bytes)
