@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,34 @@ from ep_kernels.transports.nvlink.copy_engines import collective_plan
 from ep_kernels.types import Layout, Mode
 
 DEFAULT_ARCHS = ("sm_90a", "sm_100a")
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What ptxas reports for one entry point."""
+
+    entry: str
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+def resources_of(binary: jit.Binary) -> tuple[Resources, ...]:
+    """One entry per `__global__` function, from the log."""
+    found = []
+    for block in re.split(r"Compiling entry function '", binary.log)[1:]:
+        numbers = [
+            int(match.group(1)) if (match := re.search(pattern, block)) else 0
+            for pattern in (
+                r"Used (\d+) registers",
+                r"(\d+) bytes stack frame",
+                r"(\d+) bytes spill stores",
+                r"(\d+) bytes smem",
+            )
+        ]
+        found.append(Resources(block.split("'")[0], *numbers))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +129,7 @@ class KernelReport:
     """
 
     job: Job
-    resources: jit.Resources
+    resources: Resources
     dynamic_bytes: int
     num_blocks: int
     code_bytes: int
@@ -184,7 +213,7 @@ def inspect_job(job: Job) -> KernelReport:
 
 def report_of(job: Job, binary: jit.Binary) -> KernelReport:
     """Look at a compiled kernel."""
-    (found,) = binary.resources()
+    (found,) = resources_of(binary)
     dynamic = dynamic_bytes(job.variant)
     blocks = blocks_per_sm(job.arch, found.registers, found.shared_bytes + dynamic, job.variant.num_threads)
     listing = disassemble(binary.cubin) if job.disassembled else None
@@ -193,7 +222,7 @@ def report_of(job: Job, binary: jit.Binary) -> KernelReport:
     return KernelReport(job, found, dynamic, blocks, len(binary.cubin), early, faults)
 
 
-def _faults(job: Job, found: jit.Resources, blocks: int, listing: str | None) -> Iterator[str]:
+def _faults(job: Job, found: Resources, blocks: int, listing: str | None) -> Iterator[str]:
     most = MOST_REGISTERS[job.variant.num_threads]
     if not 0 < found.registers <= most:
         yield f"{found.registers} registers, at most {most}"

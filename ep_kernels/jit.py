@@ -294,17 +294,6 @@ def _read(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
-    """What ptxas reports for one entry point."""
-
-    entry: str
-    registers: int
-    stack_bytes: int
-    spill_bytes: int
-    shared_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Binary:
     """A compiled variant.
 
@@ -315,22 +304,6 @@ class Binary:
 
     cubin: bytes
     log: str
-
-    def resources(self) -> tuple[Resources, ...]:
-        """One entry per `__global__` function, from the log."""
-        found = []
-        for block in re.split(r"Compiling entry function '", self.log)[1:]:
-            numbers = [
-                int(match.group(1)) if (match := re.search(pattern, block)) else 0
-                for pattern in (
-                    r"Used (\d+) registers",
-                    r"(\d+) bytes stack frame",
-                    r"(\d+) bytes spill stores",
-                    r"(\d+) bytes smem",
-                )
-            ]
-            found.append(Resources(block.split("'")[0], *numbers))
-        return tuple(found)
 
 
 def compile_source(text: str, name: str, arch: str) -> Binary:
