@@ -14,12 +14,10 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
-import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +25,7 @@ from typing import Any
 
 from ep_kernels.errors import TransportError
 from ep_kernels.kernels import abi, collective_abi
+from ep_kernels.tuning import write_whole
 
 ROOT = Path(__file__).parent
 FEW_THREADS = 64
@@ -83,19 +82,9 @@ def read_entry(path: Path) -> bytes | None:
 
 
 def write_entry(path: Path, cubin: bytes) -> None:
-    """Atomic: readers see nothing or all of it. A full disk is no error: the next process compiles again."""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-    except OSError:
-        return
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
+    """A full disk is no error: the next process compiles again."""
+    with suppress(OSError):
+        write_whole(path, hashlib.sha256(cubin).digest() + cubin)
 
 
 @contextmanager
