@@ -86,9 +86,9 @@ struct Waiting {
   int64_t began = 0;        // the first look, or the last work: it spins from then on
 };
 
-// Python runs handlers of signals between two of its instructions, on its main thread, so not while that one waits here.
-// This runs those that are due, on the main thread; elsewhere, and without Python, nothing. True: one has raised an
-// exception, which is kept for `cd_raise_kept` (signals.cpp).
+// Python runs handlers of signals between two of its instructions, on its main thread, so not while that one waits
+// here. This runs those that are due, on the main thread; elsewhere, and without Python, nothing. True: one has raised
+// an exception, which is kept for `cd_raise_kept` (signals.cpp).
 bool signal_raised();
 
 // A zeroed array of plain values. The library needs nothing of the C++ runtime: so any C++ compiler's output loads

@@ -47,7 +47,7 @@ class BoxAccess(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A access, and why no better one."""
+    """An access, and why no better one."""
 
     access: BoxAccess
     why: str
