@@ -182,7 +182,7 @@ native: $(DEMO) ## Compile the native libraries of the transports in place
 	$(PY) build_backend.py
 
 kernels: $(DEV) ## Compile every CUDA kernel without a GPU; table of resources, fails on spills (ARGS="--arch sm_120a")
-	$(PY) -m ep_kernels.tools.kernels $(ARGS)
+	$(PY) -m benchmarks.kernels $(ARGS)
 
 wheel: $(DEV) ## Build the wheel with the common kernels compiled in, into dist/
 	$(PY) -m ep_kernels.tools.kernels --ship
@@ -203,7 +203,7 @@ clean: ## Remove the virtual environments, caches and built files
 	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) $(VLLM_VENV) $(UV_VENV) $(VENV)-engines build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf crossdock.egg-info services/crossdock.egg-info
 	rm -rf ep_kernels/cubins
-	find ep_kernels -name '*.so' -delete
+	find benchmarks ep_kernels -name '*.so' -delete
 
 $(VENV)/bin/python $(PROTO_VENV)/bin/python $(CONTROL_VENV)/bin/python $(VLLM_VENV)/bin/python $(UV_VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3: expected >= 3.11, got " + sys.version)'

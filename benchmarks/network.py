@@ -36,7 +36,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from benchmarks import facts, network_rates
+from benchmarks import facts, native, network_rates
 from benchmarks.backends import Setup
 from benchmarks.backends.over_hosts import create, network_of
 from benchmarks.cases import Case, Step, make_steps
@@ -44,9 +44,9 @@ from benchmarks.measure import DEADLINE_S, measure
 from benchmarks.parts import Parts
 from crossdock.demo.hosts import become
 from ep_kernels import Layout, Mode
-from ep_kernels.network import NetworkConfig, proxy
-from ep_kernels.network.channel_memory import ChannelMemory
-from ep_kernels.network.network import Channel, Network
+from ep_kernels.network import NetworkConfig
+from ep_kernels.network.network import Channel, ChannelMemory, Network
+from ep_kernels.network.providers import Mark
 from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
 
 MESSAGE_BYTES = (8, 7168, 100_000)
@@ -89,20 +89,14 @@ def row(what: str, of: str, values: Sequence[float], unit: str, *, most: float =
     return Row(what, of, round(value, 3), round(p99, 3) if len(ordered) > 1 else None, unit, target, met)
 
 
-class _Mark(ctypes.Structure):
-    """`Mark` of native/bench.cpp."""
-
-    _fields_ = (("count", ctypes.c_uint64), ("at_ns", ctypes.c_int64))
-
-
 class End:
     """One rank's end of a network, without a rank: memory, a mirror, and a count of what has come."""
 
     def __init__(self, network: Network, rank: int, ranks: int, size: int) -> None:
-        self.mark, self._network = _Mark(), network
+        self.mark, self._network = Mark(), network
         self._own, self._landing = ctypes.create_string_buffer(size), ctypes.create_string_buffer(size * ranks)
         own, landing = ctypes.addressof(self._own), ctypes.addressof(self._landing)
-        handler, context = network.lib.cn_bench_handler(), ctypes.addressof(self.mark)
+        handler, context = network.lib.cn_mark_handler(), ctypes.addressof(self.mark)
         network.in_use += 1
         self._awaited = 0
         memory = ChannelMemory(own, size, landing, size, handler, context)
@@ -130,7 +124,7 @@ class End:
         ranks = (ctypes.c_int32 * len(messages))(*[rank for rank, _ in messages])
         sizes = (ctypes.c_uint32 * len(messages))(*[num_bytes for _, num_bytes in messages])
         self._awaited += expected
-        took: int = self._network.lib.cn_bench_stream(
+        took: int = native.load().cd_bench_stream(
             self.channel.pointer, ctypes.byref(self.mark), ranks, sizes, len(messages), offset, self._awaited, nap_ns
         )
         if took < 0:
@@ -141,7 +135,7 @@ class End:
 def ring(rounds: int) -> list[Row]:
     """Push to pop."""
     took = (ctypes.c_int64 * rounds)()
-    if error := proxy.load().cn_bench_ring(rounds, took):
+    if error := native.load().cd_bench_ring(rounds, took):
         raise OSError(error, os.strerror(error))
     return [row("ring: push to pop", "", [ns / 1e3 for ns in took[rounds // 10 :]], "us", most=RING_US)]
 
@@ -150,15 +144,15 @@ def messages(rounds: int) -> list[Row]:
     """Through ring and proxy, and over a socket alone."""
     rows = []
     network = Network(NetworkConfig(listen="127.0.0.1:0", spin_us=100_000))
-    size = max(MESSAGE_BYTES)
+    size, mail = max(MESSAGE_BYTES), native.load().cd_bench_mail
     with End(network, 0, 2, size) as one, End(network, 1, 2, size) as two:
         meet(one, two)
         for num_bytes in MESSAGE_BYTES:
             took, alone, above = list[float](), list[float](), list[float]()
             for _ in range(BLOCKS):  # taking turns: whatever else the machine does, it does to both
                 block, bare = (ctypes.c_int64 * (rounds // BLOCKS))(), (ctypes.c_int64 * (rounds // BLOCKS))()
-                network.lib.cn_bench_mail(one.channel.pointer, ctypes.byref(two.mark), 1, num_bytes, len(block), block)
-                _sockets(network.lib, num_bytes, bare)
+                mail(one.channel.pointer, ctypes.byref(two.mark), 1, num_bytes, len(block), block)
+                _sockets(num_bytes, bare)
                 above.append((statistics.median(block) - statistics.median(bare)) / 1e3)
                 took += [ns / 1e3 for ns in block]
                 alone += [ns / 1e3 for ns in bare]
@@ -180,7 +174,7 @@ def idle(rounds: int) -> list[Row]:
         took, one_ns = list[float](), (ctypes.c_int64 * 1)()
         for _ in range(rounds):
             time.sleep(PAUSE_S)
-            networks[0].lib.cn_bench_mail(one.channel.pointer, ctypes.byref(two.mark), 1, MESSAGE_BYTES[0], 1, one_ns)
+            native.load().cd_bench_mail(one.channel.pointer, ctypes.byref(two.mark), 1, MESSAGE_BYTES[0], 1, one_ns)
             took.append(one_ns[0] / 1e3)
     for network in networks:
         network.close()
@@ -196,12 +190,12 @@ def meet(one: End, two: End) -> None:
     thread.join()
 
 
-def _sockets(lib: ctypes.CDLL, num_bytes: int, took: Any) -> None:
+def _sockets(num_bytes: int, took: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as out:
         there, _ = server.accept()
         out.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         source, to = ctypes.create_string_buffer(num_bytes), ctypes.create_string_buffer(num_bytes + 16)
-        error = lib.cn_bench_sockets(out.fileno(), there.fileno(), source, to, num_bytes, len(took), took)
+        error = native.load().cd_bench_sockets(out.fileno(), there.fileno(), source, to, num_bytes, len(took), took)
         there.close()
     if error:
         raise OSError(error, os.strerror(error))

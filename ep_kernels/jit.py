@@ -14,12 +14,10 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
-import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +25,7 @@ from typing import Any
 
 from ep_kernels.errors import TransportError
 from ep_kernels.kernels import abi, collective_abi
+from ep_kernels.tuning import write_whole
 
 ROOT = Path(__file__).parent
 FEW_THREADS = 64
@@ -83,19 +82,9 @@ def read_entry(path: Path) -> bytes | None:
 
 
 def write_entry(path: Path, cubin: bytes) -> None:
-    """Atomic: readers see nothing or all of it. A full disk is no error: the next process compiles again."""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-    except OSError:
-        return
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
+    """A full disk is no error: the next process compiles again."""
+    with suppress(OSError):
+        write_whole(path, hashlib.sha256(cubin).digest() + cubin)
 
 
 @contextmanager
@@ -173,16 +162,28 @@ def combine_variant(mode: str, kind: int, output: str, moved: str) -> Variant:
 
 def shipped_variants() -> Iterator[Variant]:
     """The variants that serving meets: compiled into the wheel."""
+    yield from _token_variants(("u8", "bf16"), ("bf16",))
+    yield from collective_variants(("bf16",))
+
+
+def all_variants() -> Iterator[Variant]:
+    """Every variant that a legal MoEConfig or CollectiveConfig can ask for."""
+    yield from _token_variants(("u8", "bf16", "f16"), ("bf16", "f16", "f32"))
+    yield from collective_variants()
+
+
+def _token_variants(rows: Sequence[str], outputs: Sequence[str]) -> Iterator[Variant]:
+    """Of dispatches of these rows, combines with these outputs, and of both."""
     for mode in ("ll", "ht"):
         for layout in range(4):
-            for quantized in ("u8", "bf16"):
+            for quantized in rows:
                 yield dispatch_variant(mode, layout, quantized)
-        for kind in (0, 1, 2):
-            yield combine_variant(mode, kind, "bf16", "bf16")
-        for kind in (0, 1):
-            yield combine_variant(mode, kind, "bf16", "e4m3")
+        for output in outputs:
+            for kind in (0, 1, 2):
+                yield combine_variant(mode, kind, output, output)
+            for kind in (0, 1):
+                yield combine_variant(mode, kind, output, "e4m3")
     yield from GENERAL
-    yield from collective_variants(("bf16",))
 
 
 def collective_variants(dtypes: Sequence[str] = ("bf16", "f16", "f32")) -> Iterator[Variant]:
@@ -194,21 +195,6 @@ def collective_variants(dtypes: Sequence[str] = ("bf16", "f16", "f32")) -> Itera
         yield Variant("add_terms", (("X", dtype),))
         for kind in (0, 1):  # one-shot, two-shot
             yield Variant("all_reduce", (("KIND", str(kind)), ("X", dtype)))
-
-
-def all_variants() -> Iterator[Variant]:
-    """Every variant that a legal MoEConfig or CollectiveConfig can ask for."""
-    for mode in ("ll", "ht"):
-        for layout in range(4):
-            for quantized in ("u8", "bf16", "f16"):
-                yield dispatch_variant(mode, layout, quantized)
-        for output in ("bf16", "f16", "f32"):
-            for kind in (0, 1, 2):
-                yield combine_variant(mode, kind, output, output)
-            for kind in (0, 1):
-                yield combine_variant(mode, kind, output, "e4m3")
-    yield from GENERAL
-    yield from collective_variants()
 
 
 def network_variants() -> Iterator[Variant]:
@@ -297,17 +283,6 @@ def _read(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
-    """What ptxas reports for one entry point."""
-
-    entry: str
-    registers: int
-    stack_bytes: int
-    spill_bytes: int
-    shared_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Binary:
     """A compiled variant.
 
@@ -318,22 +293,6 @@ class Binary:
 
     cubin: bytes
     log: str
-
-    def resources(self) -> tuple[Resources, ...]:
-        """One entry per `__global__` function, from the log."""
-        found = []
-        for block in re.split(r"Compiling entry function '", self.log)[1:]:
-            numbers = [
-                int(match.group(1)) if (match := re.search(pattern, block)) else 0
-                for pattern in (
-                    r"Used (\d+) registers",
-                    r"(\d+) bytes stack frame",
-                    r"(\d+) bytes spill stores",
-                    r"(\d+) bytes smem",
-                )
-            ]
-            found.append(Resources(block.split("'")[0], *numbers))
-        return tuple(found)
 
 
 def compile_source(text: str, name: str, arch: str) -> Binary:

@@ -181,10 +181,15 @@ def remember(path: Path, record: Record) -> None:
         records = ()
     kept = tuple(old for old in records if old.key != record.key)
     text = msgspec.json.format(msgspec.json.encode(_File(version=FILE_VERSION, records=(*kept, record))), indent=1)
+    write_whole(path, text + b"\n")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file. Readers see the old one or the new one. Raises OSError."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(text + b"\n")
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

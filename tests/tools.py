@@ -71,9 +71,9 @@ def _package(name: str, cure: str) -> Tool:
 
 
 def _no_nvdisasm() -> str:
-    from ep_kernels.transports.nvlink import inspection
+    from benchmarks import kernels
 
-    return "" if inspection.disassembler() else "not installed"
+    return "" if kernels.disassembler() else "not installed"
 
 
 TOOLS: Mapping[str, Tool] = {

@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import facts
+from benchmarks import facts, native
 from ep_kernels import jit
 from ep_kernels.kernels import abi
-from ep_kernels.network import proxy
 from ep_kernels.telemetry import quantile
 from ep_kernels.transports.nvlink.gpu import driver
 
@@ -85,8 +84,8 @@ class Times:
 
 def measure(device: torch.device) -> Times:
     """Raises RuntimeError: the kernel pushed nothing, or was not answered."""
-    lib: Any = proxy.load()
-    sizes = lib.cn_bench_box_bytes() // 8 + 8, 1, 128
+    lib: Any = native.load()
+    sizes = lib.cd_bench_box_bytes() // 8 + 8, 1, 128
     box, word, payload = (torch.zeros(size, dtype=torch.int64, pin_memory=True) for size in sizes)
     state = torch.zeros(ctypes.sizeof(abi.State) // 8, dtype=torch.int64, device=device)
     ring = -(-box.data_ptr() // 64) * 64
@@ -99,7 +98,7 @@ def measure(device: torch.device) -> Times:
     cubin = jit.compile_source(source(), "network_push", driver.architecture(device.index)).cubin
     function, host = driver.Function(cubin, "ping", 0), (ctypes.c_int64 * ROUNDS)()
     with ThreadPoolExecutor(1) as pool:
-        echo = pool.submit(lib.cn_bench_echo, ring, word.data_ptr(), ROUNDS, int(TIMEOUT_S * 1e9), host)
+        echo = pool.submit(lib.cd_bench_echo, ring, word.data_ptr(), ROUNDS, int(TIMEOUT_S * 1e9), host)
         function.launch(1, jit.NUM_THREADS, torch.cuda.current_stream().cuda_stream, args)
         if echo.result():
             raise RuntimeError("the kernel pushed nothing")

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ep_kernels.collectives.collective_types import Algorithm, CollectiveCapabilities, CollectiveOp
-
-
-class BufferPlace(enum.Enum):
-    """Kind of memory of a tensor; equal on all ranks."""
-
-    PLAIN = "plain"
-    """Anywhere: no peer can reach it."""
-    REGISTERED = "registered"
-    """In the pool, at the same offset on all ranks: peers reach it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +17,7 @@ class CollectiveShape:
         num_bytes: of one rank's x, over all parts.
         num_ranks: active ranks.
         num_sms: as the caller said; None: chosen.
-        x, out: where they lie. x in place (a slice of a registered out) is REGISTERED.
+        registered: out lies in the pool, at the same offset on all ranks: peers reach it.
         beside: an all-gather while something else wants the multiprocessors.
         library: torch.distributed may do it where that is faster: a sum that need not have the bits of the definition.
     """
@@ -36,8 +26,7 @@ class CollectiveShape:
     num_bytes: int
     num_ranks: int
     num_sms: int | None
-    x: BufferPlace
-    out: BufferPlace
+    registered: bool
     beside: bool = False
     library: bool = False
 
@@ -128,4 +117,4 @@ def _wanted(shape: CollectiveShape, can: CollectiveCapabilities) -> Sequence[Alg
     by_copy = shape.num_sms == 0 or (shape.num_sms is None and sent >= least)
     order = (*copies, *kernels) if by_copy else (*kernels, *copies)
     pushes = (Algorithm.COPY_PUSH, Algorithm.KERNEL_PUSH)
-    return order if shape.out is BufferPlace.REGISTERED else [a for a in order if a not in pushes]
+    return order if shape.registered else [a for a in order if a not in pushes]

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from ep_kernels.collectives import collective_checks as checks
 from ep_kernels.collectives import collective_ops as ops
 from ep_kernels.collectives import copied_sums, matmul
-from ep_kernels.collectives.choose import BufferPlace, Choice, CollectiveShape, choose, copies_terms, only, sums_whole
+from ep_kernels.collectives.choose import Choice, CollectiveShape, choose, copies_terms, only, sums_whole
 from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.collectives.collective_types import SUM_DTYPES, Algorithm, CollectiveCapabilities, CollectiveOp
 from ep_kernels.collectives.establish import establish, process_group_of, warn_once
@@ -416,16 +416,12 @@ class Collectives(GroupMember[CollectiveConfig, CollectiveTransport]):
         if (choice := only(op, self._transport.capabilities)) is not None:
             return choice
         total = sum(checks.num_bytes(x) for x in xs)
-        places, library = (self._place(xs), self._place(outs)), self._hands_over and not self._own.inactive
-        if followed and places[1] is BufferPlace.REGISTERED:  # what is pulled is staged first, and not told apart
+        library = self._hands_over and not self._own.inactive
+        registered = all(self._transport.offset_of(out) is not None for out in outs if out.numel())
+        if followed and registered:  # what is pulled is staged first, and not told apart
             beside = xs[0].is_cuda and not torch.cuda.is_current_stream_capturing()  # a graph tells no shards
-        shape = CollectiveShape(op, total, sum(self._active), num_sms, *places, beside, library)
+        shape = CollectiveShape(op, total, sum(self._active), num_sms, registered, beside, library)
         return choose(shape, self.capabilities)
-
-    def _place(self, tensors: Sequence[torch.Tensor]) -> BufferPlace:
-        offset_of = self._transport.offset_of
-        registered = all(offset_of(tensor) is not None for tensor in tensors if tensor.numel())
-        return BufferPlace.REGISTERED if registered else BufferPlace.PLAIN
 
     def _by_torch(self, op: str, why: str) -> TorchCollectives:
         """torch.distributed, for an operation that the transport leaves to it; says once why it must be, if it must."""

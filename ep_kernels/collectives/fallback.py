@@ -66,7 +66,6 @@ class TorchPending:
         self._works, self._ranks, self._own, self._after = list(works), ranks, own, after
 
     def wait(self) -> None:
-        """See `PendingCollective.wait`."""
         works, self._works = self._works, []
         for work in works:
             _mapped(work.wait)
@@ -75,7 +74,6 @@ class TorchPending:
             after()
 
     def is_completed(self) -> bool:
-        """See `PendingCollective.is_completed`."""
         return all(work.is_completed() for work in self._works) and self._after is None
 
     def shards(self) -> Iterator[list[int]]:
@@ -109,7 +107,6 @@ class TorchCollectives(CollectiveTransport):
     # Life.
 
     def allocate(self) -> bytes:
-        """See `CollectiveTransport.allocate`."""
         return b""
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
@@ -132,17 +129,14 @@ class TorchCollectives(CollectiveTransport):
     # The group.
 
     def barrier(self) -> None:
-        """See `MemberTransport.barrier`."""
         self._usable("barrier")
         _mapped(dist.barrier, group=self._group)
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
-        """See `MemberTransport.set_active`."""
         if not all(mask):
             raise ArgumentError("mask", "all ranks, for torch.distributed serves this group", list(mask))
 
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
-        """See `MemberTransport.exchange`."""
         self._usable("exchange")
         mine = torch.tensor(list(words), device=self.capabilities.device_type)
         rows = mine.new_empty(self._size * len(mine))
@@ -156,17 +150,14 @@ class TorchCollectives(CollectiveTransport):
         return woken
 
     def look_for_peer(self, timeout_s: float, fd: int) -> bool:
-        """See `MemberTransport.look_for_peer`."""
         return self.wait_for_peer(0.0)
 
     def wake(self) -> None:
-        """See `MemberTransport.wake`."""
         self._woken.set()
 
     # Operations.
 
     def all_gather(self, args: GatherArgs) -> TorchPending:
-        """See `CollectiveTransport.all_gather`."""
         self._usable("all_gather")
         works = [
             _mapped(dist.all_gather_into_tensor, part.out, part.x, group=self._group, async_op=True)
@@ -176,7 +167,6 @@ class TorchCollectives(CollectiveTransport):
         return self._begun(works)
 
     def reduce_scatter(self, args: ReduceArgs, reduction: str = "sum") -> TorchPending:
-        """See `CollectiveTransport.reduce_scatter`."""
         self._usable("reduce_scatter")
         self._check_dtype(args.x, reduction)
         op = _REDUCTIONS[reduction]
@@ -187,7 +177,6 @@ class TorchCollectives(CollectiveTransport):
         )
 
     def all_reduce(self, args: ReduceArgs, reduction: str = "sum") -> TorchPending:
-        """See `CollectiveTransport.all_reduce`."""
         self._usable("all_reduce")
         self._check_dtype(args.x, reduction)
         if not args.x.numel():

@@ -15,13 +15,13 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ep_kernels.errors import AbortedError, ArgumentError, ClosedError, PeerTimeout, TransportError
 from ep_kernels.network import handshake, proxy
 from ep_kernels.network.address import advertised
-from ep_kernels.network.channel_memory import ChannelMemory, DeviceRing
 from ep_kernels.network.dialer import Dialer, Roles, unreached
 from ep_kernels.network.greeting import NetworkTicket, patience_of, prepare
 from ep_kernels.network.handshake import CONTROL_ROLE, WIRE, Greeting, KeyPair
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.001
 """Between two looks whether connections stand."""
+STAYS = "what this rank has for it does not leave"
+"""Why a wait for the own proxy has failed: its thread, or that rank, takes nothing."""
+_NAP_S = 50e-6
 
 
 class Network:
@@ -111,6 +114,65 @@ class Network:
 
 
 os.register_at_fork(after_in_child=Network.close_all_in_child)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRing:
+    """Ring into which kernels push: memory that a GPU must be able to reach.
+
+    Attributes:
+        ring, popped: addresses of the descriptors, and of the number of those that the proxy has taken.
+        num_bytes: of the memory that holds both, from `ring` on.
+        size: descriptors of the ring.
+        stripe: bytes; no descriptor may cross a multiple of it.
+    """
+
+    ring: int
+    popped: int
+    num_bytes: int
+    size: int
+    stripe: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelMemory:
+    """What a channel works on, by address.
+
+    Attributes:
+        own, own_bytes: the rank's region: what may be sent.
+        landing, stride: the mirrors; rank r's starts at landing + r * stride and has stride bytes.
+        handler, context: `cd::NetHandler` and its first argument; called on the proxy thread.
+        box: bytes of the region for each rank: what goes to rank r lies from r * box on, and lands at the same place of
+            its mirror, which has as many; both are there before `connect` names it. 0: what goes to any rank may lie
+            anywhere.
+        dma_bufs: [2, ranks] int32 by address, of a GPU's memory: descriptors of the dma-buf of what goes to each rank
+            and of its mirror, read when it is joined; -1: it is registered by address. 0: all is host memory.
+        device: number of that GPU, as CUDA counts them in this process.
+    """
+
+    own: int
+    own_bytes: int
+    landing: int
+    stride: int
+    handler: int
+    context: int
+    box: int = 0
+    dma_bufs: int = 0
+    device: int = 0
+
+    def native(self, ranks: int, lanes: int) -> proxy.NetMemory:
+        """For the library."""
+        return proxy.NetMemory(
+            own=self.own,
+            own_bytes=self.own_bytes,
+            landing=self.landing,
+            stride=self.stride,
+            box=self.box,
+            dma_bufs=ctypes.cast(self.dma_bufs, ctypes.POINTER(ctypes.c_int32)),
+            ranks=ranks,
+            lanes=lanes,
+            device=self.device,
+        )
 
 
 class Channel:
@@ -461,3 +523,23 @@ def _settings(network: Network, rank: int, patience_s: float) -> proxy.NetSettin
         drop_after=config.drop_after,
         patience_ns=int(patience_s * 1e9),
     )
+
+
+def settled(is_quiet: Callable[[int], bool], ranks: int, timeout_s: float, is_over: Callable[[], bool]) -> int:
+    """Wait until nothing is still to be sent to these ranks (a bit each), at most so long, and not once `is_over`.
+    Those for which something is, at the deadline."""
+    until = time.monotonic() + timeout_s
+    while not is_quiet(ranks):
+        if is_over():
+            return 0
+        if time.monotonic() > until:
+            return sum(1 << rank for rank in range(ranks.bit_length()) if ranks >> rank & 1 and not is_quiet(1 << rank))
+        time.sleep(_NAP_S)
+    return 0
+
+
+def require(unsent: int, op: str, timeout_s: float) -> None:
+    """Raise PeerTimeout where `settled` has found a rank that takes nothing."""
+    if unsent:
+        peer = (unsent & -unsent).bit_length() - 1
+        raise PeerTimeout(peer=peer, op=op, phase="credit", expected=0, seen=0, waited_s=timeout_s, end=STAYS)

@@ -21,8 +21,7 @@ import msgspec
 
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import proxy
-from ep_kernels.network.channel_memory import ChannelMemory
-from ep_kernels.network.network import Channel, Network
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 from ep_kernels.network.network_config import NetworkConfig, split
 
 _LIST_BYTES, _SIZE = 1 << 16, 4096
@@ -89,7 +88,7 @@ class Ping:
 
 
 class Mark(ctypes.Structure):
-    """`Mark` of native/bench.cpp."""
+    """`cd::Mark`."""
 
     _fields_ = (("count", ctypes.c_uint64), ("at_ns", ctypes.c_int64))
 
@@ -102,7 +101,7 @@ class _End:
         self.own = ctypes.create_string_buffer(_SIZE)
         self._mirrors = ctypes.create_string_buffer(2 * _SIZE)
         own, mirrors = ctypes.addressof(self.own), ctypes.addressof(self._mirrors)
-        handler, context = network.lib.cn_bench_handler(), ctypes.addressof(self.mark)
+        handler, context = network.lib.cn_mark_handler(), ctypes.addressof(self.mark)
         network.in_use += 1
         memory = ChannelMemory(own, _SIZE, mirrors, _SIZE, handler, context)
         self.channel = Channel(network, rank, 2, memory, _CONNECT_S)

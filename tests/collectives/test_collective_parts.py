@@ -14,14 +14,14 @@ import torch
 from ep_kernels.collectives import Algorithm, CollectiveCapabilities, CollectiveConfig, Collectives
 from ep_kernels.collectives import collective_checks as checks
 from ep_kernels.collectives import collective_reference as reference
-from ep_kernels.collectives.choose import BufferPlace, CollectiveShape, choose
+from ep_kernels.collectives.choose import CollectiveShape, choose
 from ep_kernels.collectives.collective_types import CollectiveOp
 from ep_kernels.collectives.fallback import why_not_reduced
 from ep_kernels.collectives.fsdp import AllGather
 from ep_kernels.collectives.pool import ALIGN_BYTES, MAX_BLOCKS, SymmetricPool
 from ep_kernels.errors import ArgumentError, ConfigError, TransportError
 from ep_kernels.transports import collective_base
-from ep_kernels.transports.cpu import native_collectives
+from ep_kernels.transports.cpu import native
 from tests.groups import LonelyGroup
 
 GATHER, SCATTER, REDUCE = CollectiveOp
@@ -99,30 +99,30 @@ def can(**fields: Any) -> CollectiveCapabilities:
 
 
 def chosen(op: CollectiveOp, num_bytes: int, able: CollectiveCapabilities | None = None, **fields: Any) -> Algorithm:
-    usual: dict[str, Any] = {"num_ranks": 4, "num_sms": None, "x": BufferPlace.PLAIN, "out": BufferPlace.PLAIN}
+    usual: dict[str, Any] = {"num_ranks": 4, "num_sms": None, "registered": False}
     return choose(CollectiveShape(op, num_bytes, **(usual | fields)), able or can()).algorithm
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "num_sms", "out", "algorithm"),
+    ("num_bytes", "num_sms", "registered", "algorithm"),
     [
-        (999, None, BufferPlace.PLAIN, Algorithm.KERNEL_PULL),
-        (999, None, BufferPlace.REGISTERED, Algorithm.KERNEL_PUSH),
-        (1000, None, BufferPlace.PLAIN, Algorithm.COPY_PULL),
-        (1000, None, BufferPlace.REGISTERED, Algorithm.COPY_PUSH),
-        (1, 0, BufferPlace.REGISTERED, Algorithm.COPY_PUSH),
-        (1, 0, BufferPlace.PLAIN, Algorithm.COPY_PULL),
-        (1 << 30, 8, BufferPlace.REGISTERED, Algorithm.KERNEL_PUSH),
-        (1 << 30, 8, BufferPlace.PLAIN, Algorithm.KERNEL_PULL),
+        (999, None, False, Algorithm.KERNEL_PULL),
+        (999, None, True, Algorithm.KERNEL_PUSH),
+        (1000, None, False, Algorithm.COPY_PULL),
+        (1000, None, True, Algorithm.COPY_PUSH),
+        (1, 0, True, Algorithm.COPY_PUSH),
+        (1, 0, False, Algorithm.COPY_PULL),
+        (1 << 30, 8, True, Algorithm.KERNEL_PUSH),
+        (1 << 30, 8, False, Algorithm.KERNEL_PULL),
     ],
 )
-def test_all_gather(num_bytes: int, num_sms: int | None, out: BufferPlace, algorithm: Algorithm) -> None:
-    assert chosen(GATHER, num_bytes, num_sms=num_sms, out=out) is algorithm
+def test_all_gather(num_bytes: int, num_sms: int | None, registered: bool, algorithm: Algorithm) -> None:
+    assert chosen(GATHER, num_bytes, num_sms=num_sms, registered=registered) is algorithm
 
 
 def test_all_gather_beside_a_product() -> None:
     """By what goes to one peer."""
-    there: dict[str, Any] = {"beside": True, "out": BufferPlace.REGISTERED}
+    there: dict[str, Any] = {"beside": True, "registered": True}
     assert chosen(GATHER, 39, **there) is Algorithm.KERNEL_PUSH
     assert chosen(GATHER, 40, **there) is Algorithm.COPY_PUSH
     assert chosen(GATHER, 40, **there, num_sms=8) is Algorithm.KERNEL_PUSH
@@ -160,10 +160,10 @@ def test_what_a_library_does_faster() -> None:
 
 def test_what_a_transport_lacks() -> None:
     only = can(algorithms={GATHER: (Algorithm.PULL,), REDUCE: (Algorithm.TWO_SHOT,)}, max_bytes={REDUCE: 1000})
-    assert chosen(GATHER, 5, only, num_sms=0, out=BufferPlace.REGISTERED) is Algorithm.PULL
+    assert chosen(GATHER, 5, only, num_sms=0, registered=True) is Algorithm.PULL
     assert chosen(REDUCE, 5, only, num_ranks=2) is Algorithm.TWO_SHOT
     assert chosen(REDUCE, 1000, only) is Algorithm.TWO_SHOT
-    shape = CollectiveShape(REDUCE, 1001, 4, None, BufferPlace.PLAIN, BufferPlace.PLAIN)
+    shape = CollectiveShape(REDUCE, 1001, 4, None, False)
     assert choose(shape, only).reason == "all_reduce of 1001 bytes; at most 1000 here"
     assert chosen(SCATTER, 5, only) is Algorithm.TORCH
     assert choose(shape, can(reason="no driver")).reason == "no driver"
@@ -252,7 +252,7 @@ def test_sizes_and_pools_that_differ() -> None:
 
 
 def test_an_operation_has_the_bytes_that_the_native_half_expects() -> None:
-    assert ctypes.sizeof(native_collectives.Collective) == native_collectives.load().cd_collective_bytes()
+    assert ctypes.sizeof(native.Collective) == native.load().cd_collective_bytes()
 
 
 # Compiled code.

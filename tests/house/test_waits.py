@@ -13,8 +13,7 @@ from tests.house.tree import ROOT, files, text_of
 WAITS = {
     "network/dialer.py": "2 x until the caller's deadline, abort, give_up",
     "network/listener.py": "3 x its own thread: connections that ask; a table of descriptors that is full; its end",
-    "network/network.py": "1 x connect: until the caller's deadline, abort, give_up",
-    "network/sending.py": "1 x what was sent leaves: until the caller's deadline, abort",
+    "network/network.py": "2 x connect; what was sent leaves: until the caller's deadline, abort, give_up",
     "network/native/clock.hpp": "5 x the pauses themselves",
     "network/native/proxy.cpp": "8 x the proxy thread: waits for no rank; its end",
     "network/native/proxy.hpp": "2 x Hold: until its limit",

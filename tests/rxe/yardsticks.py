@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import inside  # noqa: F401  makes ep_kernels importable without torch
 
+from benchmarks import native
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.channel_memory import ChannelMemory
-from ep_kernels.network.network import Channel, Network
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 from ep_kernels.network.providers import Mark
 from tests.unit.network_ends import devices_of
 
@@ -46,7 +46,7 @@ def spin_us(provider: str, what: str) -> int:
 
 
 class Pong(ctypes.Structure):
-    """`Pong` of native/bench.cpp."""
+    """`Pong` of benchmarks/native/bench.cpp."""
 
     _fields_ = (
         ("box", ctypes.c_void_p),
@@ -73,7 +73,7 @@ class Side:
         ctypes.memset(self._own, 1, size)
         ctypes.memset(self._landing, 1, 2 * size)
         own, landing = ctypes.addressof(self._own), ctypes.addressof(self._landing)
-        handler, context = self.network.lib.cn_bench_ponger(), ctypes.addressof(self.pong)
+        handler, context = native.load().cd_bench_ponger(), ctypes.addressof(self.pong)
         memory = ChannelMemory(own, size, landing, size, handler, context)
         self.channel = Channel(self.network, rank, 2, memory, WAIT_S)
         self.pong.box = self.channel.outbox
@@ -86,7 +86,7 @@ class Side:
     def latency_us(self) -> float:
         """Median of one way."""
         self.pong.done = 0
-        self.network.lib.cn_bench_ping(ctypes.byref(self.pong))
+        native.load().cd_bench_ping(ctypes.byref(self.pong))
         until = time.monotonic() + WAIT_S
         while self.pong.done < ROUNDS:
             time.sleep(0.05)
@@ -97,7 +97,7 @@ class Side:
     def mib_per_s(self) -> float:
         """Of a stream, until all of it has been acknowledged."""
         to, sizes = (ctypes.c_int32 * COUNT)(*[1] * COUNT), (ctypes.c_uint32 * COUNT)(*[BULK_BYTES] * COUNT)
-        stream = self.network.lib.cn_bench_stream
+        stream = native.load().cd_bench_stream
         took = stream(self.channel.pointer, ctypes.byref(Mark()), to, sizes, COUNT, 0, 0, NAP_NS)
         if took < 0:
             raise TimeoutError(self.channel.why(1))

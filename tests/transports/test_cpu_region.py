@@ -40,9 +40,8 @@ from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.geometry import geometry_of
-from ep_kernels.transports.cpu.operations import CpuCombine
 from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, read_ticket, start_ticks
-from ep_kernels.transports.cpu.transport import CpuTransport
+from ep_kernels.transports.cpu.transport import CpuCombine, CpuTransport
 from tests import worlds
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
@@ -595,7 +594,7 @@ def test_geometry_uses_the_largest_rank() -> None:
         config = MoEConfig(
             group=LonelyGroup(rank, 3), num_experts=7, hidden_size=64, topk=2, max_tokens_per_rank=4, expert_alignment=1
         )
-        sizes.append(native.load().cd_region_bytes(geometry_of(config)))
+        sizes.append(native.region_parts(geometry_of(config)).total)
     assert len(set(sizes)) == 1
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from ep_kernels.network import NetworkConfig, handshake
-from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket, greet
 from ep_kernels.network.handshake import CONTROL_ROLE, KEY_BYTES, SECRET_BYTES, Greeting, KeyPair
-from ep_kernels.network.network import Channel, Network
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 
 ARRIVED, DOWN, LEFT_OUT, UP = range(4)
 """`cd::NetEvent`."""

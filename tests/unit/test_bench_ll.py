@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import report
+from benchmarks import kernels, report
 from benchmarks.cases import Case
 from benchmarks.gpu import Inputs, crossdock
 from benchmarks.gpu.deepep import DeepEp
@@ -132,7 +132,7 @@ def test_the_kernels_of_the_floor_are_lean() -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     from benchmarks.gpu import floor as floors
 
-    found = {r.entry: r for r in jit.compile_source(floors.source(), "floor", "sm_90a").resources()}
+    found = {r.entry: r for r in kernels.resources_of(jit.compile_source(floors.source(), "floor", "sm_90a"))}
     assert set(found) == set(floors.KERNELS.values())
     for entry in found.values():
         assert entry.spill_bytes == entry.stack_bytes == entry.shared_bytes == 0

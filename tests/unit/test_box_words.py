@@ -34,7 +34,7 @@ class Box:
         self.words = torch.zeros(len(abi.FLAGS), RANKS, dtype=torch.int64)
         self.slices = torch.zeros(2, RANKS, dtype=torch.int64)
         self.gone = torch.zeros(RANKS, dtype=torch.int64)
-        self.lib = launch.boxes()
+        self.lib = launch.library()
         words, slices, gone = (one.data_ptr() for one in (self.words, self.slices, self.gone))
         self.pointer = self.lib.cd_boxes_new(RANKS, words, slices, gone)
         prototype = CFUNCTYPE(None, c_void_p, c_int32, c_int32, c_uint64)

@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import ep_kernels
+from benchmarks import native as bench_native
 from crossdock.protocol import native as frames_native
 from ep_kernels import jit
 from ep_kernels.errors import TransportError
@@ -221,4 +222,4 @@ def test_sources_include_nothing_that_needs_the_cpp_runtime() -> None:
 
 def every_native() -> list[build.Native]:
     transports = [build.native_of(path.parent.name) for path in build.HERE.glob("*/native")]
-    return [*transports, build.network(), frames_native.library()]
+    return [*transports, build.network(), frames_native.library(), bench_native.LIBRARY]

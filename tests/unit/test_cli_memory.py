@@ -127,8 +127,7 @@ def test_what_can_never_work_is_refused() -> None:
 def test_a_cpu_region_is_what_the_native_half_says() -> None:
     c = config(transport="cpu", ranks=4, mode="auto", layout="grouped")
     found = regions.map_of(c)
-    geometry = geometry_of(c)
-    assert found.num_bytes == native.load().cd_region_bytes(geometry)
+    assert found.num_bytes == native.region_parts(geometry_of(c)).total
     ends = [array.offset + array.num_bytes for array in found.arrays]
     assert [array.offset for array in found.arrays] == [0, *ends[:-1]]
     assert found.mirror_bytes == found.arrays[-1].offset, "all but the expert outputs"

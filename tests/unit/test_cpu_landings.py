@@ -74,8 +74,7 @@ class Receiver:
         self.mirror = memoryview(comm.landing.bytes.numpy())[mirror_bytes:]
         self.lib.cd_set_hosts(self.pointer, (ctypes.c_int32 * 2)(0, 1))
         self.lib.cd_activate(self.pointer, mask)
-        self.parts = (ctypes.c_int64 * 6)()
-        self.lib.cd_region_parts(ctypes.byref(self.geometry), self.parts)
+        self.parts = native.region_parts(self.geometry)
         self._handle = HANDLER(self.lib.cd_network_handler())
 
     def close(self) -> None:
@@ -100,7 +99,8 @@ class Receiver:
     def slot(self, op: int, seq: int) -> tuple[int, int]:
         """(number of the slot of a dispatch (0) or combine (1), where it begins)."""
         slot = seq % int(self.geometry.in_flight)
-        return slot, self.parts[2 * op] + slot * self.parts[2 * op + 1]
+        part = ("dispatch", "combine")[op]
+        return slot, getattr(self.parts, part) + slot * getattr(self.parts, f"{part}_slot")
 
     def comes_head(
         self, op: int, seq: int, tokens: int = 0, mode: int = 0, origin: int = 1, others: int = 0, rows: int = 0

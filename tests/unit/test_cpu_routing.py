@@ -11,7 +11,7 @@ import torch
 from ep_kernels import MoECommunicator
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.cpu import native
-from ep_kernels.transports.cpu.cpu_routing import FreshState, RoutingState, StatePlaces, fresh_state
+from ep_kernels.transports.cpu.cpu_routing import FreshState, RoutingState, StatePlaces
 from ep_kernels.types import CombineOrder, Layout
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
@@ -54,7 +54,8 @@ def test_a_state_in_one_allocation_is_as_one_in_nine(layout: Layout, tokens: int
     options = over_hosts if collects else {}
     with MoECommunicator(case.config(LonelyGroup(), transport="cpu", layout=layout, **options)) as comm:
         geometry = comm._transport.geometry  # type: ignore[attr-defined]
-        state, other = FreshState(StatePlaces(geometry), tokens), fresh_state(geometry, tokens)
+        places = StatePlaces(geometry)
+        state, other = FreshState(places, tokens), places.apart(tokens)
         names = [f.name for f in fields(RoutingState) if f.name not in ("totals", "origin")]
         state.block.zero_()
         for number, name in enumerate(names, 1):
@@ -64,7 +65,7 @@ def test_a_state_in_one_allocation_is_as_one_in_nine(layout: Layout, tokens: int
         for number, name in enumerate(names, 1):
             mine = getattr(state, name)
             assert bool((mine == torch.tensor(number, dtype=mine.dtype)).all()), name
-        order = ["dest", "weights", "rows", "row_weights", "source_tokens", "source_dest", "valid", "counts", "offsets"]
+        order = ["dest", "weights", "rows", "row_weights", "source_tokens", "source_dest", "counts", "offsets", "valid"]
         filled = [(name, at) for name, at in zip(order, state.addresses(), strict=True) if getattr(state, name).numel()]
         assert all(getattr(state, name).data_ptr() == at for name, at in filled)
         assert (state.totals, state.origin) == (other.totals, other.origin)

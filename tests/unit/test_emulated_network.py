@@ -164,7 +164,7 @@ class WithoutSlices:
     """The library of boxes, to which the first slice of rows of dispatch `seq` does not come."""
 
     def __init__(self, seq: int) -> None:
-        self._library = remote.launch.boxes()
+        self._library = remote.launch.library()
         self._handler = HANDLER(self._library.cd_boxes_handler())
         self._filter = HANDLER(self._come)
         self._slice = len(abi.FLAGS) << 28 | seq
@@ -184,7 +184,7 @@ def test_different_routings_are_heard_when_all_rows_have_come(join: Joined, monk
     """One that comes later would land on those of the dispatch that takes the slot next."""
     monkeypatch.setattr(plan, "SLICE_BYTES", 4096)
     boxes = WithoutSlices(3)
-    monkeypatch.setattr(remote.launch, "boxes", lambda: boxes)
+    monkeypatch.setattr(remote.launch, "library", lambda: boxes)
     case = RoutingCase(9, 3, 520, (33, 4, 20, 9), "uniform", draw_seed(), max_tokens=34)
     loop = join(case, blocks=16, mode=Mode.LL, layout=Layout.RANK_MAJOR, timeout_s=3.0)
     handles = [check(loop, each, Mode.LL) for each in (case, replace(case, seed=draw_seed()))]

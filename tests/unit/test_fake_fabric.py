@@ -33,5 +33,5 @@ def test_ranks_on_emulated_gpus() -> None:
 def test_sockets_reach_no_gpu() -> None:
     network = NetworkConfig(provider=fake_fabric.PROVIDER, listen="127.0.0.1:0", advertise="127.0.0.1")
     found = gpu_direct.probe(network, DirectGpu(NoNic()))
-    assert found.way is BoxAccess.STAGED
+    assert found.access is BoxAccess.STAGED
     assert "tcp;ofi_rxm does not reach memory of GPUs here (FI_HMEM: No data available)" in found.why

@@ -22,7 +22,7 @@ LAYOUTS = {
         "send_control(",
     ),
     "control messages of a lane": (NATIVE / "exchange.hpp", "const uint8_t ready", "uint8_t words["),
-    "cards of verbs": (NATIVE / "verbs.hpp", "constexpr uint32_t kMagic", "struct Card {"),
+    "cards of verbs": (NATIVE / "verbs.cpp", "constexpr uint32_t kMagic", "struct Card {"),
     "credits of verbs": (NATIVE / "verbs.cpp", "request.imm = "),
     "cards of libfabric": (
         NATIVE / "libfabric.cpp",

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import kernels
+from benchmarks.kernels import Job
 from ep_kernels import ConfigError, Layout, Mode, MoEConfig, jit
 from ep_kernels.collectives.collective_types import SUM_DTYPES
 from ep_kernels.errors import TransportError
 from ep_kernels.groups import PaperGroup
-from ep_kernels.tools import kernels
-from ep_kernels.transports.nvlink import inspection
+from ep_kernels.tools import kernels as shipping
 from ep_kernels.transports.nvlink.calls.engine import LaunchEngine
 from ep_kernels.transports.nvlink.copy_engines import collective_plan
-from ep_kernels.transports.nvlink.inspection import Job
 from tests.tools import needs
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -33,7 +33,7 @@ HOPPER, BLACKWELL = "sm_90a", "sm_100a"
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_shipped_kernels_are_sound() -> None:
-    reports = inspection.inspect([Job(variant, HOPPER) for variant in jit.shipped_variants()])
+    reports = kernels.inspect([Job(variant, HOPPER) for variant in jit.shipped_variants()])
     faults = [f"{r.job.variant.name} for {r.job.arch}: {'; '.join(r.faults)}" for r in reports if r.faults]
     assert not faults, "\n".join(faults)
     assert all(r.num_blocks >= 1 for r in reports)
@@ -58,9 +58,9 @@ def test_every_file_is_of_some_kernel_and_errors_name_it() -> None:
 
 def test_a_bad_kernel_is_told() -> None:
     binary = jit.compile_source(FAULTY, "faulty", HOPPER)
-    faults = inspection.report_of(Job(jit.Variant("barrier"), HOPPER), binary).faults
+    faults = kernels.report_of(Job(jit.Variant("barrier"), HOPPER), binary).faults
     assert "stack frame of 1600 bytes" in faults
-    if inspection.disassembler() is not None:
+    if kernels.disassembler() is not None:
         assert {"reads local memory", "no MEMBAR.ALL.SYS"} <= set(faults)
 
 
@@ -75,20 +75,20 @@ extern "C" __global__ void ll_dispatch(unsigned long long* flag) {
 def test_low_latency_kernels_wait_for_no_release() -> None:
     """What made the first ones slow is told, and so is the absence of lines."""
     variant = jit.dispatch_variant("ll", 2)
-    faults = inspection.report_of(Job(variant, HOPPER), jit.compile_source(RELEASING, "ll_dispatch", HOPPER)).faults
+    faults = kernels.report_of(Job(variant, HOPPER), jit.compile_source(RELEASING, "ll_dispatch", HOPPER)).faults
     assert {"has REDG.E.ADD.64.STRONG.SYS", "no STG.E.128.STRONG.SYS", "no LDG.E.128.STRONG.SYS"} <= set(faults)
 
 
 def test_the_table_shows_faults_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     barrier = jit.Variant("barrier")
     monkeypatch.setattr(jit, "all_variants", lambda: iter([barrier]))
-    monkeypatch.setattr(inspection, "inspect", lambda jobs: [inspection.inspect_job(job) for job in jobs])
+    monkeypatch.setattr(kernels, "inspect", lambda jobs: [kernels.inspect_job(job) for job in jobs])
     assert kernels.main(["--arch", HOPPER]) == 0
     shown = capsys.readouterr().out
     assert "1 kernels, 0 with faults" in shown
     assert "barrier" in shown
-    monkeypatch.setattr(inspection, "expected_instructions", lambda variant: ("NONSUCH",))
-    wanted = 0 if inspection.disassembler() is None else 1
+    monkeypatch.setattr(kernels, "expected_instructions", lambda variant: ("NONSUCH",))
+    wanted = 0 if kernels.disassembler() is None else 1
     assert kernels.main(["--arch", HOPPER]) == wanted
     assert ("no NONSUCH" in capsys.readouterr().out) == bool(wanted)
     with pytest.raises(SystemExit):
@@ -98,8 +98,8 @@ def test_the_table_shows_faults_and_fails(capsys: pytest.CaptureFixture[str], mo
 def test_shipping(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     barrier = jit.Variant("barrier")
     monkeypatch.setattr(jit, "shipped_variants", lambda: iter([barrier]))
-    monkeypatch.setattr(inspection, "spread", map)
-    assert kernels.main(["--ship", "--into", str(tmp_path), "--arch", HOPPER, "--arch", BLACKWELL]) == 0
+    monkeypatch.setattr(shipping, "spread", map)
+    assert shipping.main(["--ship", "--into", str(tmp_path), "--arch", HOPPER, "--arch", BLACKWELL]) == 0
     table = capsys.readouterr().out
     for arch in (HOPPER, BLACKWELL):
         (file,) = (tmp_path / arch).iterdir()
@@ -124,7 +124,7 @@ def test_shipping(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     ],
 )
 def test_blocks_of_an_sm(arch: str, registers: int, shared: int, blocks: int) -> None:
-    assert inspection.blocks_per_sm(arch, registers, shared, 256) == blocks
+    assert kernels.blocks_per_sm(arch, registers, shared, 256) == blocks
 
 
 def configs() -> list[MoEConfig]:
@@ -171,7 +171,7 @@ def test_what_is_shipped_can_be_launched() -> None:
     for variant in jit.all_variants():
         if variant not in jit.GENERAL and variant not in jit.collective_variants():
             engine = LaunchEngine.__new__(LaunchEngine)
-            engine.config = config = inspection.serving_config(variant)
+            engine.config = config = kernels.serving_config(variant)
             assert variant in (engine._dispatch_variant(config.mode), engine._combine_variant(config.mode))
 
 

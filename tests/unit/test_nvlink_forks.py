@@ -110,8 +110,7 @@ def test_a_child_that_closes_a_watch_does_not_end_it() -> None:
     watch.close()
 
 
-def test_a_child_keeps_nothing_of_the_pages_and_its_parent_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox.launch, "fence", lambda: lambda: None)
+def test_a_child_keeps_nothing_of_the_pages_and_its_parent_all() -> None:
     box, other = (mailbox.Mailbox(rank, lambda _: False) for rank in (0, 1))
     for one in (box, other):
         one.attach([box.fd, other.fd])

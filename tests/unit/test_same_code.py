@@ -1,4 +1,4 @@
-"""`python -m ep_kernels.tools.same_code`: comments change nothing, an instruction does, and a cut variant is named."""
+"""`python -m benchmarks.same_code`: comments change nothing, an instruction does, and a cut variant is named."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import same_code
 from ep_kernels import jit
-from ep_kernels.tools import same_code
 from tests.house.tree import ROOT
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -68,7 +68,7 @@ def listing(functions: dict[str, list[str]]) -> str:
 
 
 def test_names_and_order_of_functions_are_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_code.inspection, "disassemble", bytes.decode)
+    monkeypatch.setattr(same_code.kernels, "disassemble", bytes.decode)
     first, second = ["IADD3 R4, R4, 0x1, RZ", "RET.REL.NODEC R6 `(k)"], ["IMAD R4, R4, R4, RZ", "RET.REL.NODEC R6 `(k)"]
 
     def entry(callee: str, other: str) -> list[str]:

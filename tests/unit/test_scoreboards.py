@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import kernels
+from benchmarks.scoreboards import early_waits, instructions
 from ep_kernels import jit
-from ep_kernels.transports.nvlink import inspection
-from ep_kernels.transports.nvlink.scoreboards import early_waits, instructions
 from tests.tools import needs
 
 NONE = 7
@@ -83,7 +83,7 @@ def test_the_straight_way_ends_at_a_branch(end: str, early: bool) -> None:
 def test_a_kernel_of_ours_is_read() -> None:
     """Loads, stores and scoreboards of real machine code are where they are looked for."""
     variant = jit.dispatch_variant("ll", 2, "u8")
-    code = inspection.disassemble(jit.compile_source(jit.source(variant), variant.name, "sm_90a").cubin)
+    code = kernels.disassemble(jit.compile_source(jit.source(variant), variant.name, "sm_90a").cubin)
     assert code is not None
     found = list(instructions(code))
     assert len(found) > 1000

@@ -31,6 +31,13 @@ cd::Provider* make(const cd::NetSettings& settings) {
   if (!outer) inner->close();
   return outer;
 }
+
+void mark(void* context, int32_t, cd::NetEvent event, uint64_t) {
+  if (event != cd::NetEvent::arrived) return;
+  auto* m = static_cast<cd::Mark*>(context);
+  m->at_ns.store(cd::now_ns(), std::memory_order_relaxed);
+  m->count.store(m->count.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+}
 }  // namespace
 
 CN_API const char* cd_build_id() { return CD_BUILD_ID; }
@@ -115,6 +122,8 @@ CN_API void cn_device(cd::NetChannel* c, uint64_t stripe, uint64_t* out) {
 CN_API void cn_device_restart(cd::NetChannel* c) { c->proxy->restart_ring(c); }
 // Descriptors are about to be pushed by those that cannot wake the proxy.
 CN_API void cn_wake(cd::NetChannel* c) { cd::wake(*c->outbox); }
+// The handler of a ping's end, whose context is a Mark.
+CN_API cd::NetHandler cn_mark_handler() { return mark; }
 // What a rank's native half does by itself; for tests and benchmarks. 0: the ring is full.
 CN_API int cn_push(cd::NetChannel* c, int rank, uint64_t offset, uint32_t bytes, uint32_t imm) {
   const bool pushed = c->outbox->push(rank, offset, bytes, imm);
@@ -134,8 +143,8 @@ CN_API void cn_why(cd::NetChannel* c, int rank, cd::Text* out) { c->proxy->why(c
 CN_API void cn_traffic(cd::NetChannel* c, cd::Traffic* out) { c->proxy->traffic(c, out); }
 // 1 if nothing of this rank's region is still to be read for the ranks of `mask`.
 CN_API int cn_quiet(const cd::NetChannel* c, uint64_t mask) {
-  for (uint64_t left = mask; left; left &= left - 1) {
-    if (!c->outbox->is_quiet(__builtin_ctzll(left))) return 0;
+  for (const int rank : cd::Bits(mask)) {
+    if (!c->outbox->is_quiet(rank)) return 0;
   }
   return 1;
 }

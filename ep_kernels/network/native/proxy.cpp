@@ -236,8 +236,7 @@ bool Proxy::turn() {
 // Ends the connections with ranks that have sent what the channel's owner refuses.
 void Proxy::end_refused(NetChannel& c) {
   if (c.outbox->refused.load(std::memory_order_relaxed) == 0) return;
-  for (uint64_t left = c.outbox->refused.exchange(0); left; left &= left - 1) {
-    const int rank = __builtin_ctzll(left);
+  for (const int rank : Bits(c.outbox->refused.exchange(0))) {
     NetPeer& p = c.peers[rank];
     if (!p.up) continue;
     p.error = EPROTO;

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "bits.hpp"
 #include "clock.hpp"
 #include "provider.hpp"
 #include "ring.hpp"
@@ -35,6 +36,12 @@ class Backlog {
 // Mirrored by network/proxy.py.
 struct Traffic {
   uint64_t sent_messages, sent_bytes, received_messages, backlog_most;
+};
+
+// What has arrived at one end that is no rank's: a ping's. Mirrored by network/providers.py.
+struct Mark {
+  std::atomic<uint64_t> count;
+  std::atomic<int64_t> at_ns;
 };
 
 // A rank at the other end of a control connection and of its lanes.

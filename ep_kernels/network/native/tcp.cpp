@@ -15,6 +15,7 @@
 #include <cstring>
 #include <new>
 
+#include "bits.hpp"
 #include "provider.hpp"
 #include "ring.hpp"
 
@@ -107,8 +108,7 @@ class Tcp final : public Provider {
   int64_t advance(int64_t now) override {
     const uint64_t peers = to_send_;
     to_send_ = 0;
-    for (uint64_t left = peers; left; left &= left - 1) {
-      const int peer = __builtin_ctzll(left);
+    for (const int peer : Bits(peers)) {
       for (int lane = 0; lane < kMaxLanes && lanes_[peer][lane]; ++lane) {
         Lane& l = *lanes_[peer][lane];
         if (l.fd >= 0 && l.head != l.tail && !l.wants_out) send(peer, l);

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import math
-import os
 import threading
 import weakref
 import zlib
@@ -25,16 +24,12 @@ from ep_kernels.collectives.pool import SymmetricPool
 from ep_kernels.errors import ArgumentError, ClosedError, ConfigError, HandleError, TransportError
 from ep_kernels.transports.collective_base import CollectiveTransport, GatherArgs, ReduceArgs
 from ep_kernels.transports.cpu import native
-from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
-from ep_kernels.transports.cpu.native_collectives import (
-    ALGORITHMS,
-    MAX_ZERO_COPY_PARTS,
-    Collective,
-    NativeCollectives,
-    Part,
-    geometry_of,
-)
-from ep_kernels.transports.cpu.region import OwnRegion, open_peer, read_ticket
+from ep_kernels.transports.cpu.cpu_member import CpuMember, NativeOwner, mask_of
+from ep_kernels.transports.cpu.native import Collective, CollectiveGeometry, Part
+from ep_kernels.transports.cpu.region import read_ticket
+
+ALGORITHMS = (Algorithm.PULL, Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
+"""By `cd::Algorithm`."""
 
 ZERO_COPY_BYTES = 64 << 10
 """A registered x of this size or larger is read where it lies. A smaller one is staged: copying it takes less time
@@ -48,6 +43,18 @@ _ONE_HOST = "the collectives of this transport need one host"
 def create(config: CollectiveConfig) -> CpuCollectives:
     """Build the transport; nothing is allocated yet. Raises TransportError when the native library is missing."""
     return CpuCollectives(config)
+
+
+def geometry_of(config: CollectiveConfig) -> CollectiveGeometry:
+    """Everything that fixes a region."""
+    return CollectiveGeometry(
+        rank=config.group.rank,
+        ranks=config.group.size,
+        in_flight=config.max_in_flight,
+        staging_bytes=config.staging_bytes,
+        pool_bytes=config.pool_bytes,
+        timeout_ns=int(config.timeout_s * 1_000_000_000),
+    )
 
 
 class CpuCollective:
@@ -71,15 +78,12 @@ class CpuCollective:
         self.done, self._kept = True, ()
 
     def wait(self) -> None:
-        """See `PendingCollective.wait`."""
         self._transport.complete(self)
 
     def is_completed(self) -> bool:
-        """See `PendingCollective.is_completed`."""
         return self._transport.poll(self)
 
     def shards(self) -> Iterator[list[int]]:
-        """See `PendingGather.shards`."""
         given = 0
         while True:
             fresh = self.op.arrived & ~given
@@ -92,14 +96,15 @@ class CpuCollective:
         self.wait()
 
 
-class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
+class CpuCollectives(CpuMember[NativeOwner], CollectiveTransport):
     """See `transports.collective_base.CollectiveTransport`."""
 
     def __init__(self, config: CollectiveConfig) -> None:
         if config.group.size > native.MAX_RANKS:
             raise ConfigError("group", f"at most {native.MAX_RANKS} ranks with transport cpu", config.group.size)
         self._config, self._geometry = config, geometry_of(config)
-        super().__init__(NativeCollectives(self._geometry), config.group)
+        lib = native.load()
+        super().__init__(NativeOwner(lib, lib.cd_collectives_create(ctypes.byref(self._geometry))), config.group)
         self._rank: int = config.group.rank
         self._pool = SymmetricPool(config.pool_bytes // _PAGE * _PAGE)
         self._pool_at = self._pool_address = 0
@@ -122,31 +127,18 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
     # Life.
 
     def allocate(self) -> bytes:
-        """See `CollectiveTransport.allocate`."""
-        comm, geometry = self.native(), ctypes.byref(self._geometry)
-        comm.region = OwnRegion(self.lib.cd_collectives_region_bytes(geometry))
-        self.lib.cd_collectives_attach_own(comm.pointer, comm.region.bytes.data_ptr(), comm.region.nonce)
-        self._pool_at = self.lib.cd_collectives_pool_offset(geometry)
-        self._pool_address = comm.region.bytes.data_ptr() + self._pool_at
-        return comm.region.ticket(self.lib.cd_collectives_abi())
+        region = self.make_region(self.native())
+        self._pool_at = self.lib.cd_collectives_pool_offset(ctypes.byref(self._geometry))
+        self._pool_address = region.bytes.data_ptr() + self._pool_at
+        return region.ticket(self.lib.cd_collectives_abi())
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
-        """See `MemberTransport.import_regions`."""
         comm, abi = self.native(), self.lib.cd_collectives_abi()
-        num_bytes = self.lib.cd_collectives_region_bytes(ctypes.byref(self._geometry))
+        num_bytes = self.lib.cd_region_bytes(comm.pointer)
         read = [read_ticket(r, raw, abi=abi, num_bytes=num_bytes, cure=_ONE_HOST) for r, raw in enumerate(tickets)]
         for rank, ticket in enumerate(read):
-            if rank == self._rank:
-                continue
-            region_fd, _, process_fd = open_peer(rank, ticket)
-            attach = self.lib.cd_collectives_attach_peer
-            error = attach(comm.pointer, rank, region_fd, process_fd, ticket.nonce)
-            os.close(region_fd)
-            if error > 0:
-                os.close(process_fd)
-                raise TransportError(f"cpu transport: cannot map the region of rank {rank}: {os.strerror(error)}")
-            if error < 0:
-                raise TransportError(f"cpu transport: the region of rank {rank} is not what its ticket promised")
+            if rank != self._rank:
+                self.map_region(comm, rank, ticket)
         self.lib.cd_activate(comm.pointer, mask_of(self.active))
 
     def drain(self, timeout_s: float) -> None:
@@ -161,19 +153,16 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
     # The group.
 
     def barrier(self) -> None:
-        """See `MemberTransport.barrier`."""
         self._complete_all()
         super().barrier()
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
-        """See `MemberTransport.set_active`."""
         self.clear()
         super().set_active(mask, epoch)
 
     # Memory.
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See `CollectiveTransport.empty`."""
         num_bytes = math.prod(shape) * dtype.itemsize
         comm = self.native()
         assert comm.region is not None
@@ -187,7 +176,6 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
         return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """See `CollectiveTransport.offset_of`."""
         num_bytes = tensor.numel() * tensor.element_size()
         offset = tensor.data_ptr() - self._pool_address
         return offset if num_bytes and 0 <= offset <= self._pool.num_bytes - num_bytes else None
@@ -200,7 +188,6 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
     # Operations.
 
     def all_gather(self, args: GatherArgs) -> CpuCollective:
-        """See `CollectiveTransport.all_gather`."""
         total, apart, count = 0, 0, len(args.parts)
         parts, sizes = (Part * count)(), list[tuple[int, torch.dtype]]()
         for i, part in enumerate(args.parts):
@@ -218,16 +205,14 @@ class CpuCollectives(CpuMember[NativeCollectives], CollectiveTransport):
             parts=ctypes.addressof(parts),
             num_parts=count,
             source=-2,
-            zero_copy=total >= ZERO_COPY_BYTES and not apart and count <= MAX_ZERO_COPY_PARTS,
+            zero_copy=total >= ZERO_COPY_BYTES and not apart and count <= native.MAX_ZERO_COPY_PARTS,
         )
         return self._begin(op, (args, parts))
 
     def reduce_scatter(self, args: ReduceArgs) -> CpuCollective:
-        """See `CollectiveTransport.reduce_scatter`."""
         return self._reduce("reduce_scatter", args)
 
     def all_reduce(self, args: ReduceArgs) -> CpuCollective:
-        """See `CollectiveTransport.all_reduce`."""
         return self._reduce("all_reduce", args)
 
     def _reduce(self, op: str, args: ReduceArgs) -> CpuCollective:

@@ -9,9 +9,9 @@ import torch
 
 from ep_kernels import quant
 from ep_kernels.config import MoEConfig
-from ep_kernels.errors import TransportError
 from ep_kernels.network.network import Channel
 from ep_kernels.transports.cpu import native
+from ep_kernels.transports.cpu.cpu_member import NativeOwner
 from ep_kernels.transports.cpu.cpu_routing import StatePlaces
 from ep_kernels.transports.cpu.region import OwnRegion, private_bytes
 from ep_kernels.types import Layout, ScaleFormat
@@ -93,54 +93,44 @@ class SlotBuffers:
         return rows if len(lead) == 1 else rows.view(*lead, self._config.hidden_size)
 
 
-class NativeComm:
-    """Owner of the native object and of the memory it works on. Freed when the last operation that uses it has
-    returned, whatever `close` does meanwhile."""
+class NativeComm(NativeOwner):
+    """Also owns the buffers of each slot and, where there are ranks of other hosts, the mirrors and the network."""
 
-    def __init__(self, config: MoEConfig, lib: ctypes.CDLL, geometry: native.Geometry) -> None:
-        self.lib = lib
-        experts = config.resolved_expert_map
+    def __init__(self, config: MoEConfig, geometry: native.Geometry) -> None:
+        lib, experts = native.load(), config.resolved_expert_map
         first, ranks, slots = experts.tables()
         places = ranks * experts.stride + slots
         self.channel: Channel | None = None
-        self.pointer = lib.cd_create(ctypes.byref(geometry), first.data_ptr(), places.data_ptr())
-        if not self.pointer:
-            raise TransportError("cpu transport: out of memory")
+        self.landing: OwnRegion | None = None
+        super().__init__(lib, lib.cd_create(ctypes.byref(geometry), first.data_ptr(), places.data_ptr()))
         self.next = (ctypes.c_uint64 * 4).from_address(lib.cd_next(self.pointer))
         """Numbers of the next dispatch, combine, barrier and exchange."""
         self.collecting: list[object] = [None] * config.max_in_flight
         """Records of combines, by slot, that the native half may read in any wait (native/collector.hpp)."""
-        self.region: OwnRegion | None = None
-        self.landing: OwnRegion | None = None
         self.buffers = [SlotBuffers(config, geometry) for _ in range(config.max_in_flight)]
         self.outputs = config.hidden_size, config.resolved_output_dtype
         """H and dtype of z."""
         self.places = StatePlaces(geometry)
 
     def close_in_child(self) -> None:
-        """In a forked child, where no operation returns: free it now, but own memory that a tensor is made of."""
         if self.channel is not None:
             self.channel.close_in_child()
-        self.__del__()
         for buffers in self.buffers:
             buffers.expert_outputs, buffers.input = buffers.expert_outputs.new_empty(0), buffers.input.new_empty(0)
-        self.close()
-        self.region = self.landing = None
+        super().close_in_child()
+        self.landing = None
 
     def close(self) -> None:
         """Peers and the network no longer reach this rank. What operations work on stays."""
         if self.channel is not None:
             self.channel.close()
-        for memory in (self.region, self.landing):
-            if memory is not None:
-                memory.close()
+        super().close()
+        if self.landing is not None:
+            self.landing.close()
 
-    def __del__(self) -> None:
-        pointer, self.pointer = getattr(self, "pointer", None), None
-        if pointer:
-            channel = self.channel
-            if channel is not None:
-                channel.close()
-            self.lib.cd_destroy(pointer)
-            if channel is not None:
-                channel.free()
+    def free(self, pointer: int) -> None:
+        if self.channel is not None:
+            self.channel.close()
+        super().free(pointer)
+        if self.channel is not None:
+            self.channel.free()

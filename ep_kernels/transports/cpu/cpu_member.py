@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from ep_kernels.errors import AbortedError, ClosedError, TransportError
 from ep_kernels.telemetry import RING_SIZE, Samples, record_bytes
 from ep_kernels.transports.base import EXCHANGE_WORDS, MemberTransport
 from ep_kernels.transports.cpu import native
+from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer
 from ep_kernels.types import LatencySample
 
 _NS = 1_000_000_000
@@ -19,18 +21,41 @@ _DRAIN = 512
 """Sample records fetched at a time."""
 
 
-class NativeOwner(Protocol):
+class NativeOwner:
     """Owner of a native member and of the memory it works on. Freed when the last operation that uses it has returned,
-    whatever `close` does meanwhile."""
+    whatever `close` does meanwhile; the region when the last tensor made of it has died, too.
 
-    lib: ctypes.CDLL
-    pointer: int | None
+    Args:
+        lib: the library.
+        pointer: of the member. None: TransportError, memory was short.
+    """
+
+    region: OwnRegion | None = None
+
+    def __init__(self, lib: ctypes.CDLL, pointer: int | None) -> None:
+        self.lib, self.pointer = lib, cast(Any, pointer)  # None once it is freed
+        if not pointer:
+            raise TransportError("cpu transport: out of memory")
 
     def close(self) -> None:
         """Peers cannot find this rank any more. What operations work on stays."""
+        if self.region is not None:
+            self.region.close()
 
     def close_in_child(self) -> None:
         """In a forked child, where no operation returns: free it now, but own memory that a tensor is made of."""
+        self.__del__()
+        self.close()
+        self.region = None
+
+    def __del__(self) -> None:
+        pointer, self.pointer = getattr(self, "pointer", None), None
+        if pointer:
+            self.free(pointer)
+
+    def free(self, pointer: int) -> None:
+        """The member, which nothing uses any more."""
+        self.lib.cd_destroy(pointer)
 
 
 N = TypeVar("N", bound=NativeOwner)
@@ -56,6 +81,34 @@ class CpuMember(MemberTransport, Generic[N]):
 
     # Life.
 
+    def make_region(self, comm: N) -> OwnRegion:
+        """This rank's region."""
+        comm.region = region = OwnRegion(self.lib.cd_region_bytes(comm.pointer))
+        self.lib.cd_attach_own(comm.pointer, region.bytes.data_ptr(), region.nonce)
+        return region
+
+    def map_region(self, comm: N, rank: int, ticket: Ticket, landing_bytes: int = 0) -> None:
+        """Map the region of a rank of this host, and its mirrors of so many bytes, where there is a network. Raises
+        TransportError."""
+        if ticket.landing_bytes != landing_bytes or (ticket.landing_fd >= 0) != (landing_bytes > 0):
+            raise TransportError(
+                f"cpu transport: cannot map the region of rank {rank}: mirrors of {ticket.landing_bytes} bytes, "
+                f"expected {landing_bytes}; give every rank one config"
+            )
+        region_fd, landing_fd, process_fd = open_peer(rank, ticket)
+        error = self.lib.cd_attach_peer(comm.pointer, rank, region_fd, process_fd, ticket.nonce)
+        os.close(region_fd)
+        if error > 0:
+            os.close(process_fd)
+        elif landing_fd >= 0:
+            error = error or self.lib.cd_attach_landing(comm.pointer, rank, landing_fd)
+        if landing_fd >= 0:
+            os.close(landing_fd)
+        if error > 0:
+            raise TransportError(f"cpu transport: cannot map the region of rank {rank}: {os.strerror(error)}")
+        if error < 0:
+            raise TransportError(f"cpu transport: the region of rank {rank} is not what its ticket promised")
+
     def close(self) -> None:
         """See `MemberTransport.close`. Memory goes when the last operation has returned and the last view has died."""
         comm, self.comm = self.comm, None
@@ -66,7 +119,6 @@ class CpuMember(MemberTransport, Generic[N]):
         self.clear()  # an operation of another thread may be going through the old ones
 
     def close_in_child(self) -> None:
-        """See `MemberTransport.close_in_child`."""
         comm, self.comm = self.comm, None
         if comm is not None:
             comm.close_in_child()
@@ -76,14 +128,12 @@ class CpuMember(MemberTransport, Generic[N]):
         """Forget what is under way."""
 
     def abort(self, reason: str) -> None:
-        """See `MemberTransport.abort`."""
         comm = self.comm
         if comm is not None:
             self.reason = reason
             self.lib.cd_stop(comm.pointer)
 
     def give_up(self, ranks: Sequence[int]) -> None:
-        """See `MemberTransport.give_up`."""
         comm = self.comm
         if comm is not None:
             self.lib.cd_give_up(comm.pointer, sum(1 << rank for rank in set(ranks)))
@@ -97,7 +147,6 @@ class CpuMember(MemberTransport, Generic[N]):
             raise TransportError(f"{op}: a signal handler's exception ended an operation that peers may still wait for")
 
     def barrier(self) -> None:
-        """See `MemberTransport.barrier`."""
         comm = self.native()
         self.judge(self.lib.cd_barrier(comm.pointer))
 
@@ -115,7 +164,6 @@ class CpuMember(MemberTransport, Generic[N]):
         return 0.0
 
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
-        """See `MemberTransport.exchange`."""
         comm = self.native()
         _WORDS.pack_into(self._own_words, 0, *words)
         status = self.lib.cd_exchange(comm.pointer, self._own_words, self._all_words)
@@ -127,12 +175,10 @@ class CpuMember(MemberTransport, Generic[N]):
         return [row if alive else None for row, alive in zip(rows, self.active, strict=True)]
 
     def wait_for_peer(self, timeout_s: float) -> bool:
-        """See `MemberTransport.wait_for_peer`."""
         comm = self.native()
         return self._came(self.lib.cd_wait_for_peer(comm.pointer, int(timeout_s * _NS)))
 
     def look_for_peer(self, timeout_s: float, fd: int) -> bool:
-        """See `MemberTransport.look_for_peer`."""
         comm = self.native()
         return self._came(self.lib.cd_look_for_peer(comm.pointer, int(timeout_s * _NS), fd))
 
@@ -144,13 +190,11 @@ class CpuMember(MemberTransport, Generic[N]):
         return status != native.NOTHING
 
     def call_exchange(self) -> None:
-        """See `MemberTransport.call_exchange`."""
         comm = self.comm
         if comm is not None:
             self.lib.cd_call_exchange(comm.pointer)
 
     def wake(self) -> None:
-        """See `MemberTransport.wake`."""
         comm = self.comm
         if comm is not None:
             self.lib.cd_wake(comm.pointer)

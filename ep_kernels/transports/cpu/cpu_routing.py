@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,65 +17,10 @@ CPU = torch.device("cpu")
 """Said wherever a tensor is made: torch's default device is the caller's."""
 
 
-class RoutingParts:
-    """What both kinds of state do."""
-
-    __slots__ = ()
-    dest: torch.Tensor
-    weights: torch.Tensor
-    rows: torch.Tensor
-    row_weights: torch.Tensor
-    source_tokens: torch.Tensor
-    source_dest: torch.Tensor
-    counts: torch.Tensor
-    offsets: torch.Tensor
-    valid: torch.Tensor
-    totals: tuple[int, int, int]
-    origin: int
-
-    def addresses(self) -> tuple[int, ...]:
-        """Of dest, weights, rows, row_weights, source_tokens and source_dest, as `native.Routing` has them; of valid,
-        counts and offsets."""
-        return tuple(
-            tensor.data_ptr()
-            for tensor in (
-                self.dest, self.weights, self.rows, self.row_weights, self.source_tokens, self.source_dest,
-                self.valid, self.counts, self.offsets,
-            )
-        )  # fmt: skip
-
-    def weighted(self, weights: torch.Tensor) -> RoutingState:
-        """The state with other weights of this rank's tokens."""
-        return RoutingState(
-            self.dest, weights, self.rows, self.row_weights, self.source_tokens, self.source_dest,
-            self.counts, self.offsets, self.valid, self.totals, self.origin,
-        )  # fmt: skip
-
-    def flatten(self) -> list[torch.Tensor]:
-        """See `base.HandleState`."""
-        numbers = torch.tensor([*self.totals, self.origin], device=CPU)
-        return [
-            self.dest, self.weights, self.rows, self.row_weights, self.source_tokens, self.source_dest,
-            self.counts, self.offsets, self.valid, numbers,
-        ]  # fmt: skip
-
-    def weight_of_rows(self, rows_shape: tuple[int, ...]) -> torch.Tensor:
-        """float32 in this leading shape of the tokens: each row's weight, 0 past the counts."""
-        out = torch.zeros(rows_shape, dtype=torch.float32, device=CPU)
-        for rows, weights, tokens in zip(self.rows, self.row_weights, self.source_tokens.tolist(), strict=True):
-            served = rows[:tokens] >= 0
-            out.view(-1)[rows[:tokens][served].long()] = weights[:tokens][served]
-        return out
-
-    def rows_of_sources(self) -> torch.Tensor:
-        """int32 [R], tokens of each source that have a row here."""
-        sent = torch.arange(self.rows.shape[1], device=CPU)[None, :] < self.source_tokens[:, None]
-        return (sent & (self.rows >= 0).any(-1)).sum(1, dtype=torch.int32)
-
-
 @dataclass(slots=True)
-class RoutingState(RoutingParts):
-    """What a handle keeps of a dispatch on this rank. R ranks, M most tokens, W = K for per-expert layouts, else 1.
+class RoutingState:
+    """What a handle keeps of a dispatch on this rank: see `base.HandleState`. R ranks, M most tokens, W = K for
+    per-expert layouts, else 1.
 
     Attributes:
         dest: int32 [T, K], places (rank * stride + slot) of this rank's tokens, -1 = none.
@@ -103,12 +48,57 @@ class RoutingState(RoutingParts):
     totals: tuple[int, int, int]
     origin: int
 
-    @classmethod
-    def restore(cls, tensors: Sequence[torch.Tensor]) -> RoutingState:
+    @staticmethod
+    def of(tensors: Iterable[torch.Tensor], totals: tuple[int, int, int], origin: int) -> RoutingState:
+        """The state whose `tensors` these are."""
+        values: list[Any] = [*tensors, totals, origin]
+        return RoutingState(*values)
+
+    @staticmethod
+    def restore(flat: Sequence[torch.Tensor]) -> RoutingState:
         """What `flatten` was made of."""
-        *totals, origin = tensors[-1].tolist()
-        values: list[Any] = [*tensors[:-1], tuple(totals), origin]
-        return cls(*values)
+        delivered, dropped, invalid, origin = flat[-1].tolist()
+        return RoutingState.of(flat[:-1], (delivered, dropped, invalid), origin)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of it but the numbers, in the order of `native.Routing`; then counts, offsets and valid."""
+        return [
+            self.dest, self.weights, self.rows, self.row_weights, self.source_tokens, self.source_dest, self.counts,
+            self.offsets, self.valid,
+        ]  # fmt: skip
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of `tensors`."""
+        return tuple([tensor.data_ptr() for tensor in self.tensors()])
+
+    def weighted(self, weights: torch.Tensor) -> RoutingState:
+        """The state with other weights of this rank's tokens."""
+        made = self.of(self.tensors(), self.totals, self.origin)
+        made.weights = weights
+        return made
+
+    def again(self) -> RoutingState:
+        """The same routing with new weights: what the receive half writes again gets memory of its own."""
+        made = self.weighted(checks.made(torch.empty_like(self.weights)))
+        made.row_weights = torch.empty_like(made.row_weights)
+        return made
+
+    def flatten(self) -> list[torch.Tensor]:
+        """See `base.HandleState`."""
+        return [*self.tensors(), torch.tensor([*self.totals, self.origin], device=CPU)]
+
+    def weight_of_rows(self, rows_shape: tuple[int, ...]) -> torch.Tensor:
+        """float32 in this leading shape of the tokens: each row's weight, 0 past the counts."""
+        out = torch.zeros(rows_shape, dtype=torch.float32, device=CPU)
+        for rows, weights, tokens in zip(self.rows, self.row_weights, self.source_tokens.tolist(), strict=True):
+            served = rows[:tokens] >= 0
+            out.view(-1)[rows[:tokens][served].long()] = weights[:tokens][served]
+        return out
+
+    def rows_of_sources(self) -> torch.Tensor:
+        """int32 [R], tokens of each source that have a row here."""
+        sent = torch.arange(self.rows.shape[1], device=CPU)[None, :] < self.source_tokens[:, None]
+        return (sent & (self.rows >= 0).any(-1)).sum(1, dtype=torch.int32)
 
 
 class PartPlace(NamedTuple):
@@ -118,6 +108,10 @@ class PartPlace(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     of_tokens: bool
+
+    def shape_of(self, tokens: int) -> tuple[int, ...]:
+        """Its shape where T is `tokens`."""
+        return (tokens, *self.shape[1:]) if self.of_tokens else self.shape
 
 
 class StatePlaces:
@@ -139,10 +133,10 @@ class StatePlaces:
             "rows": ((ranks, most, topk if per_expert else 1), torch.int32, False),
             "row_weights": ((ranks, most, topk) if per_expert else (0,), torch.float32, False),
             "source_tokens": ((ranks,), torch.int32, False),
-            "source_dest": (_source_dest(geometry), torch.int32, False),
-            "valid": ((most,), torch.bool, True),
+            "source_dest": ((ranks, most, topk) if geometry.by_domain else (0,), torch.int32, False),
             "counts": ((groups,), torch.int32, False),
             "offsets": ((groups + 1,), torch.int32, False),
+            "valid": ((most,), torch.bool, True),
         }
         self.parts: dict[str, PartPlace] = {}
         end = 0
@@ -152,8 +146,13 @@ class StatePlaces:
         self.offsets = tuple(4 * place.offset for place in self.parts.values())
         self.blank = torch.empty(1, dtype=torch.int32, device=CPU).expand(end)
 
+    def apart(self, tokens: int) -> RoutingState:
+        """A state of T = `tokens` whose tensors are allocations of their own."""
+        parts = (torch.empty(one.shape_of(tokens), dtype=one.dtype, device=CPU) for one in self.parts.values())
+        return RoutingState.of(parts, (0, 0, 0), 0)
 
-class FreshState(RoutingParts):
+
+class FreshState(RoutingState):
     """State of a new routing; its tensors are made when they are read.
 
     Args:
@@ -161,7 +160,7 @@ class FreshState(RoutingParts):
         tokens: T.
     """
 
-    __slots__ = ("block", "origin", "places", "tokens", "totals")
+    __slots__ = ("block", "places", "tokens")
 
     def __init__(self, places: StatePlaces, tokens: int) -> None:
         self.places, self.tokens = places, tokens
@@ -171,7 +170,7 @@ class FreshState(RoutingParts):
     def part(self, name: str) -> torch.Tensor:
         """One of its tensors."""
         place = self.places.parts[name]
-        shape = (self.tokens, *place.shape[1:]) if place.of_tokens else place.shape
+        shape = place.shape_of(self.tokens)
         length = math.prod(shape)
         if place.dtype.itemsize == 4:
             found = self.block[place.offset : place.offset + length]
@@ -181,7 +180,6 @@ class FreshState(RoutingParts):
         return found if len(shape) == 1 else found.view(shape)
 
     def addresses(self) -> tuple[int, ...]:
-        """See `RoutingState.addresses`."""
         base, (a, b, c, d, e, f, g, h, i) = self.block.data_ptr(), self.places.offsets
         return base + a, base + b, base + c, base + d, base + e, base + f, base + g, base + h, base + i
 
@@ -190,46 +188,5 @@ def _part(name: str) -> property:
     return property(lambda self: self.part(name))
 
 
-for _name in ("dest", "weights", "rows", "row_weights", "source_tokens", "source_dest", "counts", "offsets", "valid"):
+for _name in RoutingState.__slots__[:9]:
     setattr(FreshState, _name, _part(_name))
-
-
-def _source_dest(geometry: native.Geometry) -> tuple[int, ...]:
-    return (geometry.ranks, geometry.max_tokens, geometry.topk) if geometry.by_domain else (0,)
-
-
-def fresh_state(geometry: native.Geometry, tokens: int) -> RoutingState:
-    """Room for the routing of a dispatch of that many tokens."""
-    topk, most = geometry.topk, geometry.max_tokens
-    per_expert = geometry.layout < native.layout_code(Layout.RANK_MAJOR)
-    groups = geometry.local_experts if per_expert else geometry.ranks
-    return RoutingState(
-        dest=torch.empty(tokens, topk, dtype=torch.int32, device=CPU),
-        weights=torch.empty(tokens, topk, dtype=torch.float32, device=CPU),
-        rows=torch.empty(geometry.ranks, most, topk if per_expert else 1, dtype=torch.int32, device=CPU),
-        row_weights=torch.empty((geometry.ranks, most, topk) if per_expert else (0,), dtype=torch.float32, device=CPU),
-        source_tokens=torch.empty(geometry.ranks, dtype=torch.int32, device=CPU),
-        source_dest=torch.empty(_source_dest(geometry), dtype=torch.int32, device=CPU),
-        counts=torch.empty(groups, dtype=torch.int32, device=CPU),
-        offsets=torch.empty(groups + 1, dtype=torch.int32, device=CPU),
-        valid=torch.empty(tokens, dtype=torch.bool, device=CPU),
-        totals=(0, 0, 0),
-        origin=0,
-    )
-
-
-def again(previous: RoutingState) -> RoutingState:
-    """The same routing with new weights: what the receive half writes again gets memory of its own."""
-    return RoutingState(
-        dest=previous.dest,
-        weights=checks.made(torch.empty_like(previous.weights)),
-        rows=previous.rows,
-        row_weights=torch.empty_like(previous.row_weights),
-        source_tokens=previous.source_tokens,
-        source_dest=previous.source_dest,
-        counts=previous.counts,
-        offsets=previous.offsets,
-        valid=previous.valid,
-        totals=previous.totals,
-        origin=previous.origin,
-    )

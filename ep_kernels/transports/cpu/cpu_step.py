@@ -38,7 +38,7 @@ class CpuStep:
         self._buffers, self._rows = comm.buffers[slot], comm.buffers[slot].tokens()
         self._state = state = FreshState(comm.places, 0)
         self.counts, self.offsets = state.counts, state.offsets
-        *routing, valid, counts, offsets = state.addresses()
+        *routing, counts, offsets, valid = state.addresses()
         out = valid, *self._buffers.addresses(), 0, 0, counts, offsets
         self._dispatch = native.dispatch_op((*routing, 0), (0, 0), (0,) * 4, (0,) * 3, out)
         self._combine = native.combine_op((*routing, 0), (0, 0), (0, 0), (-1, 1), (0, 0, 0))

@@ -7,7 +7,7 @@ import ctypes
 from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.config import MoEConfig
 from ep_kernels.transports.base import RegionArray, RegionMap
-from ep_kernels.transports.cpu import native, native_collectives
+from ep_kernels.transports.cpu import collectives, native
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of
 
 HOLDS = {
@@ -24,16 +24,16 @@ def region_map(config: MoEConfig) -> RegionMap:
     ConfigError, and TransportError without the native library."""
     geometry = geometry_of(config)
     check_rows(config, geometry)
-    lib, parts = native.load(), (ctypes.c_int64 * 6)()
-    lib.cd_region_parts(ctypes.byref(geometry), parts)
-    arrays = [RegionArray("words", 0, 1, parts[0], HOLDS["words"])]
-    for name, offset, slot_bytes in zip(("dispatch", "combine", "outputs"), parts[::2], parts[1::2], strict=True):
+    parts = native.region_parts(geometry)
+    arrays = [RegionArray("words", 0, 1, parts.dispatch, HOLDS["words"])]
+    for name in ("dispatch", "combine", "outputs"):
+        offset, slot_bytes = getattr(parts, name), getattr(parts, f"{name}_slot")
         arrays.append(RegionArray(name, offset, config.max_in_flight, slot_bytes, HOLDS[name]))
     ll_tokens = config.max_tokens_per_rank if config.ll_max_tokens is None else config.ll_max_tokens
-    return RegionMap(tuple(arrays), ll_tokens, int(lib.cd_mirror_bytes(ctypes.byref(geometry))))
+    return RegionMap(tuple(arrays), ll_tokens, parts.mirror)
 
 
 def collective_bytes(config: CollectiveConfig) -> int:
     """See `collective_base.bytes_before_pool`. Raises TransportError without the native library."""
-    geometry = native_collectives.geometry_of(config)
-    return int(native_collectives.load().cd_collectives_pool_offset(ctypes.byref(geometry)))
+    geometry = collectives.geometry_of(config)
+    return int(native.load().cd_collectives_pool_offset(ctypes.byref(geometry)))

@@ -1,4 +1,5 @@
-"""The C ABI of the native half: structs as `native/args.hpp` declares them, and the loader. Calls release the GIL."""
+"""The C ABI of the native half: structs as `native/args.hpp` and `collectives.hpp` declare them, and the loader. Calls
+release the GIL."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 import torch
 
 from ep_kernels.errors import ArgumentError, ConfigError, HandleError, PeerTimeout, TransportError
-from ep_kernels.network.sending import STAYS
+from ep_kernels.network.network import STAYS
 from ep_kernels.transports.build import Native, native_of
 from ep_kernels.transports.library import Signature
 from ep_kernels.transports.library import load as load_library
@@ -149,6 +150,20 @@ def combine_op(
     return op
 
 
+class RegionParts(ctypes.Structure):
+    """What `cd_region_parts` gives, in bytes: offset and slot size of each part; offset of the rows in a dispatch slot;
+    size of a mirror, and of the region."""
+
+    _fields_ = _fields(c_int64, "dispatch dispatch_slot combine combine_slot outputs outputs_slot rows mirror total")
+
+
+def region_parts(geometry: Geometry) -> RegionParts:
+    """Of a region of that geometry."""
+    parts = RegionParts()
+    load().cd_region_parts(ctypes.byref(geometry), ctypes.byref(parts))
+    return parts
+
+
 class Sent(ctypes.Structure):
     """`cd::Sent`: what was sent to ranks of other hosts."""
 
@@ -221,7 +236,47 @@ class NativeFault(ctypes.Structure):
         )
 
 
-MEMBER_SIGNATURES: dict[str, Signature] = {
+MAX_ZERO_COPY_PARTS = 512
+"""Of a collective: their places fit the smallest staging slot."""
+
+
+class CollectiveGeometry(ctypes.Structure):
+    """`cd::CollectiveGeometry`."""
+
+    _fields_ = _fields(c_int32, "rank ranks in_flight pad") + _fields(c_int64, "staging_bytes pool_bytes timeout_ns")
+
+
+class Part(ctypes.Structure):
+    """`cd::Part`."""
+
+    _fields_ = _fields(c_void_p, "x out") + _fields(c_int64, "bytes source")
+
+
+class Collective(ctypes.Structure):
+    """`cd::Collective`."""
+
+    _fields_ = (
+        _fields(c_int64, "op num_bytes dtype part_sizes algorithm")
+        + _fields(c_void_p, "parts")
+        + _fields(c_int64, "num_parts")
+        + _fields(c_void_p, "x out")
+        + _fields(c_int64, "source count")
+        + _fields(c_int32, "type zero_copy")
+        + _fields(c_uint64, "seq")
+        + _fields(c_int64, "start_ns send_ns receive_ns inside_ns slices stride_bytes chunk_bytes rounds round staged")
+        + _fields(c_uint64, "missing")
+        + _fields(c_int64, "started looked began")
+        + _fields(c_int32, "phase status")
+        + _fields(c_uint64, "arrived")
+    )
+
+
+_SIGNATURES: dict[str, Signature] = {
+    # Of all members.
+    "cd_destroy": (None, (c_void_p,)),
+    "cd_region_bytes": (c_int64, (c_void_p,)),
+    "cd_attach_own": (None, (c_void_p, c_void_p, c_uint64)),
+    "cd_attach_peer": (c_int, (c_void_p, c_int, c_int, c_int, c_uint64)),
     "cd_sample_bytes": (c_int64, ()),
     "cd_activate": (None, (c_void_p, c_uint64)),
     "cd_next": (c_void_p, (c_void_p,)),
@@ -238,22 +293,10 @@ MEMBER_SIGNATURES: dict[str, Signature] = {
     "cd_raise_kept": (None, ()),
     "cd_fault": (None, (c_void_p, POINTER(NativeFault))),
     "cd_samples": (c_int64, (c_void_p, c_void_p, c_int64)),
-}
-"""Signatures of the functions that all native members share."""
-
-_SIGNATURES: dict[str, Signature] = {
-    **MEMBER_SIGNATURES,
+    # Of dispatch and combine.
     "cd_abi": (c_uint64, ()),
-    "cd_region_bytes": (c_int64, (POINTER(Geometry),)),
     "cd_region_parts": (None, (POINTER(Geometry), c_void_p)),
-    "cd_outputs_offset": (c_int64, (POINTER(Geometry), c_int)),
-    "cd_input_offset": (c_int64, (POINTER(Geometry), c_int)),
     "cd_create": (c_void_p, (POINTER(Geometry), c_void_p, c_void_p)),
-    "cd_destroy": (None, (c_void_p,)),
-    "cd_stamp": (None, (c_void_p, POINTER(Geometry), c_uint64)),
-    "cd_attach_own": (None, (c_void_p, c_void_p)),
-    "cd_attach_peer": (c_int, (c_void_p, c_int, c_int, c_int, c_uint64)),
-    "cd_mirror_bytes": (c_int64, (POINTER(Geometry),)),
     "cd_attach_network": (c_int, (c_void_p, c_void_p)),
     "cd_network_handler": (c_void_p, ()),
     "cd_set_outbox": (None, (c_void_p, c_void_p)),
@@ -265,6 +308,14 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_dispatch": (c_int, (c_void_p, POINTER(DispatchOp), c_int)),
     "cd_combine": (c_int, (c_void_p, POINTER(CombineOp), c_int)),
     "cd_outputs_free": (c_int, (c_void_p, c_int)),
+    # Of collectives.
+    "cd_collectives_abi": (c_uint64, ()),
+    "cd_collective_bytes": (c_int64, ()),
+    "cd_collectives_pool_offset": (c_int64, (POINTER(CollectiveGeometry),)),
+    "cd_collectives_create": (c_void_p, (POINTER(CollectiveGeometry),)),
+    "cd_collective_begin": (c_int, (c_void_p, POINTER(Collective))),
+    "cd_collective_advance": (c_int, (c_void_p, POINTER(Collective), c_int, c_int)),
+    # Of rows.
     "cd_quantize": (None, (c_int, c_void_p, c_void_p, c_void_p, c_int, c_int64)),
     "cd_scale_add": (None, (c_int, c_void_p, c_void_p, c_int, c_float, c_int64)),
     "cd_convert": (None, (c_int, c_void_p, c_void_p, c_int, c_int, c_int64)),

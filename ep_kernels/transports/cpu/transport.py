@@ -9,29 +9,30 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
+from ep_kernels import checks, quant
 from ep_kernels.config import MoEConfig, may_overflow
-from ep_kernels.errors import ArgumentError, PeerTimeout, TransportError
+from ep_kernels.errors import ArgumentError, HandleError, PeerTimeout, TransportError
+from ep_kernels.lazy_output import lazy_output, recycle
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.network import Channel, Network
-from ep_kernels.network.sending import settled
+from ep_kernels.network.network import Channel, ChannelMemory, Network, settled
 from ep_kernels.transports.base import CombineArgs, DispatchArgs, Transport
 from ep_kernels.transports.cpu import native
-from ep_kernels.transports.cpu.comm import NativeComm
+from ep_kernels.transports.cpu.comm import NativeComm, SlotBuffers
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
-from ep_kernels.transports.cpu.cpu_routing import RoutingState, fresh_state
+from ep_kernels.transports.cpu.cpu_routing import CPU, FreshState, RoutingState, StatePlaces
 from ep_kernels.transports.cpu.cpu_step import CpuStep
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of, wire_bytes
-from ep_kernels.transports.cpu.operations import CpuCombine, CpuDispatch
-from ep_kernels.transports.cpu.region import OwnRegion, Ticket, open_peer, own_domain, read_ticket
+from ep_kernels.transports.cpu.region import OwnRegion, own_domain, read_ticket
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, PeerTraffic
 
+_LL = Mode.LL
+_TOTALS = ("num_rows", "num_dropped", "num_invalid_ids")
 _PART_S = 0.1
 """Seconds to send what is left for a rank that is left out."""
 THREADS = 3
@@ -64,7 +65,7 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         native.check_limits(config.group.size, config.max_in_flight)
         self.geometry = geometry_of(config)
         check_rows(config, self.geometry)
-        super().__init__(NativeComm(config, native.load(), self.geometry), config.group)
+        super().__init__(NativeComm(config, self.geometry), config.group)
         self._dispatches: dict[int, CpuDispatch] = {}
         self._combines: dict[int, CpuCombine] = {}
         self._steps: dict[int, CpuStep] = {}
@@ -86,15 +87,12 @@ class CpuTransport(CpuMember[NativeComm], Transport):
     def allocate(self, ll_max_tokens: int | None) -> bytes:
         """See `Transport.allocate`. Both algorithms use the same buffers, so the crossover changes nothing."""
         comm = self.native()
-        region = OwnRegion(self.lib.cd_region_bytes(ctypes.byref(self.geometry)))
-        comm.region = region
-        self.lib.cd_stamp(region.bytes.data_ptr(), ctypes.byref(self.geometry), region.nonce)
-        self.lib.cd_attach_own(comm.pointer, region.bytes.data_ptr())
+        region, parts = self.make_region(comm), native.region_parts(self.geometry)
         for slot, buffers in enumerate(comm.buffers):
-            at = self.lib.cd_outputs_offset(ctypes.byref(self.geometry), slot)
+            at = parts.outputs + slot * parts.outputs_slot
             outputs = region.bytes[at : at + self.geometry.y_rows * buffers.output_row_bytes]
             buffers.expert_outputs = outputs.view(self.config.resolved_output_dtype).view(-1, self.config.hidden_size)
-            at = self.lib.cd_input_offset(ctypes.byref(self.geometry), slot)
+            at = parts.dispatch + slot * parts.dispatch_slot + parts.rows
             buffers.input = region.bytes[at : at + self.geometry.max_tokens * self.geometry.row_bytes]
         if self.config.network is None:
             return region.ticket(self.lib.cd_abi())
@@ -104,7 +102,7 @@ class CpuTransport(CpuMember[NativeComm], Transport):
 
     def _open_channel(self, comm: NativeComm, region: OwnRegion, config: NetworkConfig) -> None:
         """Mirrors of the ranks of other hosts, and the network that writes them."""
-        ranks, mirror = int(self.geometry.ranks), self.lib.cd_mirror_bytes(ctypes.byref(self.geometry))
+        ranks, mirror = int(self.geometry.ranks), native.region_parts(self.geometry).mirror
         comm.landing = OwnRegion(mirror * ranks)
         landing = comm.landing.bytes.data_ptr()
         if self.lib.cd_attach_network(comm.pointer, landing):
@@ -116,9 +114,8 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         self.lib.cd_set_outbox(comm.pointer, comm.channel.outbox)
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
-        """See `Transport.import_regions`."""
         comm = self.native()
-        num_bytes = self.lib.cd_region_bytes(ctypes.byref(self.geometry))
+        num_bytes = self.lib.cd_region_bytes(comm.pointer)
         network = self.config.network
         domain = None if network is None else network.domain or own_domain()
         abi, own = self.lib.cd_abi(), int(self.geometry.rank)
@@ -128,9 +125,10 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         self.domains = tuple(hosts)
         if network is not None:
             self.lib.cd_set_hosts(comm.pointer, (ctypes.c_int32 * len(hosts))(*hosts))
+        landing_bytes = 0 if comm.landing is None else comm.landing.num_bytes
         for rank, ticket in enumerate(read):
             if rank != own and hosts[rank] == hosts[own]:
-                self._map(comm, rank, ticket)
+                self.map_region(comm, rank, ticket, landing_bytes)
         if comm.channel is not None:
             tickets_of = {rank: ticket.network for rank, ticket in enumerate(read) if hosts[rank] != hosts[own]}
             self._remote = {rank: ticket for rank, ticket in tickets_of.items() if ticket is not None}
@@ -153,28 +151,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         channel = self.native().channel
         return "" if channel is None else channel.why(peer)
 
-    def _map(self, comm: NativeComm, rank: int, ticket: Ticket) -> None:
-        """The region of a rank of this host, and its mirrors."""
-        landing_bytes = 0 if comm.landing is None else comm.landing.num_bytes
-        if ticket.landing_bytes != landing_bytes or (ticket.landing_fd >= 0) != (landing_bytes > 0):
-            raise TransportError(
-                f"cpu transport: cannot map the region of rank {rank}: mirrors of {ticket.landing_bytes} bytes, "
-                f"expected {landing_bytes}; give every rank one config"
-            )
-        region_fd, landing_fd, process_fd = open_peer(rank, ticket)
-        error = self.lib.cd_attach_peer(comm.pointer, rank, region_fd, process_fd, ticket.nonce)
-        os.close(region_fd)
-        if error > 0:
-            os.close(process_fd)
-        elif landing_fd >= 0:
-            error = error or self.lib.cd_attach_landing(comm.pointer, rank, landing_fd)
-        if landing_fd >= 0:
-            os.close(landing_fd)
-        if error > 0:
-            raise TransportError(f"cpu transport: cannot map the region of rank {rank}: {os.strerror(error)}")
-        if error < 0:
-            raise TransportError(f"cpu transport: the region of rank {rank} is not what its ticket promised")
-
     def drain(self, timeout_s: float) -> None:
         """See `Transport.drain`: operations end before they return, but the network may still send what they left."""
         channel = self._channel()
@@ -189,7 +165,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
     # Operations.
 
     def dispatch(self, args: DispatchArgs) -> CpuDispatch:
-        """See `Transport.dispatch`."""
         comm = self.native()
         if self._dispatches or self._combines:
             self._recycle(comm.next[0] % len(comm.buffers))
@@ -199,14 +174,12 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         return pending
 
     def combine(self, args: CombineArgs) -> CpuCombine:
-        """See `Transport.combine`."""
         pending = CpuCombine(self, self.native(), args)
         if not args.at_once:
             self._combines[pending.slot] = pending
         return pending
 
     def begin_step(self, args: DispatchArgs) -> CpuStep:
-        """See `Transport.begin_step`."""
         comm = self.comm
         if comm is None or self.reason is not None:
             comm = self.native()
@@ -220,7 +193,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         return step
 
     def end_step(self, step: CpuStep, out: torch.Tensor) -> None:
-        """See `Transport.end_step`."""
         if status := step.combine(out.data_ptr(), native.type_code(out.dtype)):
             self.judge(status)
 
@@ -244,7 +216,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         return comm.buffers[slot].outputs(handle.rows_shape)
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
-        """See `Transport.row_weights`."""
         state: RoutingState = handle.state
         return state.weight_of_rows(handle.rows_shape)
 
@@ -254,23 +225,19 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         return state.rows_of_sources()
 
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
-        """See `Transport.trimmed`."""
         state: RoutingState = handle.state
         if num_rows < state.totals[0]:  # combine would read past the end of y
             raise ArgumentError("num_rows", f"the {state.totals[0]} that arrived, or more", num_rows)
         return replace(handle, rows_shape=(num_rows,))
 
     def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
-        """See `Transport.dropped_by`."""
         state: RoutingState = handle.state
         return state.totals[1]
 
     def blank_state(self, num_tokens: int) -> RoutingState:
-        """See `Transport.blank_state`."""
-        return fresh_state(self.geometry, num_tokens)
+        return StatePlaces(self.geometry).apart(num_tokens)
 
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
-        """See `Transport.restore`."""
         return replace(handle, state=RoutingState.restore(handle.state))
 
     def _recycle(self, slot: int) -> None:
@@ -292,7 +259,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
     # The group.
 
     def set_active(self, mask: Sequence[bool], epoch: int) -> None:
-        """See `CpuMember.set_active`."""
         comm = self.native()
         self._dispatches.clear()
         self._combines.clear()
@@ -301,13 +267,11 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         super().set_active(mask, epoch)
 
     def abort(self, reason: str) -> None:
-        """See `CpuMember.abort`."""
         super().abort(reason)
         if channel := self._channel():
             channel.abort(reason)
 
     def give_up(self, ranks: Sequence[int]) -> None:
-        """See `CpuMember.give_up`."""
         super().give_up(ranks)
         if channel := self._channel():
             channel.give_up(ranks)
@@ -343,7 +307,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         settled(channel.is_quiet, sum(1 << rank for rank in ranks), timeout_s, lambda: self.reason is not None)
 
     def traffic(self) -> list[PeerTraffic]:
-        """See `Transport.traffic`."""
         comm = self.comm
         if comm is None or comm.channel is None:
             return []
@@ -357,3 +320,183 @@ class CpuTransport(CpuMember[NativeComm], Transport):
     def wire_bytes(self, mode: Mode) -> tuple[int, int]:
         """See `Transport.wire_bytes`: one algorithm runs both modes, and the receiver reads places and weights."""
         return wire_bytes(self.config, self.geometry)
+
+
+class CpuDispatch:
+    """See `base.PendingDispatch`. Unless `args.at_once` its rows are sent when it is made."""
+
+    __slots__ = (
+        "_args", "_buffers", "_comm", "_epoch", "_op", "_rank_wise", "_result", "_state", "_step", "_transport", "slot",
+    )  # fmt: skip
+
+    def __init__(self, transport: CpuTransport, comm: NativeComm, args: DispatchArgs) -> None:
+        self._transport, self._comm, self._epoch = transport, comm, transport.epoch
+        self._args: DispatchArgs | None = args
+        self.slot = slot = comm.next[0] % len(comm.buffers)
+        self._buffers = buffers = comm.buffers[slot]
+        previous, (tokens, _), ids, mode = args.previous, args.x.shape, args.topk_ids, args.mode
+        self._step = tokens, mode
+        self._state = state = FreshState(comm.places, tokens) if previous is None else previous.state.again()
+        scales = 0 if args.scales is None else args.scales.data_ptr()
+        *routing, counts, offsets, valid = state.addresses()
+        self._op = native.dispatch_op(
+            (*routing, state.origin), (tokens, mode is not _LL),
+            (args.x.data_ptr(), scales, ids.data_ptr(), args.topk_weights.data_ptr()),
+            (previous is None, buffers.exact_shapes, ids.dtype is torch.int64),
+            (valid, *buffers.addresses(), 0, 0, counts, offsets), state.totals,
+        )  # fmt: skip
+        self._rank_wise: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        self._result: tuple[DispatchOutput, DispatchHandle] | None = None
+        if not args.at_once:
+            self._run(native.SEND)
+            self._args = None  # x and the rest are staged; the caller may have them back
+
+    def _run(self, phases: int) -> None:
+        if phases & native.SEND:
+            recycle(self._buffers.tokens())
+        comm = self._comm
+        status = comm.lib.cd_dispatch(comm.pointer, ctypes.byref(self._op), phases)
+        if status:
+            self._transport.judge(status)
+
+    def _make_rank_wise(self) -> None:
+        """Room for what rank-wise layouts say of a row: ids and weights."""
+        geometry, config = self._transport.geometry, self._transport.config
+        ids = torch.empty(geometry.capacity, geometry.topk, dtype=torch.int32, device=CPU)
+        weights = torch.empty(geometry.capacity, geometry.topk, dtype=torch.float32, device=CPU)
+        if config.absent_id is not None and not config.exact_shapes:
+            ids.fill_(config.absent_id), weights.zero_()
+        self._op.out_ids, self._op.out_weights = ids.data_ptr(), weights.data_ptr()
+        self._rank_wise = ids, weights
+
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        lead = self._buffers.lead(0)
+        stride = -(-lead[-1] // quant.ROW_PAD) * quant.ROW_PAD
+        return self._buffers.tokens()[: lead[0]], self._buffers.scales(lead, stride), self._state.counts
+
+    def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
+        if self._result is None:
+            if not self._buffers.per_expert:
+                self._make_rank_wise()
+            if self._args is not None:
+                self._run(native.BOTH)
+            else:
+                _same_epoch(self._transport, self._epoch)
+                self._transport.native()
+                self._transport.ended(self)
+                self._run(native.RECEIVE)
+            self._result = self._delivered()
+        return self._result
+
+    def _delivered(self) -> tuple[DispatchOutput, DispatchHandle]:
+        op, state, buffers = self._op, self._state, self._buffers
+        seq, num_rows, num_dropped = op.seq, op.num_rows, op.num_dropped
+        self._transport.num_dropped += num_dropped
+        state.totals, state.origin = (num_rows, num_dropped, op.num_invalid), state.origin or seq
+        lead = buffers.lead(num_rows)
+        made = DispatchHandle(0, seq, *self._step, self._epoch, state, lead)
+        return lazy_output(_fields(buffers, state, lead, op.packed_stride, self._rank_wise)), made
+
+
+def _fields(
+    buffers: SlotBuffers,
+    state: RoutingState,
+    lead: tuple[int, ...],
+    packed_stride: int,
+    rank_wise: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> Callable[[str], Layout | torch.Tensor | None]:
+    """Makes the fields of a DispatchOutput of leading shape `lead`; rank_wise: ids and weights of rows."""
+
+    def field(name: str) -> Layout | torch.Tensor | None:
+        match name:
+            case "layout":
+                return buffers.layout
+            case "tokens":
+                return buffers.tokens()[: lead[0]]
+            case "scales":
+                return buffers.scales(lead, packed_stride)
+            case "counts" | "valid":
+                return getattr(state, name)  # type: ignore[no-any-return]
+            case "offsets":
+                return state.offsets if buffers.layout is Layout.GROUPED else None
+            case "topk_ids" | "topk_weights":
+                return _shaped(rank_wise[name == "topk_weights"], lead)
+            case _:
+                return torch.tensor([state.totals[_TOTALS.index(name)]], dtype=torch.int32, device=CPU)
+
+    return field
+
+
+class CpuCombine:
+    """See `base.PendingCombine`. Unless `args.at_once` its rows are sent when it is made."""
+
+    __slots__ = ("_args", "_comm", "_epoch", "_op", "_state", "_transport", "_weights", "_z", "dispatch_slot", "slot")
+
+    def __init__(self, transport: CpuTransport, comm: NativeComm, args: CombineArgs) -> None:
+        self._transport, self._comm, self._epoch = transport, comm, transport.epoch
+        self._args: CombineArgs | None = args
+        handle, y, row_weights, buffers = args.handle, args.y, args.row_weights, comm.buffers
+        state: RoutingState = handle.state
+        if args.topk_weights is not None:
+            state = state.weighted(args.topk_weights if args.at_once else args.topk_weights.clone())
+        self._state = state
+        self.slot = comm.next[1] % len(buffers)
+        self.dispatch_slot = slot = handle.seq % len(buffers)
+        lent = handle.rows_shape[0] > 0 and y.data_ptr() == buffers[slot].expert_outputs.data_ptr()
+        tokens, weights, of_rows, of_tokens = handle.num_tokens, None, 0, 0
+        if row_weights is not None:
+            weights = torch.empty(tokens, transport.config.topk, dtype=torch.float32, device=CPU)
+            of_rows, of_tokens = row_weights.data_ptr(), weights.data_ptr()
+        self._weights = weights
+        *routing, _, _, _ = state.addresses()
+        self._op = native.combine_op(
+            (*routing, state.origin), (tokens, handle.mode is not _LL),
+            (y.data_ptr(), of_rows), (slot if lent else -1, args.apply_weights), (0, of_tokens, 0),
+        )  # fmt: skip
+        self._z: torch.Tensor | None = None
+        if not args.at_once:
+            checks.made(torch.empty(0, dtype=torch.uint8, device=CPU))  # z will have memory
+            comm.collecting[self.slot] = self._op, state
+            self._run(native.SEND)
+            self._args = None  # the rows are staged, or lent
+
+    def _run(self, phases: int) -> None:
+        comm = self._comm
+        status = comm.lib.cd_combine(comm.pointer, ctypes.byref(self._op), phases)
+        if status:
+            self._transport.judge(status)
+
+    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """What is left of it, once; into `out` if it has not run yet."""
+        if self._z is None:
+            transport, op, z = self._transport, self._op, out
+            if z is None:
+                hidden, dtype = self._comm.outputs
+                z = checks.made(torch.empty(op.routing.tokens, hidden, dtype=dtype, device=CPU))
+            op.z, op.z_type = z.data_ptr(), native.type_code(z.dtype)
+            if self._args is not None:
+                self._run(native.BOTH)
+            else:
+                _same_epoch(transport, self._epoch)
+                transport.native()
+                transport.ended(self)
+                self._run(native.RECEIVE)
+            self._z = z
+        return self._z
+
+    def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        z = self.finish(out)
+        if out is not None and z is not out:
+            z = out.copy_(z)
+        return z, self._weights
+
+
+def _same_epoch(transport: CpuTransport, epoch: int) -> None:
+    if transport.epoch != epoch:
+        raise HandleError(f"wait: begun in epoch {epoch}, the group is in epoch {transport.epoch}")
+
+
+def _shaped(values: torch.Tensor | None, lead: tuple[int, ...]) -> torch.Tensor | None:
+    if values is None:
+        return None
+    return values[: lead[0]] if len(lead) == 1 else values.view(*lead, values.shape[1])

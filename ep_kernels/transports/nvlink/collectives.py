@@ -103,7 +103,6 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
     # Life.
 
     def allocate(self) -> bytes:
-        """See `collective_base.CollectiveTransport`."""
         num_sms = self._enter_device([self.config.num_sms], max(plan.GATHER_BLOCKS, plan.REDUCE_BLOCKS))
         self._index: int = self._device.index
         c = self.config
@@ -195,7 +194,6 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
     # Errors.
 
     def raise_fault(self) -> None:
-        """See `collective_work.WorkOwner`."""
         if self._tables.host.is_quiet() and self._copies.is_quiet():
             return
         for found in (self._tables.host.mismatch(), self._copies.mismatch()):
@@ -206,16 +204,13 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
     _raise_fault = raise_fault
 
     def undisturbed(self) -> torch.cuda.Stream | None:
-        """See `collective_repeat.PlanOwner`."""
         return None if self.untroubled() is None else self._streams.here()
 
     def used(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """See `collective_repeat.PlanOwner`."""
         if self._streams.event is not None:
             self._streams.leave((x, out))
 
     def untroubled(self) -> int | None:
-        """See `collective_repeat.PlanOwner`."""
         if not self._copies.is_quiet() or torch._C._cuda_getDevice() != self._index:
             return None
         return int(torch._C._cuda_getCurrentRawStream(self._index))
@@ -226,17 +221,14 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
         return Quiet([*self._tables.host.quiet_words(), *self._domain.mailbox.watched()])
 
     def note_capture(self) -> None:
-        """See `collective_repeat.PlanOwner`."""
         self._captured = True
 
     def check_results(self) -> None:
-        """See `base.MemberTransport`."""
         self._raise_fault()
 
     # Memory.
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See `collective_base.CollectiveTransport`."""
         num_bytes = math.prod(shape) * dtype.itemsize  # torch.Size.numel wraps around
         number, offset = self._pool.allocate(self.exchange(self._pool.request(num_bytes)))
         block = _Block()
@@ -246,7 +238,6 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
         return made
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """See `collective_base.CollectiveTransport`."""
         offset = tensor.data_ptr() - self._pool_first
         if not 0 <= offset < self.config.pool_bytes:
             return None
@@ -254,7 +245,6 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
         return offset if num_bytes and offset <= self.config.pool_bytes - num_bytes else None
 
     def pool(self) -> range:
-        """See `collective_base.Planner`."""
         return range(self._pool_first, self._pool_first + self.config.pool_bytes)
 
     def _region_offset(self, tensor: torch.Tensor) -> int | None:
@@ -264,7 +254,6 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
     # Operations.
 
     def all_gather(self, args: GatherArgs) -> KernelWork | CopyWork | DoneWork:
-        """See `collective_base.CollectiveTransport`."""
         self.check("all_gather")
         for part in args.parts:
             self._check_device("x", part.x)
@@ -292,13 +281,11 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
         return self
 
     def reduce_scatter(self, args: ReduceArgs) -> KernelWork | DoneWork:
-        """See `collective_base.CollectiveTransport`."""
         self.check("reduce_scatter")
         self._check_device("x", args.x)
         return self._run(self._engine.reduce_scatter(args.x, args.out, args.num_sms))
 
     def all_reduce(self, args: ReduceArgs) -> KernelWork | DoneWork:
-        """See `collective_base.CollectiveTransport`."""
         self.check("all_reduce")
         self._check_device("x", args.x)
         offset = self._region_offset(args.out)
@@ -347,15 +334,12 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
     # What works ask.
 
     def await_shard(self, seq: int, peer: int, half: bool = False) -> None:
-        """See `collective_work.WorkOwner`."""
         self._copies.await_shard(seq, peer, torch.cuda.current_stream().cuda_stream, half)
 
     def await_end(self, seq: int) -> None:
-        """See `collective_work.WorkOwner`."""
         self._copies.await_end(seq, torch._C._cuda_getCurrentRawStream(self._index))
 
     def has_ended(self, seq: int) -> bool:
-        """See `collective_work.WorkOwner`."""
         return self._copies.has_ended(seq)
 
     def samples(self) -> Sequence[LatencySample]:

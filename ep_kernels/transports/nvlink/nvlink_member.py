@@ -15,7 +15,7 @@ import torch
 
 from ep_kernels import jit, tuning
 from ep_kernels.errors import ArgumentError, TransportError
-from ep_kernels.network.sending import require
+from ep_kernels.network.network import require
 from ep_kernels.telemetry import merged
 from ep_kernels.transports.base import EXCHANGE_WORDS, MemberTransport
 from ep_kernels.transports.nvlink.calls import left_out
@@ -64,11 +64,9 @@ class NvlinkMember(MemberTransport):
     # What a kind of transport adds.
 
     def _barrier_call(self, left_out_epoch: int) -> Call:
-        """See `LaunchEngine.barrier`."""
         raise AssertionError("each kind of transport has one")
 
     def _unsent(self, mask: Sequence[bool]) -> list[Unsent]:
-        """See `LaunchEngine.unsent`."""
         raise AssertionError("each kind of transport has one")
 
     def _attach(self) -> None:
@@ -125,7 +123,6 @@ class NvlinkMember(MemberTransport):
         return ticket
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
-        """See `base.MemberTransport`."""
         self._domain.import_regions(tickets)
         self.domains = self._domain.hosts
         if self._remote is not None:
@@ -172,7 +169,6 @@ class NvlinkMember(MemberTransport):
             self._domain.free_returned()
 
     def close_in_child(self) -> None:
-        """See `base.MemberTransport`."""
         if hasattr(self, "_domain"):
             self._domain.close_in_child()
         if self._remote is not None:
@@ -218,7 +214,6 @@ class NvlinkMember(MemberTransport):
                 fault = None  # its traceback holds this frame, and so the regions, until a collection
 
     def failed(self) -> torch.Tensor:
-        """See `base.MemberTransport`."""
         return self._tables.aborted
 
     def settle(self) -> None:
@@ -277,19 +272,15 @@ class NvlinkMember(MemberTransport):
         return self._domain.is_watched(rank) and not self._tables.host.is_gone(rank)
 
     def exchange(self, words: Sequence[int]) -> list[tuple[int, ...] | None]:
-        """See `base.MemberTransport`."""
         return self._domain.mailbox.exchange(words, self.config.timeout_s)
 
     def wait_for_peer(self, timeout_s: float) -> bool:
-        """See `base.MemberTransport`."""
         return self._domain.mailbox.wait_for_peer(timeout_s)
 
     def wake(self) -> None:
-        """See `base.MemberTransport`."""
         self._domain.mailbox.wake()
 
     def samples(self) -> Sequence[LatencySample]:
-        """See `base.MemberTransport`."""
         return merged(self._domain.mailbox.samples(), self._tables.samples())
 
     def traffic(self) -> list[PeerTraffic]:
@@ -297,23 +288,19 @@ class NvlinkMember(MemberTransport):
         return [] if self._remote is None else self._remote.peers()
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
-        """See `base.MemberTransport`."""
         return self._tables.peek(words)
 
     def device_name(self) -> str:
-        """See `base.MemberTransport`."""
         require_cuda()
         return torch.cuda.get_device_name(torch.cuda.current_device())
 
     def abort(self, reason: str) -> None:
-        """See `base.MemberTransport`."""
         self._tables.host.abort(reason)
         self._domain.mailbox.abort(reason)
         if self._remote is not None:
             self._remote.channel.abort(reason)
 
     def give_up(self, ranks: Sequence[int]) -> None:
-        """See `base.MemberTransport`."""
         for rank in ranks:
             self._tables.host.give_up(rank)
         self._domain.mailbox.give_up(ranks)

@@ -57,7 +57,6 @@ class NvlinkTransport(NvlinkMember, Transport):
     # Life.
 
     def allocate(self, ll_max_tokens: int | None) -> bytes:
-        """See `base.Transport`."""
         require_cuda()
         self.config = msgspec.structs.replace(self.config, ll_max_tokens=ll_max_tokens)
         from ep_kernels.transports.nvlink.gpu import driver
@@ -85,12 +84,10 @@ class NvlinkTransport(NvlinkMember, Transport):
         return self._allocate(self._engine.region_bytes, self._engine.blank_bytes, _SMALLER)
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
-        """See `base.Transport`."""
         links.check(self.config, tickets)
         super().import_regions(tickets)
 
     def close(self) -> None:
-        """See `base.MemberTransport`."""
         self._note_captures()
         super().close()
 
@@ -120,7 +117,6 @@ class NvlinkTransport(NvlinkMember, Transport):
     # Operations.
 
     def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> NvlinkQuickCalls | None:
-        """See `base.Transport`."""
         library, mailbox, host = launch.load(), self._domain.mailbox, self._tables.host
         if self.config.network is not None or not is_offered(library):
             return None
@@ -135,22 +131,18 @@ class NvlinkTransport(NvlinkMember, Transport):
         return self._quick
 
     def is_captured(self) -> bool:
-        """See `base.Transport`."""
         self._note_captures()
         return self._captured
 
     def check_results(self) -> None:
-        """See `base.Transport`."""
         finding = self._engine.tables.host.finding()
         if finding is not None:
             raise finding
 
     def dropped_rows(self) -> int:
-        """See `base.Transport`."""
         return self._engine.tables.host.num_dropped
 
     def dispatch(self, args: DispatchArgs) -> NvlinkDispatch:
-        """See `base.Transport`."""
         self._check_device("x", args.x)
         if self._raises and torch.cuda.is_current_stream_capturing():
             raise ArgumentError(
@@ -174,11 +166,9 @@ class NvlinkTransport(NvlinkMember, Transport):
         return self._engine.finish(step, rows, self.epoch)
 
     def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """See `base.PendingDispatch`."""
         return self._engine.buffers(step)
 
     def combine(self, args: CombineArgs) -> NvlinkCombine:
-        """See `base.Transport`."""
         self._check_device("y", args.y)
         call, receive = self._engine.combine(args)
         if not args.at_once:
@@ -195,35 +185,27 @@ class NvlinkTransport(NvlinkMember, Transport):
         return torch.empty(num_tokens, self.config.hidden_size, dtype=self.config.dtype, device=self._device)
 
     def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
-        """See `base.Transport`."""
         return self._engine.combine_input(handle)
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
-        """See `base.Transport`."""
         return self._engine.row_weights(handle)
 
     def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
-        """See `base.Transport`."""
         return self._engine.source_rows(handle)
 
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
-        """See `base.Transport`."""
         return trimmed(handle, num_rows)
 
     def blank_state(self, num_tokens: int) -> DispatchState:
-        """See `base.Transport`."""
         return self._engine.blank_state(num_tokens)
 
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
-        """See `base.Transport`."""
         return restored(handle)
 
     def wire_bytes(self, mode: Mode) -> tuple[int, int]:
-        """See `base.Transport`."""
         return tables.wire_bytes(self.config, mode)
 
     def ll_max_tokens(self) -> int:
-        """See `base.Transport`."""
         return plan.LL_MAX_TOKENS[self.config.resolved_layout]
 
 
@@ -241,13 +223,11 @@ class NvlinkDispatch:
         self._result: tuple[DispatchOutput, DispatchHandle] | None = None
 
     def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
-        """See `base.PendingDispatch`."""
         if self._result is None:
             self._result = self._transport.finish(self._step, self._phases)
         return self._result
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """See `base.PendingDispatch`."""
         return self._transport.buffers(self._step)
 
 
@@ -259,7 +239,6 @@ class NvlinkCombine:
         self._result: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `base.PendingCombine`."""
         if self._result is None:
             z, weights = self._receive(out)
             self._transport.receive(self._call, self._phases)

@@ -1,12 +1,16 @@
-// The C ABI of dispatch and combine, which native.py calls; member_api.cpp has what all members share. Nothing throws
-// across it; every function returns a Status or a plain value.
+// The C ABI, which native.py calls. Nothing throws across it; every function returns a Status or a plain value.
 #include <cerrno>
 #include <cstring>
-#include <new>
 
 #include "args.hpp"
+#include "collectives.hpp"
 #include "exported.hpp"
+#include "group.hpp"
 #include "remote.hpp"
+
+#ifndef CD_BUILD_ID
+#define CD_BUILD_ID "unknown"
+#endif
 
 namespace {
 
@@ -34,52 +38,76 @@ enum Phases : int { kSend = 1, kReceive = 2, kFree = 4 };
 
 // What cd_create made.
 cd::Comm& moe(cd::Member* m) { return *static_cast<cd::Comm*>(m); }
+// What cd_collectives_create made.
+cd::CollectiveMember& member(cd::Member* m) { return *static_cast<cd::CollectiveMember*>(m); }
 
 }  // namespace
 
+// Of all members. `m` is what cd_create or cd_collectives_create made.
+
+CD_API const char* cd_build_id() { return CD_BUILD_ID; }
+CD_API int64_t cd_sample_bytes() { return sizeof(cd::Sample); }
+
+CD_API void cd_destroy(cd::Member* m) { m->destroy(); }
+CD_API int64_t cd_region_bytes(const cd::Member* m) { return m->region_bytes; }
+CD_API void cd_attach_own(cd::Member* m, uint8_t* region, uint64_t nonce) { m->attach_own(region, nonce); }
+CD_API int cd_attach_peer(cd::Member* m, int rank, int region_fd, int process_fd, uint64_t nonce) {
+  return m->attach_peer(rank, region_fd, process_fd, nonce);
+}
+CD_API void cd_activate(cd::Member* m, uint64_t mask) { m->activate(mask); }
+// The numbers of the next dispatch (or collective), combine, barrier and exchange, which the caller may read.
+CD_API const uint64_t* cd_next(const cd::Member* m) { return m->next; }
+CD_API int cd_barrier(cd::Member* m) { return cd::barrier(*m); }
+CD_API int cd_exchange(cd::Member* m, const int64_t* words, int64_t* all) { return cd::exchange(*m, words, all); }
+CD_API int cd_wait_for_peer(cd::Member* m, int64_t timeout_ns) { return cd::wait_for_peer(*m, timeout_ns); }
+CD_API int cd_look_for_peer(cd::Member* m, int64_t timeout_ns, int fd) {
+  return cd::look_for_peer(*m, timeout_ns, fd);
+}
+CD_API int cd_resync(cd::Member* m, uint64_t mask, uint64_t epoch, int64_t limit_ns) {
+  return cd::resync(*m, mask, epoch, limit_ns);
+}
+
+CD_API void cd_set_spin(cd::Member* m, int64_t step_ns, int64_t meet_ns) {
+  m->step_spin_ns = step_ns;
+  m->meet_spin_ns = meet_ns;
+}
+
+// From any thread.
+CD_API void cd_wake(cd::Member* m) {
+  m->wakes.fetch_add(1);
+  m->notify(m->rank);
+}
+CD_API void cd_call_exchange(cd::Member* m) { cd::call_exchange(*m); }
+CD_API void cd_stop(cd::Member* m) {
+  m->stop.store(1, std::memory_order_release);
+  m->notify(m->rank);
+}
+CD_API void cd_give_up(cd::Member* m, uint64_t ranks) {
+  m->lost.fetch_or(ranks, std::memory_order_release);
+  m->notify(m->rank);
+}
+
+CD_API void cd_fault(const cd::Member* m, cd::Fault* out) { *out = m->fault; }
+CD_API int64_t cd_samples(cd::Member* m, uint8_t* out, int64_t most) { return m->samples.drain(out, most); }
+
+// Of dispatch and combine.
+
 CD_API uint64_t cd_abi() { return abi_hash(); }
-CD_API int64_t cd_region_bytes(const cd::Geometry* g) { return cd::RegionMap(*g).total; }
-// Where each part begins, and the bytes of one slot of it: dispatch, combine, expert outputs.
+// Offset and slot size of each part; offset of the rows in a dispatch slot; size of a mirror, and of the region.
+// Mirrored by native.py.
 CD_API void cd_region_parts(const cd::Geometry* g, int64_t* out) {
   const cd::RegionMap map(*g);
-  const int64_t parts[] = {map.dispatch, map.d_size, map.combine, map.c_size, map.outputs, map.y_size};
+  const int64_t parts[] = {map.dispatch, map.d_size, map.combine, map.c_size, map.outputs,
+                           map.y_size,   map.d_rows, map.mirror,  map.total};
   for (const int64_t part : parts) *out++ = part;
-}
-CD_API int64_t cd_outputs_offset(const cd::Geometry* g, int slot) {
-  const cd::RegionMap map(*g);
-  return map.outputs + slot * map.y_size;
-}
-CD_API int64_t cd_input_offset(const cd::Geometry* g, int slot) {
-  const cd::RegionMap map(*g);
-  return map.dispatch + slot * map.d_size + map.d_rows;
 }
 
 // first [E+1], places [first[E]]: every copy of every expert. Null when memory is short.
 CD_API cd::Member* cd_create(const cd::Geometry* g, const int32_t* first, const int32_t* places) {
-  void* memory = aligned_alloc(alignof(cd::Comm), sizeof(cd::Comm));
-  if (!memory) return nullptr;
-  auto* c = new (memory) cd::Comm(*g);
-  if (c->allocate(first, places)) return c;
-  c->~Comm();
-  free(memory);
-  return nullptr;
-}
-CD_API void cd_destroy(cd::Member* m) {
-  moe(m).~Comm();
-  free(m);
+  return cd::make<cd::Comm>(*g, first, places);
 }
 
-// Writes the header of an own, fresh region.
-CD_API void cd_stamp(uint8_t* region, const cd::Geometry* g, uint64_t nonce) {
-  cd::Member::stamp(region, g->rank, cd::RegionMap(*g).total, nonce);
-}
-
-CD_API void cd_attach_own(cd::Member* m, uint8_t* region) { moe(m).attach_own(region); }
-CD_API int cd_attach_peer(cd::Member* m, int rank, int region_fd, int process_fd, uint64_t nonce) {
-  return moe(m).attach_peer(rank, region_fd, process_fd, nonce);
-}
-// Ranks of other hosts. landing [R][cd_mirror_bytes]; host [R]: lowest rank of each rank's host. 0 or an errno.
-CD_API int64_t cd_mirror_bytes(const cd::Geometry* g) { return cd::RegionMap(*g).mirror; }
+// Ranks of other hosts. landing [R][bytes of a mirror]; host [R]: lowest rank of each rank's host. 0 or an errno.
 CD_API int cd_attach_network(cd::Member* m, uint8_t* landing) { return moe(m).attach_network(landing); }
 CD_API cd::NetHandler cd_network_handler() { return cd::on_network; }
 CD_API void cd_set_outbox(cd::Member* m, cd::Outbox* outbox) { moe(m).outbox = outbox; }
@@ -108,6 +136,35 @@ CD_API int cd_combine(cd::Member* m, cd::CombineOp* op, int phases) {
   return status == cd::kOk && phases & kReceive ? cd::combine_receive(moe(m), *op) : status;
 }
 CD_API int cd_outputs_free(cd::Member* m, int slot) { return cd::outputs_free(moe(m), slot, cd::Op::combine); }
+
+// Of collectives.
+
+// Changes when any byte of a region may lie elsewhere.
+CD_API uint64_t cd_collectives_abi() {
+  constexpr uint64_t facts[] = {cd::kCollectiveAbi,
+                                sizeof(cd::CollectiveControl),
+                                sizeof(cd::CollectiveSlot),
+                                sizeof(cd::CollectiveGeometry),
+                                offsetof(cd::Meeting, exchange),
+                                offsetof(cd::Meeting, resync),
+                                offsetof(cd::CollectiveSlot, what),
+                                cd::kMaxRanks,
+                                cd::kMaxCollectives};
+  return cd::hash_of(facts, sizeof(facts) / sizeof(facts[0]));
+}
+// Of what native.py declares once more.
+CD_API int64_t cd_collective_bytes() { return sizeof(cd::Collective); }
+CD_API int64_t cd_collectives_pool_offset(const cd::CollectiveGeometry* g) { return g->pool(); }
+
+// Null when memory is short.
+CD_API cd::Member* cd_collectives_create(const cd::CollectiveGeometry* g) {
+  return cd::make<cd::CollectiveMember>(*g);
+}
+
+CD_API int cd_collective_begin(cd::Member* m, cd::Collective* op) { return cd::begin(member(m), *op); }
+CD_API int cd_collective_advance(cd::Member* m, cd::Collective* op, int block, int one_shard) {
+  return cd::advance(member(m), *op, block != 0, one_shard != 0);
+}
 
 // For tests: the arithmetic of one row by a named build (0 baseline, 1 AVX2, 2 AVX-512, -1 the chosen one).
 static const cd::RowOps& rows_of(int build) {

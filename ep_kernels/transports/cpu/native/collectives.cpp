@@ -99,7 +99,7 @@ void for_each_part(const Collective& op, Chunk chunk, Fn fn) {
 
 void stage(CollectiveMember& m, const Collective& op, int64_t round) {
   if (!sums(op)) {
-    uint8_t* to = m.own + staged_at(m, op, round, 0);
+    uint8_t* to = m.region + staged_at(m, op, round, 0);
     for_each_part(op, chunk_of(op, 0, round), [&](int64_t i, int64_t first, int64_t at, int64_t bytes) {
       m.ops.copy(to + at, op.parts[i].x + first, bytes);
     });
@@ -110,7 +110,7 @@ void stage(CollectiveMember& m, const Collective& op, int64_t round) {
     const bool own = op.slices > 1 && s == slice_of(m, op, m.rank);
     if (own || (by_rank && !m.is_active(int(s)))) continue;  // no peer reads it
     const Chunk c = chunk_of(op, s, round);
-    m.ops.copy(m.own + staged_at(m, op, round, s), op.x + s * op.stride_bytes + c.first, c.bytes);
+    m.ops.copy(m.region + staged_at(m, op, round, s), op.x + s * op.stride_bytes + c.first, c.bytes);
   }
 }
 
@@ -197,8 +197,7 @@ void sum_chunk(CollectiveMember& m, const Collective& op) {
   // Where each active rank's part of the slice lies, in ascending rank.
   const uint8_t* from[kMaxRanks];
   int n = 0;
-  for (uint64_t left = m.active; left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(m.active)) {
     from[n++] = r == m.rank ? op.x + s * op.stride_bytes + chunk.first : chunk_at(m, op, r, s);
   }
   const bool whole = kind(op) == Op::all_reduce;
@@ -211,7 +210,7 @@ void sum_chunk(CollectiveMember& m, const Collective& op) {
     for (int i = 1; i < n; ++i) m.ops.add(acc, from[i] + first, op.type, count);
     m.ops.store(out + first, acc, op.type, count);
   }
-  if (two_shot(op)) m.ops.copy(m.own + staged_at(m, op, op.round, op.slices), out, chunk.bytes);
+  if (two_shot(op)) m.ops.copy(m.region + staged_at(m, op, op.round, op.slices), out, chunk.bytes);
 }
 
 void copy_sums(CollectiveMember& m, const Collective& op, int r) {
@@ -232,8 +231,7 @@ Status arrive(CollectiveMember& m, Collective& op, bool block, bool one_shard) {
     });
     if (status != kOk) return status;
     // Compare their arguments; take a shard at once.
-    for (uint64_t came = before & ~op.waiting.missing; came; came &= came - 1) {
-      const int r = __builtin_ctzll(came);
+    for (const int r : Bits(before & ~op.waiting.missing)) {
       if (const Status same = same_arguments(m, op, r); same != kOk) {
         op.waiting.missing = before;  // the next call returns the same error
         return same;
@@ -256,9 +254,7 @@ Status take_sums(CollectiveMember& m, Collective& op, bool block) {
       return m.slot_of(r, op.seq).reduced.v.load(std::memory_order_acquire);
     });
     if (status != kOk) return status;
-    for (uint64_t came = before & ~op.waiting.missing; came; came &= came - 1) {
-      copy_sums(m, op, __builtin_ctzll(came));
-    }
+    for (const int r : Bits(before & ~op.waiting.missing)) copy_sums(m, op, r);
   }
   return kOk;
 }
@@ -278,8 +274,7 @@ Status released(CollectiveMember& m, Collective& op, bool block) {
 // A peer that failed in this operation may have changed what was read of it.
 Status unchanged(CollectiveMember& m, const Collective& op) {
   std::atomic_thread_fence(std::memory_order_acquire);
-  for (uint64_t left = m.peers(); left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(m.peers())) {
     const uint64_t given_up = m.slot_of(r, op.seq).given_up.v.load(std::memory_order_relaxed);
     if (given_up != op.seq) continue;
     m.fault = {r, Why::silent, kind(op), Phase::release, int64_t(op.seq), int64_t(given_up), 0, 0};
@@ -292,8 +287,7 @@ void record(CollectiveMember& m, const Collective& op) {
   const int64_t most = INT32_MAX;
   Sample sample{int32_t(op.what.op), int32_t(op.what.algorithm), int32_t(std::min(op.what.num_bytes, most)),
                 m.ranks, op.seq, op.clock.start_ns, op.clock.send_ns, op.inside_ns, {}};
-  for (uint64_t left = m.peers(); left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(m.peers())) {
     const int64_t sent = op.clock.start_ns + op.clock.send_ns;
     sample.peer_wait_ns[r] = std::max<int64_t>(0, m.slot_of(r, op.seq).published_ns - sent);
   }
@@ -346,6 +340,11 @@ Status step(CollectiveMember& m, Collective& op, bool block, bool one_shard) {
 CollectiveMember::CollectiveMember(const CollectiveGeometry& geometry)
     : Member(geometry.rank, geometry.ranks, geometry.timeout_ns, geometry.total()), g(geometry), ops(row_ops()) {}
 
+void CollectiveMember::destroy() {
+  this->~CollectiveMember();
+  free(this);
+}
+
 const CollectiveSlot& CollectiveMember::slot_of(int r, uint64_t seq) const {
   return reinterpret_cast<const CollectiveControl*>(base_of(r) + kPage)->slots[slot_index(*this, seq)];
 }
@@ -379,7 +378,7 @@ Status begin(CollectiveMember& m, Collective& op) {
   // Publish where registered tensors lie, or stage what fits without waiting.
   Status status = kOk;
   if (op.zero_copy) {
-    auto* sources = reinterpret_cast<int64_t*>(m.own + staged_at(m, op, 1, 0));
+    auto* sources = reinterpret_cast<int64_t*>(m.region + staged_at(m, op, 1, 0));
     for (int64_t i = 0; i < op.num_parts; ++i) sources[i] = op.parts[i].source;
     m.publish(slot.published, number(op.seq, op.rounds));
   } else {

@@ -44,7 +44,7 @@ struct CollectiveControl {
   CollectiveSlot slots[kMaxCollectives];
 };
 
-// Mirrored by native_collectives.py, as are the structs below.
+// Mirrored by native.py, as are the structs below.
 struct CollectiveGeometry {
   int32_t rank, ranks, in_flight, pad;
   int64_t staging_bytes, pool_bytes, timeout_ns;
@@ -94,17 +94,17 @@ struct Collective {
 struct CollectiveMember : Member {
   CollectiveGeometry g;
   const RowOps& ops;
-  uint8_t* own = nullptr;
   int64_t slot_rounds[kMaxCollectives] = {};  // of the last operation in each slot
   Array<float> sum;                           // [kSumTile]
 
   explicit CollectiveMember(const CollectiveGeometry& geometry);
   bool allocate() { return sum.allocate(kSumTile) && samples.allocate(); }
+  void destroy() override;
 
   static constexpr int64_t kSumTile = 4096;
-  CollectiveControl& control() const { return *reinterpret_cast<CollectiveControl*>(own + kPage); }
+  CollectiveControl& control() const { return *reinterpret_cast<CollectiveControl*>(region + kPage); }
   const CollectiveSlot& slot_of(int r, uint64_t seq) const;
-  const uint8_t* base_of(int r) const { return r == rank ? own : mapped[r]; }
+  const uint8_t* base_of(int r) const { return r == rank ? region : mapped[r]; }
 };
 
 // Takes a number, waits until the slot is free, and publishes what can be published without waiting.

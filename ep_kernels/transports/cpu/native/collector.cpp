@@ -10,25 +10,20 @@ namespace {
 // Bits of `to_collect`: one per chunk, and the row weights.
 constexpr uint32_t kWeightsBit = 1u << kChunks;
 
-template <typename Fn>
-void for_each_here(const Comm& c, uint64_t among, Fn fn) {
-  for (uint64_t left = among & c.active & c.here; left; left &= left - 1) fn(__builtin_ctzll(left));
-}
-
 // What all ranks of this host have staged: chunks, and with the tables the row weights.
 uint32_t ready(const Comm& c, const CombineOp& op, int slot) {
   uint32_t ready = op.to_collect;
-  for_each_here(c, ~0ull, [&](int r) {
+  for (const int r : Bits(c.active & c.here)) {
     const uint64_t word = c.peer[r].control().combine_arrived[slot].v.load(std::memory_order_acquire);
     ready &= word >> kChunks == op.seq ? uint32_t(word) | kWeightsBit : 0;
-  });
+  }
   return ready;
 }
 
 // Ranks that bring other routings stage other tables: nobody reads those sums, but what was promised is sent.
 bool is_of_one_dispatch(const Comm& c, const CombineOp& op, int slot) {
   bool is_one = true;
-  for_each_here(c, c.peers(), [&](int r) { is_one &= c.peer[r].combine_meta(slot)->origin == op.routing.origin; });
+  for (const int r : Bits(c.peers() & c.here)) is_one &= c.peer[r].combine_meta(slot)->origin == op.routing.origin;
   return is_one;
 }
 
@@ -37,7 +32,7 @@ class HostSums {
  public:
   HostSums(Comm& c, const CombineOp& op, int slot, int source, WrongPlace& wrong)
       : c_(c), op_(op), slot_(slot), first_(int64_t(source) * c.g.max_tokens), wrong_(wrong) {
-    for_each_here(c, ~0ull, [&](int r) { from_[r] = contribution_of(c, r, slot, source); });
+    for (const int r : Bits(c.active & c.here)) from_[r] = contribution_of(c, r, slot, source);
   }
 
   void sum_up(Span tokens) {
@@ -52,14 +47,15 @@ class HostSums {
     // The partials of the ranks that were chosen; one that has dropped all its rows of the token has none: zeros.
     n_ = 0;
     bool is_own = false;
-    for_each_here(c_, ranks_in(c_, op_.routing.source_dest + (first_ + t) * c_.g.topk), [&](int r) {
+    const uint64_t chosen = ranks_in(c_, op_.routing.source_dest + (first_ + t) * c_.g.topk);
+    for (const int r : Bits(chosen & c_.active & c_.here)) {
       Addend& a = addends_[n_++];
       a.moved = nullptr;
       is_own = r == c_.g.rank;
-      if (is_own && !is_held(t)) return;
+      if (is_own && !is_held(t)) continue;
       const int64_t at = is_own ? to : place_in(from_[r], r, from_[r].table[t * c_.g.topk], wrong_);
       if (at >= 0) point(c_, a, from_[r], at);
-    });
+    }
     uint8_t* out = c_.own.partials(slot_) + to * c_.map.c_row_bytes;
     float* scales = c_.own.partial_scales(slot_) + to * blocks_of(c_.g.hidden);
     if (n_ != 1 || !addends_[0].moved) {
@@ -120,14 +116,13 @@ Status forward(Comm& c, CombineOp& op, int slot, uint32_t among) {
   // The row weights first: with the tables, which have left already, they are what readers wait for.
   if (among & kWeightsBit) {
     op.to_collect &= ~kWeightsBit;
-    for (uint64_t left = sources; left; left &= left - 1) gather_row_weights(c, op, slot, __builtin_ctzll(left));
+    for (const int s : Bits(sources)) gather_row_weights(c, op, slot, s);
     return send_row_weights(c, op, slot);
   }
   const int chunk = __builtin_ctz(among);
   op.to_collect &= ~(1u << chunk);
   WrongPlace wrong;
-  for (uint64_t left = sources; left; left &= left - 1) {
-    const int s = __builtin_ctzll(left);
+  for (const int s : Bits(sources)) {
     HostSums(c, op, slot, s, wrong).sum_up(chunk_of(op.routing.source_tokens[s], c.map.c_row_bytes, chunk));
   }
   if (const int r = wrong.rank(); r >= 0) {
@@ -139,7 +134,7 @@ Status forward(Comm& c, CombineOp& op, int slot, uint32_t among) {
 }  // namespace
 
 bool has_two_hops(const Comm& c, const Routing& routing) {
-  if (!c.g.by_domain || c.num_rails == 0) return false;
+  if (!c.g.by_domain || !c.rails) return false;
   return *std::max_element(routing.source_tokens, routing.source_tokens + c.g.ranks) >= c.g.two_hop_tokens;
 }
 

@@ -64,20 +64,18 @@ class Adder {
     // Else one partial of each rank that has rows of the token, or the sum of its host: ranks ascend, or hosts and in
     // them ranks.
     uint64_t givers = 0;
-    for (uint64_t ranks = ranks_in(c_, dest(t)); ranks; ranks &= ranks - 1) {
-      givers |= 1ull << giver_of(__builtin_ctzll(ranks));
-    }
+    for (const int r : Bits(ranks_in(c_, dest(t)))) givers |= 1ull << giver_of(r);
     if (!c_.g.by_domain) {
-      for (; givers; givers &= givers - 1) add_partial(t, __builtin_ctzll(givers));
+      for (const int r : Bits(givers)) add_partial(t, r);
       return;
     }
     while (givers) {  // hosts in ascending order of their lowest rank, which need not hold a row of this token
       int lowest = kMaxRanks;
-      for (uint64_t left = givers; left; left &= left - 1) lowest = std::min(lowest, c_.host[__builtin_ctzll(left)]);
+      for (const int r : Bits(givers)) lowest = std::min(lowest, c_.host[r]);
       const uint64_t together = givers & c_.ranks_of[lowest];
       givers &= ~together;
-      for (uint64_t left = together; left; left &= left - 1) {
-        add_partial(t, __builtin_ctzll(left));
+      for (const int r : Bits(together)) {
+        add_partial(t, r);
         addends_[n_ - 1].domain = lowest;
       }
     }
@@ -226,8 +224,8 @@ class SourceSums {
 
   uint32_t here() const {
     uint32_t chunks = missing_.left();
-    for (uint64_t left = c_.peers() & ~c_.here; left && chunks; left &= left - 1) {
-      const uint64_t word = arrived(c_, __builtin_ctzll(left), slot_);
+    for (const int r : Bits(chunks ? c_.peers() & ~c_.here : 0)) {
+      const uint64_t word = arrived(c_, r, slot_);
       chunks &= word >> kChunks == op_.seq ? uint32_t(word) : 0;
     }
     return chunks;
@@ -254,8 +252,8 @@ class SourceSums {
 int64_t begin_of(const Comm& c, const CombineOp& op, int r, int slot, int64_t receive_ns) {
   int64_t begin = receive_ns;
   if (c.is_here(r) || !has_two_hops(c, op.routing)) return begin;
-  for (uint64_t left = c.ranks_of[c.host[r]] & ~(1ull << r); left; left &= left - 1) {
-    begin = std::max(begin, c.peer[__builtin_ctzll(left)].combine_meta(slot)->arrived_ns);
+  for (const int other : Bits(c.ranks_of[c.host[r]] & ~(1ull << r))) {
+    begin = std::max(begin, c.peer[other].combine_meta(slot)->arrived_ns);
   }
   return begin;
 }
@@ -263,8 +261,7 @@ int64_t begin_of(const Comm& c, const CombineOp& op, int r, int slot, int64_t re
 void record(Comm& c, const CombineOp& op, int slot, int64_t receive_ns) {
   Sample sample{int32_t(Op::combine), op.routing.mode,  op.routing.tokens, c.g.ranks, op.seq,
                 op.clock.start_ns,    op.clock.send_ns, op.clock.send_ns + now_ns() - receive_ns, {}};
-  for (uint64_t left = c.peers(); left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(c.peers())) {
     const int64_t wait_ns = c.peer[r].combine_meta(slot)->published_ns - begin_of(c, op, r, slot, receive_ns);
     sample.peer_wait_ns[r] = std::max<int64_t>(0, wait_ns);
   }

@@ -149,7 +149,7 @@ static Status send(Comm& c, CombineOp& op) {
   if (two_hops) begin_collecting(c, op, slot);
   const int32_t* tokens = op.routing.source_tokens;
   const int32_t most = *std::max_element(tokens, tokens + c.g.ranks);
-  const int chunks = c.num_rails ? num_chunks(most, c.map.c_row_bytes) : 0;
+  const int chunks = c.rails ? num_chunks(most, c.map.c_row_bytes) : 0;
   for (int chunk = 0; sent == kOk && chunk < chunks; ++chunk) {
     for (int s = 0; s < c.g.ranks; ++s) {
       if (!c.is_here(s)) stage_partials(c, op, slot, s, chunk_of(tokens[s], c.map.c_row_bytes, chunk));

@@ -34,16 +34,14 @@ Comm::~Comm() {
   }
 }
 
-void Comm::attach_own(uint8_t* region) {
-  attach_own_region(region);
-  own = {region, &map};
-  peer[rank] = {region, &map};
+void Comm::destroy() {
+  this->~Comm();
+  free(this);
 }
 
-int Comm::attach_peer(int r, int region_fd, int process_fd, uint64_t nonce) {
-  const int error = attach_peer_region(r, region_fd, process_fd, nonce);
-  if (mapped[r]) peer[r] = {mapped[r], &map};
-  return error;
+void Comm::attached(int r) {
+  if (r == rank) own = {region, &map};
+  peer[r] = {r == rank ? region : mapped[r], &map};
 }
 
 int Comm::attach_network(uint8_t* own_landing) {

@@ -35,8 +35,7 @@ struct Comm : Member {
   Outbox* outbox = nullptr;
   uint8_t* landing = nullptr;                   // mirrors that this rank's proxy writes, one for each rank
   const uint8_t* landing_of[kMaxRanks] = {};    // those of the other ranks of this host
-  int rails[kMaxRanks];                         // the ranks, one on each other host, that get what this rank sends
-  int num_rails = 0;
+  uint64_t rails = 0;                           // the ranks, one on each other host, that get what this rank sends
   uint64_t ranks_of[kMaxRanks] = {};            // active ranks of a host, by its lowest rank
   int collector[kMaxRanks];                     // by a host's lowest rank: who collects there for this rank, its rail
   uint64_t collects = 0;                        // ranks of other hosts whose collector here this rank is
@@ -64,14 +63,14 @@ struct Comm : Member {
   // first [E+1], places [first[E]]. False when memory is short.
   bool allocate(const int32_t* first_copies, const int32_t* copy_places);
   ~Comm();
-  void attach_own(uint8_t* region);
-  int attach_peer(int r, int region_fd, int process_fd, uint64_t nonce);  // as Member::attach_peer_region
   // A network: mirrors [R] of this rank's own, then which ranks share memory, then the mirrors of each of those. 0 or
   // an errno.
   int attach_network(uint8_t* own_landing);
   void set_hosts(const int32_t* lowest);
   int attach_landing(int r, int landing_fd);
 
+  void destroy() override;
+  void attached(int r) override;
   void activate(uint64_t mask) override;  // filters the expert copies, chooses the rails
   void forget() override;
   Status send_remote(RemoteWord what, int slot, Want want) override;

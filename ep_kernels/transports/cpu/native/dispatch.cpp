@@ -245,8 +245,7 @@ void deliver_weights(Comm& c, const DispatchOp& op, int slot) {
 
 // The places of the tokens for which this rank is the collector; those that no rank has are none.
 void keep_places(Comm& c, const DispatchOp& op, int slot) {
-  for (uint64_t left = c.collects; left; left &= left - 1) {
-    const int s = __builtin_ctzll(left);
+  for (const int s : Bits(c.collects)) {
     const int64_t n = int64_t(op.routing.source_tokens[s]) * c.g.topk;
     const int32_t* from = c.peer[s].dest(slot);
     int32_t* to = op.routing.source_dest + int64_t(s) * c.g.max_tokens * c.g.topk;
@@ -274,8 +273,7 @@ class Delivery {
 
   // Places a chunk that is here: of another host first, since it was just written. False: none is here.
   bool step() {
-    for (uint64_t left = c_.peers() & ~c_.here; left; left &= left - 1) {
-      const int s = __builtin_ctzll(left);
+    for (const int s : Bits(c_.peers() & ~c_.here)) {
       if (place_one(s, arrived(s))) return true;
     }
     return place_local();
@@ -333,8 +331,7 @@ void record(Comm& c, const DispatchOp& op, int slot) {
   const int64_t receive_ns = op.clock.receive_ns;
   Sample sample{int32_t(Op::dispatch), op.routing.mode, op.routing.tokens, c.g.ranks, op.seq,
                 op.clock.start_ns,     op.clock.send_ns, op.clock.send_ns + now_ns() - receive_ns, {}};
-  for (uint64_t left = c.peers(); left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(c.peers())) {
     sample.peer_wait_ns[r] = std::max<int64_t>(0, c.peer[r].dispatch_meta(slot)->published_ns - receive_ns);
   }
   c.samples.push(sample);

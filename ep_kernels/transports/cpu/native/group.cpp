@@ -81,8 +81,8 @@ static Status called(Member& m) {
   if (m.wakes.load(std::memory_order_relaxed) && m.wakes.exchange(0) > 0) return kOk;
   if (m.departed(m.peers(), m.membership) >= 0) return kOk;  // the exchange that follows says so
   const uint64_t next = m.next[int(Op::exchange)];
-  for (uint64_t left = m.peers(); left; left &= left - 1) {
-    const Meeting& theirs = *m.meeting[__builtin_ctzll(left)];
+  for (const int r : Bits(m.peers())) {
+    const Meeting& theirs = *m.meeting[r];
     if (theirs.exchange_latest.v.load(std::memory_order_acquire) >= next) return kOk;
     if (theirs.exchange_called.v.load(std::memory_order_acquire) >= next) return kOk;
   }
@@ -133,8 +133,7 @@ static Status enter(Member& m, uint64_t mask, uint64_t tag) {
 template <typename Entry>
 static Status agree(Member& m, Want want, Entry entry) {
   // The largest number that any rank has come to, for each kind of operation.
-  for (uint64_t left = m.peers(); left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(m.peers())) {
     const Resync* theirs = entry(r);
     if (!theirs) {  // it has entered later ones since, without this rank
       const uint64_t now = m.meeting[r]->membership.v.load(std::memory_order_acquire);

@@ -18,8 +18,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "signals.hpp"
-
 namespace cd {
 
 Member::Member(int own_rank, int num_ranks, int64_t deadline_ns, int64_t num_bytes)
@@ -36,21 +34,19 @@ Member::~Member() {
   }
 }
 
-void Member::stamp(uint8_t* region, int rank, int64_t num_bytes, uint64_t nonce) {
-  auto* head = reinterpret_cast<Meeting*>(region + kPage);
-  head->nonce = nonce;
-  head->total_bytes = num_bytes;
-  head->rank = rank;
-  head->magic = kMagic;
-}
-
-void Member::attach_own_region(uint8_t* region) {
+void Member::attach_own(uint8_t* own_region, uint64_t nonce) {
+  region = own_region;
   event[rank] = reinterpret_cast<EventPage*>(region);
   own_meeting = reinterpret_cast<Meeting*>(region + kPage);
+  own_meeting->nonce = nonce;
+  own_meeting->total_bytes = region_bytes;
+  own_meeting->rank = rank;
+  own_meeting->magic = kMagic;
   meeting[rank] = own_meeting;
+  attached(rank);
 }
 
-int Member::attach_peer_region(int r, int region_fd, int process_fd, uint64_t nonce) {
+int Member::attach_peer(int r, int region_fd, int process_fd, uint64_t nonce) {
   // All of it to read; its first page, where a waiter is woken, to write.
   void* all = mmap(nullptr, region_bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, region_fd, 0);
   if (all == MAP_FAILED) return errno;
@@ -64,6 +60,7 @@ int Member::attach_peer_region(int r, int region_fd, int process_fd, uint64_t no
   mapped[r] = static_cast<const uint8_t*>(all);
   meeting[r] = reinterpret_cast<const Meeting*>(mapped[r] + kPage);
   pidfd[r] = process_fd;
+  attached(r);
   // Is it the region that the ticket means, of the same geometry?
   const Meeting& theirs = *meeting[r];
   const bool ours = theirs.magic == kMagic && theirs.nonce == nonce && theirs.rank == r &&
@@ -80,7 +77,7 @@ void Member::notify(int r) {
 }
 
 void Member::notify_peers() {
-  for (uint64_t left = peers() & here; left; left &= left - 1) notify(__builtin_ctzll(left));
+  for (const int r : Bits(peers() & here)) notify(r);
 }
 
 void Member::publish(Word& word, uint64_t seq) {
@@ -116,8 +113,7 @@ uint64_t Member::gone_peers(uint64_t among, Want want) const {
   pollfd polls[kMaxRanks];
   int ranks[kMaxRanks], n = 0;
   uint64_t gone = among & ~here ? gone_remotes(among & ~here, want) : 0;
-  for (uint64_t left = among & here; left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(among & here)) {
     if (pidfd[r] < 0) continue;
     polls[n] = {pidfd[r], POLLIN, 0};
     ranks[n++] = r;
@@ -130,8 +126,7 @@ uint64_t Member::gone_peers(uint64_t among, Want want) const {
 }
 
 int Member::departed(uint64_t among, uint64_t tag) const {
-  for (uint64_t left = among & ~here; left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(among & ~here)) {
     if (left_out[r].load(std::memory_order_acquire) > tag) return r;
   }
   return -1;
@@ -139,8 +134,7 @@ int Member::departed(uint64_t among, uint64_t tag) const {
 
 Status Member::confirm(Op op) {
   std::atomic_thread_fence(std::memory_order_acquire);
-  for (uint64_t left = peers(); left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(peers())) {
     const uint64_t theirs = is_here(r) ? meeting[r]->membership.v.load(std::memory_order_relaxed)
                                        : left_out[r].load(std::memory_order_acquire);
     if (is_here(r) ? theirs == membership : theirs <= membership) continue;

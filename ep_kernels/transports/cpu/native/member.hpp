@@ -7,7 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <new>
 
+#include "bits.hpp"
 #include "clock.hpp"
 #include "meeting.hpp"
 
@@ -84,6 +86,11 @@ struct Waiting {
   int64_t began = 0;        // the first look, or the last work: it spins from then on
 };
 
+// Python runs handlers of signals between two of its instructions, on its main thread, so not while that one waits
+// here. This runs those that are due, on the main thread; elsewhere, and without Python, nothing. True: one has raised
+// an exception, which is kept for `cd_raise_kept` (signals.cpp).
+bool signal_raised();
+
 // A zeroed array of plain values. The library needs nothing of the C++ runtime: so any C++ compiler's output loads
 // anywhere.
 template <typename T>
@@ -138,6 +145,7 @@ struct Member {
   const int64_t timeout_ns;
   const int64_t region_bytes;  // equal on all ranks
 
+  uint8_t* region = nullptr;  // the own one, which belongs to Python
   Meeting* own_meeting = nullptr;
   const Meeting* meeting[kMaxRanks] = {};  // of all ranks; of another host's: in its mirror
   EventPage* event[kMaxRanks] = {};
@@ -167,15 +175,16 @@ struct Member {
   Member(int own_rank, int num_ranks, int64_t deadline_ns, int64_t num_bytes);
   Member(const Member&) = delete;
   Member& operator=(const Member&) = delete;
-  ~Member();  // unmaps the peers' regions and closes their process descriptors; the own region belongs to Python
+  ~Member();  // unmaps the peers' regions and closes their process descriptors
+  virtual void destroy() {}  // each kind: ends and frees what `make` has made
 
-  static void stamp(uint8_t* region, int rank, int64_t num_bytes, uint64_t nonce);  // the head of an own, fresh region
-  void attach_own_region(uint8_t* region);
+  void attach_own(uint8_t* own_region, uint64_t nonce);  // fresh: its head is written
   // Maps a peer's region. Owns `process_fd` from now on. 0, an errno, or -1 when the head is not what the ticket
   // promised.
-  int attach_peer_region(int r, int region_fd, int process_fd, uint64_t nonce);
+  int attach_peer(int r, int region_fd, int process_fd, uint64_t nonce);
 
   // What a kind of member adds. Other hosts are reached by Comm alone; these are what others do: nothing.
+  virtual void attached(int) {}  // the region of that rank of this host can be read
   virtual void activate(uint64_t mask) { active = mask; }
   virtual void forget() {}  // a new membership: credit of the old one is void
   virtual Status send_remote(RemoteWord, int, Want) { return kOk; }
@@ -247,6 +256,17 @@ struct Member {
   virtual void refuse_connection(int) {}
 };
 
+// A member in memory of its own, which `allocate` gives what else it needs. Null when memory is short.
+template <typename Kind, typename Geometry, typename... Tables>
+Member* make(const Geometry& geometry, Tables... tables) {
+  void* memory = aligned_alloc(alignof(Kind), sizeof(Kind));
+  if (!memory) return nullptr;
+  auto* made = new (memory) Kind(geometry);
+  if (made->allocate(tables...)) return made;
+  made->destroy();
+  return nullptr;
+}
+
 template <typename Seen>
 Status Member::look(Want want, uint64_t among, int64_t started, Seen seen) {
   if (stop.load(std::memory_order_acquire)) return kAborted;
@@ -263,8 +283,7 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
   for (;;) {
     const uint32_t events_before = event[rank]->count.load(std::memory_order_acquire);
     int silent = -1;
-    for (uint64_t left = missing; left; left &= left - 1) {
-      const int r = __builtin_ctzll(left);
+    for (const int r : Bits(missing)) {
       if (seen(r) >= want.seq) {
         waiting.missing &= ~(1ull << r);
       } else if (silent < 0) {
@@ -301,8 +320,7 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
         fail({want.op, Phase::membership, membership}, r, theirs, Why::silent, waiting.started);
         return kDiffers;
       }
-      for (uint64_t gone = gone_peers(missing, want); gone; gone &= gone - 1) {
-        const int r = __builtin_ctzll(gone);
+      for (const int r : Bits(gone_peers(missing, want))) {
         // Whatever it published before it died counts.
         const uint64_t last = seen(r);
         if (last >= want.seq) continue;
@@ -311,8 +329,7 @@ Status Member::wait_any(Want want, Waiting& waiting, bool block, Seen seen, Work
       }
       // What comes through a rank that is dead comes no more.
       const uint64_t dead = gone_peers(carriers_of(missing) & ~missing & peers(), want);
-      for (uint64_t left = dead ? missing & ~here : 0; left; left &= left - 1) {
-        const int r = __builtin_ctzll(left);
+      for (const int r : Bits(dead ? missing & ~here : 0)) {
         const uint64_t through = carriers_of(1ull << r) & dead;
         if (through && seen(r) < want.seq) {
           return fail(want, __builtin_ctzll(through), seen(r), Why::gone, waiting.started);
@@ -349,8 +366,7 @@ Status Member::wait_for_proxy(Want want, uint64_t among, int peer, Ready ready) 
 
 template <typename Seen>
 Status Member::agree(Want want, Seen seen) {
-  for (uint64_t left = peers(); left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(peers())) {
     if (const uint64_t value = seen(r); value != want.seq) {
       fail(want, r, value, Why::silent, now_ns());
       return kDiffers;

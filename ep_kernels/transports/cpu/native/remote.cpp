@@ -53,7 +53,7 @@ class Sender {
   }
 
   Status end() {
-    if (c_.num_rails) wake(*c_.outbox);
+    if (c_.rails) wake(*c_.outbox);
     return status_;
   }
 
@@ -81,18 +81,12 @@ void for_each_run(const Comm& c, int slot, int lowest, Span tokens, Fn fn) {
   }
 }
 
-// Calls fn(rank) for each of these ranks.
-template <typename Fn>
-void for_each_rank(uint64_t mask, Fn fn) {
-  for (; mask; mask &= mask - 1) fn(__builtin_ctzll(mask));
-}
-
 // Calls fn(offset in the region, bytes) for the partials of a chunk of each of these sources: rows, then scales.
 template <typename Fn>
 void for_each_partials(const Comm& c, const CombineOp& op, int slot, uint64_t sources, int chunk, Fn fn) {
   const Geometry& g = c.g;
   const uint64_t rows = uint64_t(c.own.c(slot) + c.map.c_rows), scales = uint64_t(c.own.c(slot) + c.map.c_scales);
-  for_each_rank(sources, [&](int s) {
+  for (const int s : Bits(sources)) {
     const Span span = chunk_of(op.routing.source_tokens[s], c.map.c_row_bytes, chunk);
     const int32_t* table = c.own.table(slot) + int64_t(s) * g.max_tokens * g.topk;
     int64_t first = 0, n = 0;  // they follow each other
@@ -101,10 +95,10 @@ void for_each_partials(const Comm& c, const CombineOp& op, int slot, uint64_t so
         if (const int32_t at = table[t * g.topk + k]; at >= 0 && n++ == 0) first = at;
       }
     }
-    if (n == 0) return;
+    if (n == 0) continue;
     fn(rows + uint64_t(first * c.map.c_row_bytes), n * c.map.c_row_bytes);
     if (c.map.c_scale_bytes) fn(scales + uint64_t(first * c.map.c_scale_bytes), n * c.map.c_scale_bytes);
-  });
+  }
 }
 
 // How many messages `post` makes of that.
@@ -122,8 +116,7 @@ int messages_of(const Outbox& box, uint64_t offset, int64_t bytes) {
 RegionView<uint8_t> mirror_of(Comm& c, int rank) { return {c.landing + int64_t(rank) * c.map.mirror, &c.map}; }
 
 void notify_host(Comm& c) {
-  for (uint64_t left = c.here; left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(c.here)) {
     if (r < c.g.ranks) c.notify(r);
   }
 }
@@ -253,13 +246,12 @@ void set_rails(Comm& c) {
   for (int place = 0; place < c.g.ranks * c.g.stride; ++place) c.host_of[place] = 1ull << c.host[place / c.g.stride];
   std::fill_n(c.ranks_of, c.g.ranks, 0);
   for (int r = 0; r < c.g.ranks; ++r) c.ranks_of[c.host[r]] |= uint64_t(c.is_active(r)) << r;
-  c.num_rails = 0;
-  c.collects = 0;
+  c.rails = c.collects = 0;
   for (int r = 0; r < c.g.ranks; ++r) {
     c.carrier[r] = r;
     if (c.host[r] == r && !c.is_here(r)) {
       const int to = c.collector[r] = rail(c, c.g.rank, r);
-      if (to >= 0) c.rails[c.num_rails++] = to;
+      if (to >= 0) c.rails |= 1ull << to;
     }
     if (c.is_here(r) || !c.is_active(r)) continue;
     const int through = c.carrier[r] = rail(c, r, c.host[c.g.rank]);
@@ -271,7 +263,7 @@ void set_rails(Comm& c) {
 }
 
 void expect(Comm& c, bool begins) {
-  if (c.num_rails == 0 || !c.helper.is_there()) return;
+  if (!c.rails || !c.helper.is_there()) return;
   c.outbox->expects.store(begins, std::memory_order_relaxed);
   if (begins) wake(*c.outbox);
 }
@@ -279,8 +271,8 @@ void expect(Comm& c, bool begins) {
 // Bytes from `at` on of the words of meetings, or none, and `kind` of `want.seq`, to each other host.
 static Status send_bytes(Comm& c, Imm kind, int slot, Want want, uint64_t at, int64_t bytes) {
   Sender sender(c, want);
-  for (int i = 0; i < c.num_rails; ++i) {
-    sender.post(c.rails[i], Kind::words, bytes ? kPage + at : 0, bytes, imm_of(kind, slot, want.seq));
+  for (const int to : Bits(c.rails)) {
+    sender.post(to, Kind::words, bytes ? kPage + at : 0, bytes, imm_of(kind, slot, want.seq));
   }
   return sender.end();
 }
@@ -289,7 +281,7 @@ Status send_word(Comm& c, Imm kind, int slot, Want want) { return send_bytes(c, 
 
 Status send_routes(Comm& c, const DispatchOp& op, int slot) {
   const int64_t tokens = op.routing.tokens, records = tokens * c.g.topk * 4;
-  if (c.num_rails == 0) return kOk;
+  if (!c.rails) return kOk;
   // The hosts that each token goes to.
   for (int64_t t = 0; t < tokens; ++t) {
     uint64_t hosts = 0;
@@ -304,8 +296,8 @@ Status send_routes(Comm& c, const DispatchOp& op, int slot) {
   const uint64_t weights = at + uint64_t(c.map.d_weights);
   const uint32_t part = imm_of(Imm::dispatch_part, slot, op.seq);
   Sender sender(c, {Op::dispatch, Phase::credit, op.seq});
-  for (int i = 0; i < c.num_rails; ++i) {
-    const int to = c.rails[i], lowest = c.host[to];
+  for (const int to : Bits(c.rails)) {
+    const int lowest = c.host[to];
     Parts& parts = meta.parts[lowest] = {};
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       for_each_run(c, slot, lowest, chunk_of(tokens, c.g.row_bytes, chunk), [&](uint64_t offset, int64_t bytes) {
@@ -323,9 +315,9 @@ Status send_routes(Comm& c, const DispatchOp& op, int slot) {
 Status send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, Span tokens) {
   const uint32_t imm = imm_of(Imm::dispatch_rows, chunk << kSlotBits | slot, op.seq);
   Sender sender(c, {Op::dispatch, Phase::credit, op.seq});
-  for (int i = 0; i < c.num_rails; ++i) {
-    for_each_run(c, slot, c.host[c.rails[i]], tokens, [&](uint64_t offset, int64_t bytes) {
-      sender.post(c.rails[i], Kind::rows, offset, bytes, imm);
+  for (const int to : Bits(c.rails)) {
+    for_each_run(c, slot, c.host[to], tokens, [&](uint64_t offset, int64_t bytes) {
+      sender.post(to, Kind::rows, offset, bytes, imm);
     });
   }
   return sender.end();
@@ -334,18 +326,17 @@ Status send_rows(Comm& c, const DispatchOp& op, int slot, int chunk, Span tokens
 // Calls fn(offset in the region, bytes) for an array of T x K numbers of each of these sources.
 template <typename Fn>
 static void for_each_record(const Comm& c, const CombineOp& op, int slot, uint64_t sources, int64_t array, Fn fn) {
-  for_each_rank(sources, [&](int s) {
+  for (const int s : Bits(sources)) {
     const int64_t bytes = int64_t(op.routing.source_tokens[s]) * c.g.topk * 4;
     if (bytes) fn(uint64_t(c.own.c(slot) + array + int64_t(s) * c.g.max_tokens * c.g.topk * 4), bytes);
-  });
+  }
 }
 
 Status send_tables(Comm& c, const CombineOp& op, int slot, uint64_t among) {
   const bool two_hops = has_two_hops(c, op.routing);
   const uint32_t part = imm_of(Imm::combine_part, slot, op.seq);
   Sender sender(c, {Op::combine, Phase::credit, op.seq});
-  for (int i = 0; i < c.num_rails; ++i) {
-    const int to = c.rails[i];
+  for (const int to : Bits(c.rails)) {
     const uint64_t sources = c.ranks_of[c.host[to]] & among;
     // The head says how many messages will come: chunks of partials, and records.
     Parts& parts = c.own.combine_meta(slot)->parts[c.host[to]] = {};
@@ -372,10 +363,10 @@ Status send_tables(Comm& c, const CombineOp& op, int slot, uint64_t among) {
 Status send_row_weights(Comm& c, const CombineOp& op, int slot) {
   const uint32_t part = imm_of(Imm::combine_part, slot, op.seq);
   Sender sender(c, {Op::combine, Phase::credit, op.seq});
-  for (int i = 0; i < c.num_rails; ++i) {
-    const uint64_t sources = c.ranks_of[c.host[c.rails[i]]] & c.collects;
+  for (const int to : Bits(c.rails)) {
+    const uint64_t sources = c.ranks_of[c.host[to]] & c.collects;
     for_each_record(c, op, slot, sources, c.map.c_row_weights, [&](uint64_t offset, int64_t bytes) {
-      sender.post(c.rails[i], Kind::records, offset, bytes, part);
+      sender.post(to, Kind::records, offset, bytes, part);
     });
   }
   return sender.end();
@@ -384,10 +375,10 @@ Status send_row_weights(Comm& c, const CombineOp& op, int slot) {
 Status send_partials(Comm& c, const CombineOp& op, int slot, int chunk, uint64_t among) {
   const uint32_t imm = imm_of(Imm::combine_rows, chunk << kSlotBits | slot, op.seq);
   Sender sender(c, {Op::combine, Phase::credit, op.seq});
-  for (int i = 0; i < c.num_rails; ++i) {
-    const uint64_t sources = c.ranks_of[c.host[c.rails[i]]] & among;
+  for (const int to : Bits(c.rails)) {
+    const uint64_t sources = c.ranks_of[c.host[to]] & among;
     for_each_partials(c, op, slot, sources, chunk, [&](uint64_t offset, int64_t bytes) {
-      sender.post(c.rails[i], Kind::rows, offset, bytes, imm);
+      sender.post(to, Kind::rows, offset, bytes, imm);
     });
   }
   return sender.end();
@@ -395,9 +386,9 @@ Status send_partials(Comm& c, const CombineOp& op, int slot, int chunk, uint64_t
 
 Status send_late_heads(Comm& c, const CombineOp& op, int slot, uint64_t among) {
   Sender sender(c, {Op::combine, Phase::credit, op.seq});
-  for (int i = 0; i < c.num_rails; ++i) {
-    if (c.ranks_of[c.host[c.rails[i]]] & among) continue;
-    sender.post(c.rails[i], Kind::records, uint64_t(c.own.c(slot)), head_bytes(c.g.ranks),
+  for (const int to : Bits(c.rails)) {
+    if (c.ranks_of[c.host[to]] & among) continue;
+    sender.post(to, Kind::records, uint64_t(c.own.c(slot)), head_bytes(c.g.ranks),
                 imm_of(Imm::combine_head, slot, op.seq));
   }
   return sender.end();
@@ -424,8 +415,7 @@ Status Comm::send_remote(RemoteWord what, int slot, Want want) {
 
 Status Comm::flush(uint64_t mask, Want want) {
   if (!outbox) return kOk;
-  for (uint64_t left = mask & ~here; left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(mask & ~here)) {
     const Status status = wait_for_proxy(want, mask, r, [&] {
       cd::wake(*outbox);
       return outbox->is_quiet(r);
@@ -451,8 +441,7 @@ uint64_t Comm::gone_remotes(uint64_t among, Want want) const {
   uint64_t gone = 0;
   const uint64_t ended_here = down.load(std::memory_order_acquire);
   const int64_t now = ended_here ? now_ns() : 0;
-  for (uint64_t left = among; left; left &= left - 1) {
-    const int r = __builtin_ctzll(left);
+  for (const int r : Bits(among)) {
     const bool ended = is_current_end(*this, r, want) && meeting[r]->gone.v.load(std::memory_order_acquire) != 0;
     const bool cut_off = ended_here >> r & 1 && now - down_ns[r].load(std::memory_order_relaxed) > kSettleNs;
     gone |= uint64_t(ended || cut_off) << r;
@@ -462,7 +451,7 @@ uint64_t Comm::gone_remotes(uint64_t among, Want want) const {
 
 uint64_t Comm::carriers_of(uint64_t among) const {
   uint64_t carriers = 0;
-  for_each_rank(among & ~here, [&](int r) { carriers |= 1ull << carrier[r]; });
+  for (const int r : Bits(among & ~here)) carriers |= 1ull << carrier[r];
   return carriers;
 }
 

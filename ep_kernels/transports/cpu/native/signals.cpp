@@ -1,12 +1,11 @@
 // As much of Python's C API as signals need, found in the running interpreter: this library is built without Python's
 // headers and loads without Python.
-#include "signals.hpp"
-
 #include <dlfcn.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "exported.hpp"
+#include "member.hpp"
 
 namespace cd {
 namespace {

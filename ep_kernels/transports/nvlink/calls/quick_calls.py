@@ -207,13 +207,11 @@ class NvlinkQuickCalls:
     def dispatch(
         self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any, step_tokens: int | None = None
     ) -> Delivered | None:
-        """See `base.QuickCalls`."""
         mode = self._mode if step_tokens is None else self._mode_of(x, step_tokens)
         begun = None if mode is None else self._begin(False, mode, x, topk_ids, topk_weights, previous)
         return None if begun is None else self._delivered(*begun)
 
     def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> QuickDispatch | None:
-        """See `base.QuickCalls`."""
         begun = self._begin(True, self._mode, x, topk_ids, topk_weights, previous)
         return None if begun is None else QuickDispatch(self, *begun)
 
@@ -329,12 +327,10 @@ class NvlinkQuickCalls:
         self._reader.receive(call, RECEIVE)
 
     def buffers(self, of: QuickState) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """See `base.PendingDispatch`."""
         outputs = self._outputs
         return of.rows.view(of.rows.shape), outputs.all_scales(of.scales), outputs.number(of.block, "counts")
 
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
-        """See `base.QuickCalls`."""
         state = quick_state(handle, self._origin)
         if state is None or (type(y) is torch.Tensor and y.is_neg()) or (out is not None and share_memory(y, out)):
             return None
@@ -357,7 +353,6 @@ class NvlinkQuickCalls:
         return z
 
     def combine_async(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> QuickCombine | None:
-        """See `base.QuickCalls`."""
         state = quick_state(handle, self._origin)
         if state is None or (type(y) is torch.Tensor and y.is_neg()) or (out is not None and share_memory(y, out)):
             return None

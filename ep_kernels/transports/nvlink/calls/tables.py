@@ -169,7 +169,6 @@ class Tables(RankTables):
         self._copies.copy_(listed)
 
     def restart(self, dispatch: int, combine: int, barrier: int) -> None:
-        """See `RankTables.restart`."""
         super().restart(dispatch, combine, barrier)
         self._block_counts.zero_()
 

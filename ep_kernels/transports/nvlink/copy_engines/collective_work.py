@@ -49,7 +49,6 @@ class KernelWork:
         self._waited = False
 
     def wait(self) -> None:
-        """See `collective_base.PendingCollective`."""
         if self._waited:
             return
         if self._epoch != self._owner.epoch:
@@ -113,7 +112,6 @@ class CopyWork:
             torch.cuda.current_stream().wait_event(self._placed)
 
     def wait(self) -> None:
-        """See `collective_base.PendingCollective`."""
         if self._waited:
             return
         if self._epoch != self._owner.epoch:
@@ -125,13 +123,11 @@ class CopyWork:
         self._owner.raise_fault()
 
     def is_completed(self) -> bool:
-        """See `collective_base.PendingCollective`."""
         if self._epoch != self._owner.epoch or not self._owner.has_ended(self._seq):
             return False
         return self._placed is None or bool(self._placed.query())  # type: ignore[no-untyped-call]
 
     def shards(self) -> Iterator[list[int]]:
-        """See `collective_base.PendingGather`."""
         require_epoch(self._epoch, self._owner.epoch)
         self._await_own()
         yield [2 * self._rank, 2 * self._rank + 1] if self.halves else [self._rank]

@@ -136,26 +136,22 @@ class TimedEvents:
         self._made: list[Any] = []
 
     def create(self) -> int:
-        """See `copy_times.DeviceEvents`."""
         made = call("cuEventCreate", cuda.CUevent_flags.CU_EVENT_DEFAULT)
         self._made.append(made)
         return int(made)
 
     def pass_now(self, event: int) -> bool:
-        """See `copy_times.DeviceEvents`."""
         with contextlib.suppress(TransportError), _apart(self._context):
             call("cuEventRecord", event, self._stream)
             return _passed(self._stream, _EVENT_PATIENCE_S)
         return False
 
     def between_ns(self, first: int, second: int) -> int | None:
-        """See `copy_times.DeviceEvents`."""
         with contextlib.suppress(TransportError), _apart(self._context):
             return int(call("cuEventElapsedTime", first, second) * 1e6)
         return None
 
     def close(self) -> None:
-        """See `copy_times.DeviceEvents`."""
         made, self._made = self._made, []
         with contextlib.suppress(TransportError), _apart(self._context):  # a device that is lost has none
             for event in made:

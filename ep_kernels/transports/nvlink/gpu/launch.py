@@ -23,7 +23,6 @@ DRIVER = "libcuda.so.1"
 _COOPERATIVE, _OVERLAPPED = 1, 2
 LAUNCH, COPIES = "cuLaunchKernelEx", "copies on a stream"
 _NAME, _TEXT = 0, 1
-_LIBRARY = native_of("nvlink")
 
 
 class Prepared(ctypes.Structure):
@@ -52,52 +51,41 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_repeat_copies": (c_int, (c_void_p, c_uint64, c_void_p, c_void_p)),
     "cd_quick_open": (c_int, (c_void_p, c_void_p)),
     "cd_quick_plan_bytes": (c_size_t, ()),
-}
-BOXES: dict[str, Signature] = {
+    # The rest needs no driver. Parts the stores and loads of Python before it from those behind it, on processors
+    # (Arm's) which would not keep them in order.
+    "cd_fence": (None, ()),
+    # native/box_words.cpp
     "cd_boxes_new": (c_void_p, (c_int, c_void_p, c_void_p, c_void_p)),
     "cd_boxes_flush": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "cd_boxes_handler": (c_void_p, ()),
     "cd_boxes_restart": (None, (c_void_p, c_uint64, c_uint64, c_uint64)),
     "cd_boxes_free": (None, (c_void_p,)),
-}
-"""Functions of native/box_words.cpp, which need no driver."""
-SAMPLES: dict[str, Signature] = {
+    # native/host_words.cpp
+    "cd_words_open": (c_void_p, (c_void_p,) * 4),
+    "cd_words_close": (None, (c_void_p,)),
+    "cd_words_handler": (c_void_p, ()),
+    # native/samples.cpp
     "cd_samples_whole": (c_int, (c_void_p, c_int, c_int, c_int64, c_void_p)),
     "cd_samples": (None, (c_void_p, c_void_p, c_int, c_int, c_int64, c_void_p)),
 }
-"""Functions of native/samples.cpp, which need none either."""
 
 
 @functools.cache
-def load(library: Native = _LIBRARY, driver: str = DRIVER) -> ctypes.CDLL:
+def library(native: Native = native_of("nvlink")) -> ctypes.CDLL:
+    """The library, for what needs no CUDA driver. Raises TransportError."""
+    return load_library("nvlink transport", native, _SIGNATURES)
+
+
+@functools.cache
+def load(native: Native = native_of("nvlink"), driver: str = DRIVER) -> ctypes.CDLL:
     """The library, with the CUDA driver found. Raises TransportError saying which of the two is missing, and the
     cure.
     """
-    found = load_library("nvlink transport", library, _SIGNATURES)
+    found = library(native)
     problem = found.cd_open(driver.encode())
     if problem is not None:
         raise TransportError(f"nvlink transport: cannot use the CUDA driver: {problem.decode()}; is one installed?")
     return found
-
-
-@functools.cache
-def fence(library: Native = _LIBRARY) -> Callable[[], None]:
-    """A call that parts the stores and loads of Python before it from those behind it, on processors (Arm's) which
-    would not keep them in order. Needs no driver. Raises TransportError."""
-    call: Callable[[], None] = load_library("nvlink transport", library, {"cd_fence": (None, ())}).cd_fence
-    return call
-
-
-@functools.cache
-def boxes(library: Native = _LIBRARY) -> ctypes.CDLL:
-    """The library, for what the network brings. Raises TransportError."""
-    return load_library("nvlink transport", library, BOXES)
-
-
-@functools.cache
-def samples(library: Native = _LIBRARY) -> ctypes.CDLL:
-    """The library, for latency records. Raises TransportError."""
-    return load_library("nvlink transport", library, SAMPLES)
 
 
 def run_ops(steps: Sequence[StreamOp], stream: int, library: ctypes.CDLL) -> None:

@@ -48,7 +48,7 @@ class HostPage:
         self._gone = torch.zeros(size, dtype=torch.int64, pin_memory=True, device="cpu")
         self._page = abi.HostPage.from_address(self._words.data_ptr())
         self._raw = memoryview(self._page).cast("B").cast("Q")  # the cheapest read
-        self._fence = launch.fence()
+        self._fence = launch.library().cd_fence
         self.clock_offset_ns = 0
         self._num_reported = 0
         self.none_dropped = False

@@ -28,7 +28,7 @@ from ctypes import addressof, c_uint64
 from ep_kernels.errors import AbortedError, PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.sending import STAYS, require, settled
+from ep_kernels.network.network import STAYS, require, settled
 from ep_kernels.telemetry import RING_SIZE
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink.gpu import launch
@@ -52,7 +52,7 @@ class Mailbox:
     """
 
     def __init__(self, rank: int, gone: Callable[[int], bool]) -> None:
-        self._rank, self._gone, self._fence = rank, gone, launch.fence()
+        self._rank, self._gone, self._fence = rank, gone, launch.library().cd_fence
         self.fd = os.memfd_create("crossdock-mailbox", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, PAGE_BYTES)
         self.remote: RemotePages | None = None

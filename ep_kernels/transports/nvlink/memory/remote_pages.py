@@ -11,32 +11,17 @@ epoch first.
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_void_p
 
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.network import Channel, Network
-from ep_kernels.transports.build import native_of
-from ep_kernels.transports.library import Signature
-from ep_kernels.transports.library import load as load_library
+from ep_kernels.network.network import Channel, ChannelMemory, Network
+from ep_kernels.transports.nvlink.gpu import launch
 
 PAGE_BYTES, BLOCK_WORDS = 4096, 9
 """As native/host_words.cpp has them."""
-_SIGNATURES: dict[str, Signature] = {
-    "cd_words_open": (c_void_p, (c_void_p,) * 4),
-    "cd_words_close": (None, (c_void_p,)),
-    "cd_words_handler": (c_void_p, ()),
-}
-
-
-@functools.cache
-def _load() -> ctypes.CDLL:
-    return load_library("nvlink transport", native_of("nvlink"), _SIGNATURES)
 
 
 class RemotePages:
@@ -59,7 +44,7 @@ class RemotePages:
     def __init__(
         self, config: NetworkConfig, rank: int, size: int, page: mmap.mmap, gone: int, timeout_s: float
     ) -> None:
-        self._lib, self._size = _load(), size
+        self._lib, self._size = launch.library(), size
         self._landing, self._pages = (mmap.mmap(-1, size * PAGE_BYTES, flags=mmap.MAP_PRIVATE) for _ in range(2))
         self._joined, self._told = (ctypes.c_int64 * size)(), [0] * size
         areas = (_address(self._landing), _address(self._pages), gone, ctypes.addressof(self._joined))

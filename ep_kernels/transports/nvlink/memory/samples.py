@@ -57,7 +57,7 @@ class SampleRing:
 
     def __init__(self, size: int, head: torch.Tensor, copy: Copy) -> None:
         self._size, self._head, self._copy = size, head, copy
-        self._native = launch.samples()
+        self._native = launch.library()
         shape = abi.SAMPLE_CAPACITY, abi.SAMPLE_WORDS + size
         self.records = torch.zeros(shape, dtype=torch.int64, device=head.device)
         self._lock = threading.Lock()

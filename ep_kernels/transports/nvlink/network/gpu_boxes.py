@@ -80,12 +80,10 @@ class CudaBoxes:
         self._descriptors: list[int] = []
 
     def reserve(self, num_bytes: int) -> int:
-        """See `Boxes`."""
         self._reserved = (int(call("cuMemAddressReserve", num_bytes, abi.BOX_UNIT, 0, 0)), num_bytes)
         return self._reserved[0]
 
     def take(self, address: int, num_bytes: int) -> int:
-        """See `Boxes`."""
         where = cuda.CUmemLocation()
         where.type, where.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, self.device
         kind = cuda.CUmemAllocationProp()
@@ -109,7 +107,6 @@ class CudaBoxes:
         return self._descriptors[-1]
 
     def close(self) -> None:
-        """See `Boxes`."""
         self.close_in_child()
         while self._taken:
             address, num_bytes, handle = self._taken.pop()
@@ -121,6 +118,5 @@ class CudaBoxes:
         self._reserved = (0, 0)
 
     def close_in_child(self) -> None:
-        """See `Boxes`."""
         while self._descriptors:
             os.close(self._descriptors.pop())

@@ -25,8 +25,7 @@ from typing import Protocol
 from ep_kernels.errors import TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.channel_memory import ChannelMemory
-from ep_kernels.network.network import Channel, Network
+from ep_kernels.network.network import Channel, ChannelMemory, Network
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.network.boxes import Boxes, Flush
 
@@ -48,7 +47,7 @@ class BoxAccess(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A access, and why no better one."""
+    """An access, and why no better one."""
 
     access: BoxAccess
     why: str
@@ -122,7 +121,7 @@ def _try(network: NetworkConfig, rank: int, boxes: Boxes) -> None:
         address = boxes.reserve(abi.BOX_UNIT)
         descriptors = (ctypes.c_int32 * 2)(boxes.take(address, abi.BOX_UNIT), -1)
         memory = ChannelMemory(
-            address, abi.BOX_UNIT, address, abi.BOX_UNIT, launch.boxes().cd_boxes_handler(), 0,
+            address, abi.BOX_UNIT, address, abi.BOX_UNIT, launch.library().cd_boxes_handler(), 0,
             dma_bufs=ctypes.addressof(descriptors), device=boxes.device,
         )  # fmt: skip
         channel = Channel(Network.of(network), rank, 1, memory, _TRIAL_S)

@@ -23,10 +23,8 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ConfigError, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
-from ep_kernels.network.channel_memory import ChannelMemory
 from ep_kernels.network.greeting import NetworkTicket
-from ep_kernels.network.network import Channel, Network
-from ep_kernels.network.sending import settled
+from ep_kernels.network.network import Channel, ChannelMemory, Network, settled
 from ep_kernels.transports.nvlink.calls.plan import slice_lag, slices_of
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.memory.host_page import HostPage
@@ -81,7 +79,7 @@ class RemoteRanks:
         self._dma_bufs = (ctypes.c_int32 * (2 * size))(*[-1] * (2 * size))
         # Words that kernels and the network's handler share.
         self.words = torch.zeros(len(abi.FLAGS), size, dtype=torch.int64, pin_memory=True, device="cpu")
-        self._lib = launch.boxes()
+        self._lib = launch.library()
         self._slices = torch.zeros(2, size, dtype=torch.int64, device="cpu", pin_memory=True)
         words, slices = self.words.data_ptr(), self._slices.data_ptr()
         self._native = self._lib.cd_boxes_new(size, words, slices, host.gone_address)

@@ -1,7 +1,7 @@
 """Whether two versions of the sources compile to the same machine code, for every kernel variant. Needs no GPU.
 
-    python -m ep_kernels.tools.same_code v0.1.0 .                   a git revision against this checkout
-    python -m ep_kernels.tools.same_code ../before . --arch sm_100a --only ll_dispatch
+    python -m benchmarks.same_code v0.1.0 .                   a git revision against this checkout
+    python -m benchmarks.same_code ../before . --arch sm_100a --only ll_dispatch
 
 Both versions are compiled with the NVRTC of this environment. It compares the bytes of functions and compiler-made
 constants, registers and static shared memory. It does not compare names, line numbers and debug sections, nor what
@@ -26,8 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import kernels, scoreboards
 from ep_kernels import jit
-from ep_kernels.transports.nvlink import inspection, scoreboards
 
 # Runs in processes of its own, which import the version's `ep_kernels`; `worker` of `num_workers` compiles its part.
 _COMPILE = """
@@ -78,7 +78,7 @@ def code_of(cubin: bytes) -> Code:
 
 def instructions(cubin: bytes) -> list[str] | None:
     """Instructions without addresses and names of labels; None where there is no nvdisasm."""
-    listing = inspection.disassemble(cubin)
+    listing = kernels.disassemble(cubin)
     return None if listing is None else [_TARGET.sub("label", text) for _, _, text, _ in scoreboards.lines(listing)]
 
 
@@ -122,7 +122,7 @@ def _read_functions(listing: str) -> dict[str, DeviceFunction]:
 def functions(cubin: bytes) -> list[str] | None:
     """The bodies of its functions without names, places and order; None where that is not known: no nvdisasm, or an
     instruction reads the table of constants."""
-    listing = inspection.disassemble(cubin)
+    listing = kernels.disassemble(cubin)
     if listing is None or _NAMED_TABLE in listing:
         return None
     found, called = _read_functions(listing), dict[str, str]()
@@ -232,7 +232,7 @@ def show(found: Mapping[str, str], title: str, arch: str) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Parse the command line, compile both versions, print the table; the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m ep_kernels.tools.same_code",
+        prog="python -m benchmarks.same_code",
         description="Compare the machine code of two versions of the kernels.",
     )
     parser.add_argument("old", help="a checkout, or a git revision")

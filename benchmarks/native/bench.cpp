@@ -1,4 +1,5 @@
-// What benchmarks/network.py measures where Python would be most of the time.
+// What benchmarks measure where Python would be most of the time: benchmarks/network.py and, at the end, the host's
+// half of benchmarks/gpu/network_push.py.
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
@@ -11,24 +12,13 @@
 
 #include "proxy.hpp"
 
-#define CN_API extern "C" __attribute__((visibility("default")))
+#define CD_API extern "C" __attribute__((visibility("default")))
+
+CD_API const char* cd_build_id() { return CD_BUILD_ID; }
 
 namespace {
 
 constexpr int64_t kGiveUpNs = 60'000'000'000, kMessageNs = 10'000'000'000;
-
-// What has arrived at one end. Mirrored by benchmarks/network.py.
-struct Mark {
-  std::atomic<uint64_t> count;
-  std::atomic<int64_t> at_ns;
-};
-
-void mark(void* context, int32_t, cd::NetEvent event, uint64_t) {
-  if (event != cd::NetEvent::arrived) return;
-  auto* m = static_cast<Mark*>(context);
-  m->at_ns.store(cd::now_ns(), std::memory_order_relaxed);
-  m->count.store(m->count.load(std::memory_order_relaxed) + 1, std::memory_order_release);
-}
 
 // Spins; gives the processor away now and then, which another thread may need.
 template <typename Done>
@@ -78,19 +68,17 @@ void* push_all(void* given) {
 
 }  // namespace
 
-CN_API void* cn_bench_ponger() { return reinterpret_cast<void*>(&pong); }
+CD_API void* cd_bench_ponger() { return reinterpret_cast<void*>(&pong); }
 // Starts a ping-pong of `p->rounds`; `p->done` counts them.
-CN_API void cn_bench_ping(void* pong) {
+CD_API void cd_bench_ping(void* pong) {
   auto* p = static_cast<Pong*>(pong);
   p->at_ns = cd::now_ns();
   p->box->push(p->rank, 0, p->bytes, 0);
   cd::wake(*p->box);
 }
 
-CN_API void* cn_bench_handler() { return reinterpret_cast<void*>(&mark); }
-
 // ns [rounds]: from before a push, by another thread, until after the pop. 0 or an errno.
-CN_API int cn_bench_ring(int64_t rounds, int64_t* ns) {
+CD_API int cd_bench_ring(int64_t rounds, int64_t* ns) {
   void* memory = aligned_alloc(64, sizeof(cd::Outbox));
   if (!memory) return ENOMEM;
   memset(memory, 0, sizeof(cd::Outbox));
@@ -112,10 +100,10 @@ CN_API int cn_bench_ring(int64_t rounds, int64_t* ns) {
   return error;
 }
 
-// ns [rounds]: from before the push until the other end's handler; `at` is the Mark of that end. 0, or ETIMEDOUT: one
-// has not come in 10 s.
-CN_API int cn_bench_mail(cd::NetChannel* c, void* at, int rank, uint32_t bytes, int64_t rounds, int64_t* ns) {
-  Mark& m = *static_cast<Mark*>(at);
+// ns [rounds]: from before the push until the other end's handler; `at` is the cd::Mark of that end. 0, or ETIMEDOUT:
+// one has not come in 10 s.
+CD_API int cd_bench_mail(cd::NetChannel* c, void* at, int rank, uint32_t bytes, int64_t rounds, int64_t* ns) {
+  cd::Mark& m = *static_cast<cd::Mark*>(at);
   for (int64_t i = 0; i < rounds; ++i) {
     const uint64_t before = m.count.load(std::memory_order_acquire);
     const int64_t begun = cd::now_ns();
@@ -133,7 +121,7 @@ CN_API int cn_bench_mail(cd::NetChannel* c, void* at, int rank, uint32_t bytes, 
 }
 
 // The same without ring and proxy: one thread, one connection, 16 bytes and `bytes`. 0 or an errno.
-CN_API int cn_bench_sockets(int out, int in, const void* from, void* to, uint32_t bytes, int64_t rounds, int64_t* ns) {
+CD_API int cd_bench_sockets(int out, int in, const void* from, void* to, uint32_t bytes, int64_t rounds, int64_t* ns) {
   char header[16] = {};
   for (int64_t i = 0; i < rounds; ++i) {
     const int64_t begun = cd::now_ns();
@@ -166,9 +154,9 @@ CN_API int cn_bench_sockets(int out, int in, const void* from, void* to, uint32_
 // Sends `count` messages, each to its rank and from the end of the one before, the first from `offset`, and waits until
 // `until` have come here in all and the own are gone. `nap_ns`: between looks; 0: spins. Nanoseconds, -1: it took too
 // long.
-CN_API int64_t cn_bench_stream(cd::NetChannel* c, void* here, const int32_t* ranks, const uint32_t* bytes,
+CD_API int64_t cd_bench_stream(cd::NetChannel* c, void* here, const int32_t* ranks, const uint32_t* bytes,
                                int64_t count, uint64_t offset, uint64_t until, int64_t nap_ns) {
-  Mark& m = *static_cast<Mark*>(here);
+  cd::Mark& m = *static_cast<cd::Mark*>(here);
   const int64_t begun = cd::now_ns();
   for (int64_t i = 0; i < count; ++i) {
     spin_until([&] { return c->outbox->push(ranks[i], offset, bytes[i], 0); });
@@ -185,4 +173,22 @@ CN_API int64_t cn_bench_stream(cd::NetChannel* c, void* here, const int32_t* ran
     cd::relax();
   }
   return cd::now_ns() - begun;
+}
+
+CD_API uint64_t cd_bench_box_bytes() { return sizeof(cd::Outbox); }
+
+// Takes `rounds` descriptors out of a ring that begins with zeros, and tells the kernel of each by a word, as a proxy
+// does when a message has come. ns [rounds]: the host's clock in between. 0: done; 1: nothing came for `give_up_ns`.
+CD_API int cd_bench_echo(cd::Outbox* box, std::atomic<uint64_t>* word, int64_t rounds, int64_t give_up_ns,
+                         int64_t* ns) {
+  cd::Order order;
+  for (int64_t i = 0; i < rounds; ++i) {
+    const int64_t until = cd::now_ns() + give_up_ns;
+    while (!box->pop(&order)) {
+      if (cd::now_ns() > until) return 1;
+    }
+    ns[i] = cd::now_ns();
+    word->store(uint64_t(i + 1), std::memory_order_release);
+  }
+  return 0;
 }
