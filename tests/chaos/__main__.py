@@ -33,7 +33,7 @@ from tests.chaos.world import World
 from tests.frozen import frozen
 from tests.services.replicas import LEASE_S
 
-MOST_SECONDS = 600
+MOST_SECONDS, MOST_WORKERS = 600, 12
 SETTLE_S = 60.0
 NUM_CLIENTS = 2
 
@@ -178,17 +178,17 @@ def summarise(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def network(kind: str) -> tuple[Ways, str]:
+def network(kind: str, num_workers: int) -> tuple[Ways, str]:
     """The ways of that kind, and why it is not namespaces, "" = it is. This process may start anew, with --inside."""
     why = "asked for proxies"
     if kind == "namespaces":
         why = become([*sys.argv[1:], "--network", "inside"], "tests.chaos")
     if kind == "inside":
         try:
-            return Namespaced(), ""
+            return Namespaced(num_workers), ""
         except NoNamespaces as error:
             why = str(error)
-    return Proxied(), why
+    return Proxied(num_workers), why
 
 
 def parse() -> argparse.Namespace:
@@ -203,7 +203,10 @@ def parse() -> argparse.Namespace:
         default="namespaces",
         help="what lines are; proxies wherever namespaces are not allowed (inside: this process is in one)",
     )
-    parser.add_argument("--hosts", type=int, default=1, help=f"1 to {NUM_WORKERS}, among which the workers are divided")
+    parser.add_argument("--workers", type=int, default=NUM_WORKERS, help=f"2 to {MOST_WORKERS}")
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="among which the workers are divided; no more than workers"
+    )
     parser.add_argument(
         "--provider", choices=("tcp", "shuffle(tcp)"), default="tcp", help="of their rows; shuffle: in any order"
     )
@@ -211,8 +214,10 @@ def parse() -> argparse.Namespace:
         "--two-hops", action="store_true", help="a host adds its partials and returns one row per token"
     )
     arguments = parser.parse_args()
-    if not 0 < arguments.hosts <= NUM_WORKERS:
-        parser.error(f"--hosts: expected 1..{NUM_WORKERS}, got {arguments.hosts}")
+    if not 2 <= arguments.workers <= MOST_WORKERS:
+        parser.error(f"--workers: expected 2..{MOST_WORKERS}, got {arguments.workers}")
+    if not 0 < arguments.hosts <= arguments.workers:
+        parser.error(f"--hosts: expected 1..{arguments.workers}, got {arguments.hosts}")
     if not 0 < arguments.seconds <= MOST_SECONDS:
         parser.error(f"--seconds: expected 0..{MOST_SECONDS}, got {arguments.seconds:g}")
     return arguments
@@ -227,14 +232,14 @@ def facts_of_run() -> dict[str, object]:
 def main() -> int:
     """Run, print, write; the exit status."""
     arguments = parse()
-    ways, why = network(arguments.network)
+    ways, why = network(arguments.network, arguments.workers)
     folder = Path(tempfile.mkdtemp(prefix="crossdock-chaos-"))
     print(f"seed {arguments.seed}; network: {ways.kind}{f' ({why})' if why else ''}; logs in {folder}", flush=True)
     load_before, found = os.getloadavg()[0], facts_of_run()
     hosts, provider, two_hops = arguments.hosts, arguments.provider, arguments.two_hops
     outcome = run(arguments.seconds, arguments.seed, folder, ways, hosts, provider, two_hops)
     summary = {"seed": arguments.seed, "seconds": arguments.seconds, "network": ways.kind, "no_namespaces": why}
-    summary |= {"hosts": hosts, "provider": provider, "two_hops": two_hops}
+    summary |= {"workers": arguments.workers, "hosts": hosts, "provider": provider, "two_hops": two_hops}
     summary |= {"load_average_before": round(load_before, 2), "load_average_after": round(os.getloadavg()[0], 2)}
     summary |= summarise(outcome)
     if arguments.out:

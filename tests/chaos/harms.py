@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from tests.chaos.netns import Host
-from tests.chaos.ways import NUM_CONTROLS, NUM_WORKERS, Line, Namespaced
+from tests.chaos.ways import NUM_CONTROLS, Line, Namespaced
 from tests.chaos.world import World
 from tests.services.replicas import Replica
 
@@ -154,7 +154,7 @@ class Harms:
         return "lease deleted"
 
     def _worker(self) -> int:
-        return self._random.randrange(NUM_WORKERS)
+        return self._random.randrange(len(self._world.ways.workers))
 
     def _leader(self) -> int:
         """Number of the leader; while there is none, of any."""
@@ -191,18 +191,18 @@ class Cuts:
         return self._isolate(self._ways.hosts[self._leader()], seconds)
 
     def orphan_worker(self, seconds: float) -> str:
-        number = self._random.randrange(NUM_WORKERS)
+        number = self._random.randrange(len(self._ways.workers))
         words = f"worker {number} cut off from the control planes"
         return _cut(words, seconds * self._longer(), *self._ways.from_controls(number))
 
     def cut_rows(self, seconds: float) -> str:
         """Two workers no longer reach each other; both reach everybody else."""
-        one, other = self._random.sample(range(NUM_WORKERS), 2)
+        one, other = self._random.sample(range(len(self._ways.workers)), 2)
         words = f"workers {one} and {other} cut off from each other"
         return _cut(words, seconds * self._longer(), *self._ways.between_workers(one, other))
 
     def reset_rows(self, _: float) -> str:
-        one, other = self._random.sample(range(NUM_WORKERS), 2)
+        one, other = self._random.sample(range(len(self._ways.workers)), 2)
         many = self._ways.fabric.reset(self._ways.machines[one], self._ways.machines[other])
         return f"{many} connections between workers {one} and {other} reset"
 

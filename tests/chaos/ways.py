@@ -44,7 +44,7 @@ class Place:
 
 
 class Ways(ABC):
-    """Of `NUM_CONTROLS` control planes, `NUM_WORKERS` workers, clients, and the server of the lease at `api`.
+    """Of `NUM_CONTROLS` control planes, some workers, clients, and the server of the lease at `api`.
 
     Attributes:
         kind: "namespaces" or "proxies".
@@ -87,13 +87,13 @@ class Proxied(Ways):
 
     kind = "proxies"
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int = NUM_WORKERS) -> None:
         self._network = Network()
         self._controls: list[Proxy] = []
         self._workers: list[Proxy] = []
         self._leases: dict[int, Proxy] = {}
         self.controls = [self._place(self._controls) for _ in range(NUM_CONTROLS)]
-        self.workers = [self._place(self._workers) for _ in range(NUM_WORKERS)]
+        self.workers = [self._place(self._workers) for _ in range(num_workers)]
 
     def _place(self, lines: list[Proxy]) -> Place:
         listen, advertised = (f"127.0.0.1:{lasting_port()}" for _ in range(2))
@@ -133,14 +133,14 @@ class Namespaced(Ways):
     kind = "namespaces"
     api_host = "0.0.0.0"
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int = NUM_WORKERS) -> None:
         self.fabric = Fabric()
         with contextlib.ExitStack() as undo:
             undo.callback(self.fabric.close)
             self._home = self.fabric.home(1)
             self._api = self.fabric.alias(self._home, 2)
             self.hosts = [self.fabric.host(f"control-{i}", 10 + i) for i in range(NUM_CONTROLS)]
-            self.machines = [self.fabric.host(f"worker-{i}", 20 + i) for i in range(NUM_WORKERS)]
+            self.machines = [self.fabric.host(f"worker-{i}", 20 + i) for i in range(num_workers)]
             undo.pop_all()
         self.controls = [_place(host) for host in self.hosts]
         self.workers = [_place(host) for host in self.machines]

@@ -17,7 +17,7 @@ from crossdock.common.control_channel import current_view
 from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
-from tests.chaos.ways import NUM_WORKERS, Place, Ways
+from tests.chaos.ways import Place, Ways
 from tests.services.cluster import write_model
 from tests.services.lease_api import LeaseApi
 from tests.services.replicas import Replica
@@ -82,7 +82,7 @@ class World:
     def _control(self, number: int, place: Place) -> Replica:
         kubeconfig = self.api.kubeconfig(self.folder, self.ways.lease(number, self.api.server_port))
         settings = (
-            f"world_size={NUM_WORKERS}",
+            f"world_size={len(self.ways.workers)}",
             "recover_s=5",
             f"lease_s={LEASE_S}",
             f"advertise={place.advertised}",
