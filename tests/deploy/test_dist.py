@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import yaml
 
 import crossdock
 from tests.house.tree import ROOT
@@ -58,9 +57,11 @@ def test_the_images_context_is_what_the_dockerfile_reads(dist: ModuleType) -> No
     assert not [name for name in found if name.endswith((".so", ".pyc"))]
 
 
-def test_a_release_is_made_of_the_files_that_make_dist_writes() -> None:
-    release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yaml").read_text())
-    said = "\n".join(step.get("run", "") for step in release["jobs"]["files"]["steps"])
-    assert "make dist" in said
-    assert "dist/crossdock-chart-*.tgz" in said
-    assert release["jobs"]["images"]["strategy"]["matrix"]["target"] == ["control", "worker"]
+def test_the_sums_are_of_every_file_and_not_of_themselves(dist: ModuleType, tmp_path: Path) -> None:
+    for name in ("b.tgz", "a.json"):
+        (tmp_path / name).write_text(name)
+    assert [path.name for path in dist.add_sums(tmp_path)] == ["a.json", "b.tgz"]
+    before = (tmp_path / "SHA256SUMS").read_text()
+    assert [line.split()[1] for line in before.splitlines()] == ["a.json", "b.tgz"]
+    dist.add_sums(tmp_path)
+    assert (tmp_path / "SHA256SUMS").read_text() == before
