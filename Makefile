@@ -198,7 +198,7 @@ dist: $(DEV) ## Everything that a release consists of, into dist/: wheel, sdist,
 release-check: $(DEV) $(RELEASE) ## All of a release of this commit but its publication, from a clean clone, into dist/ (ARGS="--without bare")
 	rm -rf build/release
 	git clone --quiet --no-hardlinks . build/release
-	cd build/release && PYTHONPATH=.:services $(abspath $(PY)) deploy/release.py $(abspath dist) --tools $(abspath $(RELEASE_VENV))/bin $(ARGS)
+	cd build/release && $(abspath $(PY)) -m deploy.release $(abspath dist) --tools $(abspath $(RELEASE_VENV))/bin $(ARGS)
 
 venv: $(DEV) ## Install everything for development into .venv
 

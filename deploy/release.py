@@ -1,6 +1,6 @@
 """`make release-check`: everything of a release but its publication, from the commit in whose clone this file lies.
 
-    python deploy/release.py FOLDER --tools VENV/bin [--without STEP]... [--family NAME]... [--suite NAME]...
+    python -m deploy.release FOLDER --tools VENV/bin [--without STEP]... [--family NAME]... [--suite NAME]...
 
 Fills FOLDER with the files of `deploy/dist.py` and a list of components (SBOM, CycloneDX), tries them, and prints what
 each step found. A step that this machine cannot run is skipped with the reason. Exit status 1: a step failed; those
@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import dist
-
+from deploy import dist
 from tests import bare
 
 EXAMPLE = dist.CHART / "examples" / "laptop.yaml"

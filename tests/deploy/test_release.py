@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
 import crossdock
+from deploy import release
 from tests.house.tree import ROOT
 
 
-@pytest.fixture(scope="module")
-def release() -> Iterator[ModuleType]:
-    """deploy/release.py, which imports the file beside it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "deploy"))
-        yield importlib.import_module("release")
-        for name in ("release", "dist"):
-            sys.modules.pop(name, None)
-
-
 @pytest.fixture
-def made(release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A release of a tree that has a version, a changelog and no tag."""
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n## 1.2.3: what it is\n")
     monkeypatch.setattr(release.dist, "ROOT", tmp_path)
@@ -37,7 +25,7 @@ def made(release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return release.Release(tmp_path / "dist", tmp_path, tmp_path)
 
 
-def test_code_changelog_and_chart_of_this_tree_agree(release: ModuleType, tmp_path: Path) -> None:
+def test_code_changelog_and_chart_of_this_tree_agree(tmp_path: Path) -> None:
     assert release.Release(tmp_path, tmp_path, tmp_path).number == crossdock.__version__
     assert re.search(rf"^## {re.escape(crossdock.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
@@ -45,12 +33,12 @@ def test_code_changelog_and_chart_of_this_tree_agree(release: ModuleType, tmp_pa
 @pytest.mark.parametrize(
     ("tags", "found"), [("", "1.2.3, no tag on this commit"), ("nightly\nv1.2.3\n", "1.2.3, tagged")]
 )
-def test_a_version(made: Any, release: ModuleType, monkeypatch: pytest.MonkeyPatch, tags: str, found: str) -> None:
+def test_a_version(made: Any, monkeypatch: pytest.MonkeyPatch, tags: str, found: str) -> None:
     monkeypatch.setattr(release.dist, "run", lambda *words: tags)
     assert made.version() == found
 
 
-def test_another_tag_is_refused(made: Any, release: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_tag_is_refused(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release.dist, "run", lambda *words: "v1.2.4\n")
     with pytest.raises(SystemExit, match=r"expected v1\.2\.3, got v1\.2\.4"):
         made.version()
@@ -62,7 +50,7 @@ def test_a_version_without_a_section_of_the_changelog_is_refused(made: Any, tmp_
         made.version()
 
 
-def test_steps_behind_one_that_failed_are_not_begun(made: Any, release: ModuleType) -> None:
+def test_steps_behind_one_that_failed_are_not_begun(made: Any) -> None:
     begun: list[str] = []
 
     def step(name: str, problem: BaseException | None = None) -> Any:
@@ -91,7 +79,7 @@ def test_steps_behind_one_that_failed_are_not_begun(made: Any, release: ModuleTy
 
 
 def test_a_failure_is_the_exit_status(
-    release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(tmp_path / "dist"), "--tools", str(tmp_path)]
     monkeypatch.setattr(release, "STEPS", {"version": lambda _: sys.exit("expected 1, got 2")})
@@ -101,7 +89,7 @@ def test_a_failure_is_the_exit_status(
     assert release.main(words) == 0
 
 
-def test_what_the_machine_lacks_is_named(made: Any, release: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_machine_lacks_is_named(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release.shutil, "which", lambda name: None)
     for step, reason in (("chart", "no helm on PATH"), ("bare", "needs root and debootstrap")):
         with pytest.raises(release.Skipped, match=reason):
@@ -122,4 +110,4 @@ def test_the_workflow_publishes_the_files_that_this_has_checked() -> None:
 
 def test_the_check_is_of_a_clean_clone() -> None:
     recipe = (ROOT / "Makefile").read_text().partition("\nrelease-check:")[2].partition("\n\n")[0]
-    assert recipe.index("git clone") < recipe.index("cd build/release && ") < recipe.index("deploy/release.py")
+    assert recipe.index("git clone") < recipe.index("cd build/release && ") < recipe.index("deploy.release")
