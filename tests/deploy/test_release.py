@@ -96,6 +96,33 @@ def test_what_the_machine_lacks_is_named(made: Any, monkeypatch: pytest.MonkeyPa
             getattr(made, step)()
 
 
+def test_the_demo_runs_from_the_wheel_alone(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[list[str], Path | None]] = []
+
+    def run(*words: object, cwd: Path | None = None) -> str:
+        called.append(([str(word) for word in words], cwd))
+        return '{"passed": true, "rows": [{}, {}]}'
+
+    monkeypatch.setattr(release.dist, "run", run)
+    made.folder.mkdir()
+    (made.folder / "crossdock-1.2.3-py3-none-linux_x86_64.whl").touch()
+    made.families = ["mixtral"]
+    assert "2 models from the wheel" in made.demo()
+    python = tmp_path / "installed" / "bin" / "python"
+    assert called[1][0] == [str(python), *["-m", "pip", "install", "--quiet"], f"{made.wheel}[demo]"]
+    assert called[2] == ([str(python.with_name("crossdock")), *["demo", "--json", "--family", "mixtral"]], tmp_path)
+
+
+def test_a_list_of_components_must_have_what_the_wheel_needs(made: Any) -> None:
+    made.folder.mkdir()
+    path = made.folder / "crossdock-1.2.3.cdx.json"
+    path.write_text('{"components": [{"name": "grpcio"}, {"name": "Torch"}]}')
+    with pytest.raises(SystemExit, match="expected protobuf among its components"):
+        made.components()
+    path.write_text('{"components": [{"name": "grpcio"}, {"name": "Torch"}, {"name": "protobuf"}]}')
+    assert made.components() == "crossdock-1.2.3.cdx.json: 3 components"
+
+
 def test_the_workflow_publishes_the_files_that_this_has_checked() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yaml").read_text())
     steps = workflow["jobs"]["files"]["steps"]
