@@ -115,9 +115,12 @@ class Release:
         path = self.folder / f"crossdock-{self.number}.cdx.json"
         how = ("--pyproject", dist.ROOT / "pyproject.toml", "--output-reproducible", "--output-file", path)
         dist.run(self.tools / "cyclonedx-py", "environment", *how, self.python)
-        names = {part["name"].lower() for part in json.loads(path.read_text())["components"]}
+        bom = json.loads(path.read_text())
+        names = {part["name"].lower() for part in bom["components"]}
         if lost := {"grpcio", "protobuf", "torch"} - names:
             sys.exit(f"{path.name}: expected {', '.join(sorted(lost))} among its components")
+        bom["metadata"]["component"]["version"] = self.number  # which pyproject.toml does not have itself
+        path.write_text(json.dumps(bom, indent=2) + "\n")
         return f"{path.name}: {len(names)} components"
 
     def chart(self) -> str:

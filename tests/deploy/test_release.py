@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -116,11 +117,13 @@ def test_the_demo_runs_from_the_wheel_alone(made: Any, tmp_path: Path, monkeypat
 def test_a_list_of_components_must_have_what_the_wheel_needs(made: Any) -> None:
     made.folder.mkdir()
     path = made.folder / "crossdock-1.2.3.cdx.json"
-    path.write_text('{"components": [{"name": "grpcio"}, {"name": "Torch"}]}')
+    bom = {"metadata": {"component": {}}, "components": [{"name": "grpcio"}, {"name": "Torch"}]}
+    path.write_text(json.dumps(bom))
     with pytest.raises(SystemExit, match="expected protobuf among its components"):
         made.components()
-    path.write_text('{"components": [{"name": "grpcio"}, {"name": "Torch"}, {"name": "protobuf"}]}')
+    path.write_text(json.dumps(bom | {"components": [*bom["components"], {"name": "protobuf"}]}))
     assert made.components() == "crossdock-1.2.3.cdx.json: 3 components"
+    assert json.loads(path.read_text())["metadata"]["component"]["version"] == "1.2.3"
 
 
 def test_the_workflow_publishes_the_files_that_this_has_checked() -> None:
