@@ -146,8 +146,8 @@ class Release:
             (root / bare.TREE / "dist").mkdir()
             shutil.copy(self.wheel, root / bare.TREE / "dist")
             families = "".join(f" --family {name}" for name in self.families)
-            install = f"/root/moe/bin/python -m pip install --quiet 'dist/{self.wheel.name}[demo]'"
-            script = f"python3 -m venv /root/moe && {install} && cd /root && /root/moe/bin/crossdock demo{families}"
+            install = f"../moe/bin/python -m pip install --quiet 'dist/{self.wheel.name}[demo]'"
+            script = f"python3 -m venv ../moe && {install} && cd .. && moe/bin/crossdock demo{families}"
             ended = bare.run(root, f"sh -c {shlex.quote(script)}")
             if ended.status:
                 sys.exit("\n".join([f"{suite}: exit status {ended.status}", *ended.words]))
