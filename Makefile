@@ -12,6 +12,8 @@ PROTO_VENV := $(VENV)-proto
 CONTROL_VENV := $(VENV)-control
 VLLM_VENV := $(VENV)-vllm
 UV_VENV := $(VENV)-uv
+DOCS_VENV := $(VENV)-docs
+RELEASE_VENV := $(VENV)-release
 PIP := -m pip --disable-pip-version-check --quiet
 # setuptools warns that an editable installation finds this folder's packages, which is the point of it.
 EDITABLE := PYTHONWARNINGS=ignore $(PY) $(PIP) install --editable
@@ -22,8 +24,10 @@ KEY := $(shell cat $(BUILT_FROM) 2>/dev/null | cksum | cut -d ' ' -f 1)
 CONTROL_KEY := $(shell cat $(BUILT_FROM) $$(find services -name '*.py') 2>/dev/null | cksum | cut -d ' ' -f 1)
 DEMO := $(VENV)/installed-demo-$(KEY)
 DEV := $(VENV)/installed-dev-$(KEY)
+RELEASE := $(RELEASE_VENV)/installed-$(shell cksum <deploy/release-requirements.txt | cut -d ' ' -f 1)
 PROTO := $(PROTO_VENV)/installed-1.76.0
 UV := $(UV_VENV)/installed-0.13.9
+DOCS := $(DOCS_VENV)/installed-$(shell cksum <deploy/site/requirements.txt | cut -d ' ' -f 1)
 CONTROL := $(CONTROL_VENV)/installed-$(CONTROL_KEY)
 # The vLLM whose classes run in the tests, and the newest, of which only the Python part is needed.
 VLLM_VERSION := 0.26.0
@@ -109,6 +113,9 @@ proto-check: $(PROTO) ## Fail if services/crossdock/protocol/v1 is not what prot
 schema: $(DEV) ## Generate the chart's values.schema.json and the metrics table from the types
 	$(PY) -m tests.house.generate
 
+docs: $(DOCS) ## Build the site of the documents into build/docs; dead links and anchors fail
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file deploy/site/mkdocs.yaml $(ARGS)
+
 control-alone: $(CONTROL) ## Install the control plane by itself, without torch, and run it
 	$(CONTROL_VENV)/bin/python tests/deploy/control_alone.py
 
@@ -193,6 +200,11 @@ dist: $(DEV) ## Everything that a release consists of, into dist/: wheel, sdist,
 	$(PY) -m ep_kernels.tools.kernels --ship
 	$(PY) deploy/dist.py dist
 
+release-check: $(DEV) $(RELEASE) ## All of a release of this commit but its publication, from a clean clone, into dist/ (ARGS="--without bare")
+	rm -rf build/release
+	git clone --quiet --no-hardlinks . build/release
+	cd build/release && $(abspath $(PY)) -m deploy.release $(abspath dist) --tools $(abspath $(RELEASE_VENV))/bin $(ARGS)
+
 venv: $(DEV) ## Install everything for development into .venv
 
 image: ## Build the container images crossdock-control and crossdock-worker
@@ -200,12 +212,12 @@ image: ## Build the container images crossdock-control and crossdock-worker
 	docker build --target worker $(IMAGE_FLAGS) --tag crossdock-worker --tag crossdock-worker:$(VERSION) .
 
 clean: ## Remove the virtual environments, caches and built files
-	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) $(VLLM_VENV) $(UV_VENV) $(VENV)-engines build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PROTO_VENV) $(CONTROL_VENV) $(VLLM_VENV) $(UV_VENV) $(DOCS_VENV) $(RELEASE_VENV) $(VENV)-engines build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf crossdock.egg-info services/crossdock.egg-info
 	rm -rf ep_kernels/cubins
 	find benchmarks ep_kernels -name '*.so' -delete
 
-$(VENV)/bin/python $(PROTO_VENV)/bin/python $(CONTROL_VENV)/bin/python $(VLLM_VENV)/bin/python $(UV_VENV)/bin/python:
+$(VENV)/bin/python $(PROTO_VENV)/bin/python $(CONTROL_VENV)/bin/python $(VLLM_VENV)/bin/python $(UV_VENV)/bin/python $(DOCS_VENV)/bin/python $(RELEASE_VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3: expected >= 3.11, got " + sys.version)'
 	@echo "making $(@:/bin/python=)"
 	$(PYTHON) -m venv $(@:/bin/python=)
@@ -229,6 +241,16 @@ $(PROTO): | $(PROTO_VENV)/bin/python
 
 $(UV): | $(UV_VENV)/bin/python
 	$(UV_VENV)/bin/python $(PIP) install 'uv==0.13.9'
+	@touch $@
+
+$(DOCS): | $(DOCS_VENV)/bin/python
+	$(DOCS_VENV)/bin/python $(PIP) install --requirement deploy/site/requirements.txt
+	@rm -f $(DOCS_VENV)/installed-*
+	@touch $@
+
+$(RELEASE): | $(RELEASE_VENV)/bin/python
+	$(RELEASE_VENV)/bin/python $(PIP) install --requirement deploy/release-requirements.txt
+	@rm -f $(RELEASE_VENV)/installed-*
 	@touch $@
 
 $(CONTROL): | $(CONTROL_VENV)/bin/python

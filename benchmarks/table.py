@@ -6,9 +6,11 @@ links' bound that crossdock reaches. Figures of two folders are never mixed.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from benchmarks import facts, report
 
@@ -70,12 +72,14 @@ def markdown(folder: Path) -> str:
     return "\n\n".join(parts)
 
 
-def heading(run: dict[str, object]) -> str:
-    """GPU, date, commit, driver."""
-    return (
-        f"{run['num_gpus']} x {run['gpu']}, {str(run['date'])[:10]}, commit `{str(run['commit'])[:12]}`, driver "
-        f"{run['driver']}, torch {run['torch']}, NCCL {run['nccl']}"
-    )
+def heading(run: dict[str, Any]) -> str:
+    """GPUs or processors, date, commit, and versions, as far as the run tells."""
+    machine = f"{run['num_gpus']} x {run['gpu']}" if "gpu" in run else f"{run['num_cpus']} x {run['processor']}"
+    commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", str(run["commit"]))
+    versions = {"driver": "driver", "torch": "torch", "nccl": "NCCL", "vllm": "vLLM"}
+    known = run | run.get("libraries", {})
+    parts = [machine, str(run["date"])[:10], f"commit `{commit}`"]
+    return ", ".join([*parts, *(f"{shown} {known[name]}" for name, shown in versions.items() if name in known)])
 
 
 def payload(line: Csv) -> str:
@@ -86,7 +90,8 @@ def payload(line: Csv) -> str:
     return out if out == back else f"{out} + {back}"
 
 
-def _grid(head: list[str], body: Iterable[list[str]]) -> str:
+def grid(head: list[str], body: Iterable[list[str]]) -> str:
+    """A table of Markdown."""
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -108,7 +113,7 @@ def _by_backend(lines: list[Csv], key: tuple[str, ...], shown: dict[str, str]) -
         others = [found[b]["p50_us"] if b in found else "-" for b in backends]
         row = [ours["p50_us"], ours["p99_us"], ours["bound_us"], ours["bound_pct"], *(ours[c] or "-" for c in above)]
         body.append([*(v or "-" for v in values[: len(shown)]), values[-1], *row, *others])
-    return _grid(head, body)
+    return grid(head, body)
 
 
 def _floor(lines: list[Csv]) -> str:
@@ -116,7 +121,7 @@ def _floor(lines: list[Csv]) -> str:
     columns = [(form, str(n)) for form in ("plain", "overlapped") for n in blocks]
     found = {(line["op"], line["form"], line["sms"]): line["p50_us"] for line in lines}
     head = ["two kernels", *(f"{form}, {n} block{'s' * (n != '1')}" for form, n in columns)]
-    return _grid(head, ([what, *(found.get((op, *column), "-") for column in columns)] for op, what in FLOORS.items()))
+    return grid(head, ([what, *(found.get((op, *column), "-") for column in columns)] for op, what in FLOORS.items()))
 
 
 def _ll(lines: list[Csv]) -> str:
@@ -150,7 +155,7 @@ def _overlap(lines: list[Csv]) -> str:
         "mode": "mode", "layout": "layout", "tokens": "T", "op": "open meanwhile", "alone_us": "product alone",
         "p50_us": "beside it", "ratio": "ratio", "send_us": "send", "receive_us": "receive",
     }  # fmt: skip
-    return _grid(list(shown.values()), ([line[name] for name in shown] for line in lines))
+    return grid(list(shown.values()), ([line[name] for name in shown] for line in lines))
 
 
 def _sweep(lines: list[Csv]) -> str:
@@ -168,7 +173,7 @@ def _layer(lines: list[Csv]) -> str:
         best = min((time for time in times[2:] if time is not None), default=None)
         gain = "-" if best is None else f"x {times[1] / best:.2f}"
         body.append([*shape, *("-" if time is None else f"{time:.0f}" for time in times), gain])
-    return _grid(["H", "experts", "T", "SMs", *LEVELS.values(), "gain"], body)
+    return grid(["H", "experts", "T", "SMs", *LEVELS.values(), "gain"], body)
 
 
 def _shape(line: Csv) -> tuple[str, ...]:
@@ -180,7 +185,7 @@ def _over_sms(lines: list[Csv]) -> str:
     columns = list(dict.fromkeys(line["what"] for line in lines))
     found = {(line["sms"], line["what"]): line for line in lines}
     head = ["SMs", *columns]
-    return _grid(
+    return grid(
         head,
         (
             [sms, *(found[sms, column]["p50_us"] if (sms, column) in found else "-" for column in columns)]
@@ -196,7 +201,7 @@ def _auto(lines: list[Csv]) -> str:
         low, high = (found.get((layout, tokens, mode)) for mode in ("ll", "ht"))
         if low is not None and high is not None:
             body.append([layout, tokens, f"{low:.1f}", f"{high:.1f}", "LL" if low <= high else "HT"])
-    return _grid(["layout", "T", "LL", "HT", "faster"], body)
+    return grid(["layout", "T", "LL", "HT", "faster"], body)
 
 
 if __name__ == "__main__":

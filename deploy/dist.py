@@ -71,10 +71,10 @@ def context() -> list[Path]:
     return below(ROOT / "Dockerfile", ROOT / ".dockerignore", *(ROOT / name for name in allowed))
 
 
-def run(*words: str | Path) -> str:
+def run(*words: str | Path, cwd: Path = ROOT) -> str:
     """stdout of a command; exits with its output where it fails."""
     done = subprocess.run(
-        [str(w) for w in words], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [str(w) for w in words], cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     if done.returncode:
         said = done.stdout[-2000:] + done.stderr[-3000:]
@@ -126,11 +126,16 @@ def main(words: list[str]) -> None:
     archive(folder / f"crossdock-images-{number}.tar.gz", context(), ROOT)
     if "--no-check" not in words:
         check(folder, number)
-    made = sorted(path for path in folder.iterdir() if path.is_file())
+    for path in add_sums(folder):
+        print(f"{path.stat().st_size:>12}  {path.name}")
+
+
+def add_sums(folder: Path) -> list[Path]:
+    """Write SHA256SUMS of the files there; these."""
+    made = sorted(path for path in folder.iterdir() if path.is_file() and path.name != "SHA256SUMS")
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in made]
     (folder / "SHA256SUMS").write_text("".join(sums))
-    for path in made:
-        print(f"{path.stat().st_size:>12}  {path.name}")
+    return made
 
 
 if __name__ == "__main__":

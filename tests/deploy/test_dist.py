@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tarfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import yaml
 
 import crossdock
+from deploy import dist
 from tests.house.tree import ROOT
-
-
-@pytest.fixture(scope="module")
-def dist() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("crossdock_dist", ROOT / "deploy" / "dist.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def names(path: Path) -> set[str]:
@@ -29,20 +17,18 @@ def names(path: Path) -> set[str]:
         return set(tar.getnames())
 
 
-def test_code_and_chart_have_one_version(dist: ModuleType) -> None:
+def test_code_and_chart_have_one_version() -> None:
     assert dist.version() == crossdock.__version__
 
 
-def test_another_version_in_the_chart_is_refused(
-    dist: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_in_the_chart_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Chart.yaml").write_text(f'version: 9.9.9\nappVersion: "{crossdock.__version__}"\n')
     monkeypatch.setattr(dist, "CHART", tmp_path)
     with pytest.raises(SystemExit, match=r"version: expected .*, got 9\.9\.9"):
         dist.version()
 
 
-def test_equal_files_give_equal_archives(dist: ModuleType, tmp_path: Path) -> None:
+def test_equal_files_give_equal_archives(tmp_path: Path) -> None:
     files = dist.below(dist.CHART)
     for name in ("a.tgz", "b.tgz"):
         dist.archive(tmp_path / name, files, dist.CHART.parent)
@@ -52,15 +38,17 @@ def test_equal_files_give_equal_archives(dist: ModuleType, tmp_path: Path) -> No
     )
 
 
-def test_the_images_context_is_what_the_dockerfile_reads(dist: ModuleType) -> None:
+def test_the_images_context_is_what_the_dockerfile_reads() -> None:
     found = {str(path.relative_to(ROOT)) for path in dist.context()}
     assert {"Dockerfile", ".dockerignore", "pyproject.toml", "services/crossdock/cli/app.py"} <= found
     assert not [name for name in found if name.endswith((".so", ".pyc"))]
 
 
-def test_a_release_is_made_of_the_files_that_make_dist_writes() -> None:
-    release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yaml").read_text())
-    said = "\n".join(step.get("run", "") for step in release["jobs"]["files"]["steps"])
-    assert "make dist" in said
-    assert "dist/crossdock-chart-*.tgz" in said
-    assert release["jobs"]["images"]["strategy"]["matrix"]["target"] == ["control", "worker"]
+def test_the_sums_are_of_every_file_and_not_of_themselves(tmp_path: Path) -> None:
+    for name in ("b.tgz", "a.json"):
+        (tmp_path / name).write_text(name)
+    assert [path.name for path in dist.add_sums(tmp_path)] == ["a.json", "b.tgz"]
+    before = (tmp_path / "SHA256SUMS").read_text()
+    assert [line.split()[1] for line in before.splitlines()] == ["a.json", "b.tgz"]
+    dist.add_sums(tmp_path)
+    assert (tmp_path / "SHA256SUMS").read_text() == before

@@ -7,6 +7,7 @@ helm/crossdock/README.md            its table of values, from values.yaml (chart
 helm/crossdock/dashboard.json       from common/metrics.py (dashboard.py); deploy/grafana has the same
 docs/configuration.md               every field of every config, from its types (cli/config_page.py)
 docs/metrics.md                     its tables, between two marker lines, from common/metrics.py
+docs/compare.md                     from the csv in docs/results (benchmarks/compare_page.py)
 docs/engines.md                     its table of calls, from deep_ep/tried.json (tests/engines.py)
 ep_kernels/kernels/{types,variant}.h  from kernels/abi.py and jit.py, for editors; kernels are compiled with their own
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks import compare_page
 from crossdock.cli import config_page
 from crossdock.common.metrics import ControlMetrics, Declaration, FrameworkMetrics, HostMetrics, WorkerMetrics
 from ep_kernels import jit
@@ -22,6 +24,7 @@ from tests import engines
 from tests.house import chart, dashboard
 from tests.house.tree import ROOT
 
+COMPARE = ROOT / "docs" / "compare.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 METRICS = ROOT / "docs" / "metrics.md"
 ENGINES = ROOT / "docs" / "engines.md"
@@ -66,6 +69,7 @@ def generated() -> dict[Path, str]:
         chart.CROSS_HOST_TRANSPORTS: chart.cross_host_transports(),
         chart.README: chart.readme_page(chart.README.read_text(encoding="utf-8")),
         **dict.fromkeys(dashboard.PLACES, dashboard.dashboard_json()),
+        COMPARE: compare_page.page(ROOT / "docs" / "results"),
         CONFIGURATION: config_page.page(),
         METRICS: with_table(METRICS, BEGIN, END, metrics_table()),
         ENGINES: with_table(ENGINES, CALLS_BEGIN, CALLS_END, engines.table()),
