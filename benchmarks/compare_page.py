@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,7 +37,8 @@ Ours beside other libraries, in the cases that one run measured for both. `make 
 includes](benchmarks.md#what-a-time-includes) are the same for all. Times are medians of the slowest rank, in µs where
 nothing else is said. `x` is the time of the fastest other backend over ours, of rates ours over theirs. Where it is
 below 1, the other one is ahead. Columns "bytes only" do a part of the job, so `x` leaves them out. Collectives are
-ours as chosen by itself, and the others at the best of their settings.
+ours as chosen by itself, and the others at the best of their settings. Of a case that was measured again on GPUs of the
+same kind and number, beside the same others, the newest run counts.
 
 Not measured: NCCL EP, FlashInfer's all-to-all, mscclpp and DeepEP V2; nothing on more than 4 GPUs."""
 
@@ -100,12 +101,32 @@ class Table:
 
 def page(results: Path) -> str:
     """The whole page, of all folders below `results`."""
-    tables = [made for make in KINDS for folder in sorted(results.iterdir()) for made in make(folder)]
+    tables = newest([made for make in KINDS for folder in sorted(results.iterdir()) for made in make(folder)])
     parts = [INTRO, "## Where others are ahead", behind(tables)]
     for subject in dict.fromkeys(made.subject for made in tables):
         parts.append(f"## {subject}")
         parts += [section(made) for made in reversed(tables) if made.subject == subject]
     return "\n\n".join(parts) + "\n"
+
+
+def newest(tables: Sequence[Table]) -> list[Table]:
+    """Without the cases that a later one has again: of machines of one kind, beside the same others at least."""
+    kept = []
+    for number, made in enumerate(tables):
+        later = [row for other in tables[number + 1 :] if _of_one_kind(made, other) for row in other.rows]
+        rows = [
+            row
+            for row in made.rows
+            if not any(row.case == again.case and row.others.keys() <= again.others.keys() for again in later)
+        ]
+        if rows:
+            kept.append(replace(made, rows=tuple(rows)))
+    return kept
+
+
+def _of_one_kind(made: Table, other: Table) -> bool:
+    kinds = [(one.subject, one.run.get("gpu"), one.run.get("num_gpus")) for one in (made, other)]
+    return kinds[0] == kinds[1] and "gpu" in made.run
 
 
 def behind(tables: Sequence[Table]) -> str:

@@ -63,7 +63,7 @@ def test_who_is_ahead_of_ours_stands_first_the_farthest_at_the_top(tmp_path: Pat
 
 
 def test_runs_are_not_mixed_and_the_newest_is_first(tmp_path: Path) -> None:
-    results(tmp_path / "a", [line("crossdock", 10), line("deepep", 20)], date="2026-01-01")
+    results(tmp_path / "a", [line("crossdock", 10), line("deepep", 20)], date="2026-01-01", num_gpus=4)
     results(tmp_path / "c", [line("crossdock", 5)])
     parent = results(tmp_path / "b", [line("crossdock", 10), line("deepep", 30)])
     ratios = [row.split(" | ")[-1] for row in rows_of(compare_page.page(parent), "Dispatch and combine, low latency")]
@@ -123,3 +123,15 @@ def test_every_run_says_what_its_others_lack() -> None:
     noted = [json.loads(path.read_text()).get("lacks", {}) for path in (ROOT / "docs" / "results").glob("*/run.json")]
     assert sum(map(len, noted)) >= 4
     assert all(text in page for lacks in noted for text in lacks.values())
+
+
+def test_a_case_measured_again_counts_once(tmp_path: Path) -> None:
+    results(tmp_path / "2026-01", [line("crossdock", 10), line("deepep", 9), line("crossdock", 7, tokens=16),
+                                   line("deepep", 8, tokens=16)])  # fmt: skip
+    results(tmp_path / "2026-02", [line("crossdock", 6), line("deepep", 9), line("nccl", 30)])
+    results(tmp_path / "2026-03", [line("crossdock", 5), line("nccl", 30)])  # without DeepEP: in place of nothing
+    text = compare_page.page(results(tmp_path / "2026-04", [line("crossdock", 9), line("deepep", 8)], num_gpus=4))
+    rows = rows_of(text, "Dispatch and combine, low latency")
+    assert [row.split(" | ")[1] for row in rows] == ["8", "8", "8", "16"]
+    assert "1 of 4 cases:" in text
+    assert [row.split(" | ")[5] for row in rows] == ["9.0", "5.0", "6.0", "7.0"]
