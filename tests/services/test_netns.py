@@ -204,7 +204,7 @@ def test_no_program_is_needed_but_those_that_every_system_has(
 def test_without_unshare_there_are_proxies_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "_UNSHARE", (["no-such-unshare"],))
     assert "No such file" in become([], "tests.chaos")
-    ways, why = chaos.network("namespaces")
+    ways, why = chaos.network("namespaces", 2)
     assert isinstance(ways, Proxied)
     assert "No such file" in why
     ways.close()
