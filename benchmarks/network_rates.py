@@ -1,7 +1,7 @@
 """Dispatch and combine over a network of a set rate: `python -m benchmarks.network --gb-s 0.1 0.2 0.4`.
 
-The ranks run in a network namespace of their own, of which the loop-back device lets through so many bytes a second
-(tc's token bucket), both directions of both hosts together. One hop home and two take turns in the same processes.
+The ranks run in a network namespace of their own. A token bucket of tc limits its loop-back device to the rate: both
+directions of both hosts together. One hop home and two take turns in the same processes.
 *Of the bound*: the bytes of the rows that have to cross, by rate and time; frames, heads and the bucket are beside
 them, so 1.0 is out of reach. Needs `unshare`, `tc`, and root or user namespaces.
 """

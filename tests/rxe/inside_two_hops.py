@@ -6,7 +6,6 @@ An emulated processor imports torch in a minute or more; the ranks are forked fr
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +13,12 @@ import pytest
 
 from ep_kernels.network import NetworkConfig
 from ep_kernels.routing import route
-from ep_kernels.transports.cpu.native import SENT_KINDS, Sent
 from ep_kernels.types import CombineOrder, Layout, Mode
 from tests.cases import RoutingCase, draw_seed
+from tests.rxe.inside_faults import netem
 from tests.transports.faults import Loss, lose, meet
 from tests.transports.steps import Place, check_combine, check_dispatch, check_step, next_case, start
-from tests.transports.test_two_hops import tokens_to_other_hosts, tokens_to_ranks_of_other_hosts
+from tests.transports.test_two_hops import row_counts, tokens_to_other_hosts, tokens_to_ranks_of_other_hosts
 from tests.worlds import World
 
 RANKS, HOSTS = 8, (0, 0, 0, 0, 1, 1, 1, 1)
@@ -46,23 +45,15 @@ def two_hops(rank: int, begin: int, **more: Any) -> dict[str, Any]:
     return {**fields, "combine_order": CombineOrder.DOMAIN, "two_hop_tokens": begin, "timeout_s": PATIENCE_S, **more}
 
 
-def rows(comm: Any) -> tuple[int, int]:
-    """(messages, bytes) of rows that this rank has sent so far."""
-    counts = (Sent * len(SENT_KINDS))()
-    comm._transport.lib.cd_sent(comm._transport.comm.pointer, counts)
-    sent = counts[SENT_KINDS.index("rows")]
-    return sent.messages, sent.bytes
-
-
 def sent_home(rank: int, size: int, store: Any, case: RoutingCase, begin: int) -> tuple[int, int, int]:
     """(messages of a combine, its bytes, bytes of the dispatch before it); results are the reference's."""
     place = Place(rank, size, store, "cpu")
     with place.communicator(case, f"from {begin}", **two_hops(rank, begin)) as comm:
         request, inputs = start(comm, case)
         out, handle = request.wait()
-        dispatched = rows(comm)
+        dispatched = row_counts(comm)
         check_combine(comm, check_dispatch(comm, inputs, out), out, handle)
-        after = rows(comm)
+        after = row_counts(comm)
         for number in range(3):
             check_step(comm, next_case(case, number))
     return after[0] - dispatched[0], after[1] - dispatched[1], dispatched[1]
@@ -102,13 +93,6 @@ def cable_is_cut(rank: int, size: int, store: Any, case: RoutingCase) -> Loss:
         comm.set_active([True] * size, 1)
         check_step(comm, next_case(case, 2))
     return seen
-
-
-def netem(*words: str) -> None:
-    """Of both ends of the cable; none: as before."""
-    for device in ("v0", "v1"):
-        command = ["tc", "qdisc", "replace", "dev", device, "root", *(("netem", *words) if words else ("pfifo",))]
-        subprocess.run(command, check=True, timeout=30)
 
 
 def test_a_cut_cable_is_a_rank_of_the_other_host(world: World) -> None:

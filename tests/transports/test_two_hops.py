@@ -187,9 +187,15 @@ def rows_sent(
 
 def row_bytes(comm: Any) -> int:
     """Of rows that this rank has sent so far."""
+    return row_counts(comm)[1]
+
+
+def row_counts(comm: Any) -> tuple[int, int]:
+    """(messages, bytes) of rows that this rank has sent so far."""
     counts = (Sent * len(SENT_KINDS))()
     comm._transport.lib.cd_sent(comm._transport.comm.pointer, counts)
-    return int(counts[SENT_KINDS.index("rows")].bytes)
+    rows = counts[SENT_KINDS.index("rows")]
+    return rows.messages, rows.bytes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""docs/compare.md: what is shown of a folder of results, who is ahead, and what is left out."""
+"""docs/compare.md: its rows, the cases in which another backend is ahead, and the results that give no row."""
 
 from __future__ import annotations
 

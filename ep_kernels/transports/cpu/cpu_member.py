@@ -88,7 +88,7 @@ class CpuMember(MemberTransport, Generic[N]):
         return region
 
     def map_region(self, comm: N, rank: int, ticket: Ticket, landing_bytes: int = 0) -> None:
-        """Map the region of a rank of this host, and its mirrors of so many bytes, where there is a network. Raises
+        """Map the region of a rank of this host; where there is a network, its mirrors of `landing_bytes`, too. Raises
         TransportError."""
         if ticket.landing_bytes != landing_bytes or (ticket.landing_fd >= 0) != (landing_bytes > 0):
             raise TransportError(
