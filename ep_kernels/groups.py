@@ -76,7 +76,6 @@ class TorchGroup:
 
     @cached_property
     def process_group(self) -> Any:
-        """The ProcessGroup."""
         return dist.group.WORLD if self._group is None else self._group
 
     @cached_property
@@ -102,7 +101,6 @@ class TorchGroup:
         return dist.PrefixStore(f"crossdock/{who}", store)  # type: ignore[attr-defined]
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
-        """See `config.Group`."""
         store, rank, size = self.store, self.rank, self.size
         return _within(timeout_s, lambda: _exchange(store, rank, size, payload, timeout_s))
 

@@ -281,5 +281,4 @@ def _returned_weights(step: ReferenceStep, row_weights: Tensors, source: int) ->
 
 
 def _zeros(*shape: int) -> torch.Tensor:
-    """float32."""
     return torch.zeros(shape, dtype=torch.float32, device="cpu")

@@ -70,7 +70,6 @@ class ExpertMap:
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return len(self.replicas)
 
     @property
@@ -79,7 +78,6 @@ class ExpertMap:
         return max(self.num_local_experts(rank) for rank in range(self.num_ranks))
 
     def num_local_experts(self, rank: int) -> int:
-        """L of that rank."""
         return sum(owner == rank for copies in self.replicas for owner, _ in copies)
 
     def experts_of(self, rank: int) -> tuple[int, ...]:

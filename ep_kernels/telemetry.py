@@ -40,7 +40,6 @@ KINDS: Mapping[tuple[int, int], Kind] = {
 
 
 def record_bytes(ranks: int) -> int:
-    """Bytes of one record."""
     return _HEAD.size + 8 * ranks
 
 

@@ -202,5 +202,4 @@ class TorchWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the gather is done."""
         return self._work.is_completed()

@@ -83,6 +83,5 @@ class Repeats:
         self._plans[key] = plan, out.shape
 
     def clear(self) -> None:
-        """Forget all plans."""
         self._plans.clear()
         self._missed = None

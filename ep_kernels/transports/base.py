@@ -447,7 +447,6 @@ class RegionMap:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole region."""
         return sum(array.num_bytes for array in self.arrays)
 
 

@@ -141,12 +141,10 @@ class Native:
 
 
 def native_of(transport: str) -> Native:
-    """The native half of `transports/<transport>`."""
     return Native(HERE / transport / "native", HERE / transport / "_native.so", (NETWORK / "native",))
 
 
 def network() -> Native:
-    """The native half of `ep_kernels/network`."""
     return Native(NETWORK / "native", NETWORK / "_native.so")
 
 

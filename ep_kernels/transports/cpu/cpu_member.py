@@ -82,7 +82,6 @@ class CpuMember(MemberTransport, Generic[N]):
     # Life.
 
     def make_region(self, comm: N) -> OwnRegion:
-        """This rank's region."""
         comm.region = region = OwnRegion(self.lib.cd_region_bytes(comm.pointer))
         self.lib.cd_attach_own(comm.pointer, region.bytes.data_ptr(), region.nonce)
         return region
@@ -200,7 +199,6 @@ class CpuMember(MemberTransport, Generic[N]):
             self.lib.cd_wake(comm.pointer)
 
     def samples(self) -> Sequence[LatencySample]:
-        """See `MemberTransport.samples`. Any thread."""
         comm, one = self.comm, record_bytes(self.size)
         if comm is None:
             return []

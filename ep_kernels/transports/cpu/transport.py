@@ -58,8 +58,6 @@ def _keeps_steps(config: MoEConfig) -> bool:
 
 
 class CpuTransport(CpuMember[NativeComm], Transport):
-    """See `transports.base.Transport`."""
-
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
         native.check_limits(config.group.size, config.max_in_flight)
@@ -159,7 +157,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
             self._flush(channel, active, timeout_s)
 
     def clear(self) -> None:
-        """Forget what is under way."""
         self._dispatches, self._combines, self._steps = {}, {}, {}
 
     # Operations.

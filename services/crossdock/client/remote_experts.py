@@ -88,7 +88,6 @@ class RemoteExperts(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """For print(model)."""
         return f"layer={self.layer}, target={self._client.target if self._client else None}"
 
 

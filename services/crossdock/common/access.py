@@ -40,8 +40,6 @@ log = logs.get(__name__)
 
 
 class Role(Enum):
-    """A role of a caller."""
-
     WORKER = "worker"
     CLIENT = "client"
     OPERATOR = "operator"
@@ -268,7 +266,6 @@ class CallAuthorizer:
             raise ResourceExhausted(f"calls: expected at most {limiter.rate:g} a second of one caller, got more")
 
     def record_refusal(self, why: str, method: str, message: str, context: Any) -> None:
-        """Count a refusal and log it."""
         self._refused(why)
         log.seldom("call refused", method=method, why=message, peer=host_of(context))
 

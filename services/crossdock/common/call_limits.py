@@ -147,7 +147,6 @@ class PermitPool:
         return peer in self._waiters
 
     def progress(self, permit: Permit) -> None:
-        """Record traffic on the call."""
         permit.at = self._clock()
 
     def _candidates(self, own: dict[Permit, None]) -> dict[Permit, None]:
@@ -220,7 +219,6 @@ class CallPermits:
             )
 
     def release_reading(self) -> None:
-        """The request is complete."""
         self._release(self._reading)
 
     def on_loss(self, end: Callable[[], None]) -> None:
@@ -230,7 +228,6 @@ class CallPermits:
             permit.cancel = end
 
     def progress(self) -> None:
-        """Record traffic on the call."""
         for pool, permit in self._permits.items():
             pool.progress(permit)
 

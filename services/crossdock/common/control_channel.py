@@ -87,7 +87,6 @@ class ControlPlaneChannel:
         return timeout_s if self._found_leader else min(timeout_s, _PATIENCE * pause_s)
 
     async def close(self) -> None:
-        """Close at once."""
         await end_tasks(*self._closing)
         await self.grpc_channel.close(None)
 

@@ -77,7 +77,6 @@ class CoreLogRelay:
         self._logged_at, self.suppressed = float("-inf"), 0
 
     def record(self, line: str) -> None:
-        """Process one line."""
         found = _LINE.match(line)
         if found is None:  # "All log messages before absl::InitializeLog() ...": once in a process
             return

@@ -70,7 +70,6 @@ class TokenFile:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """The current tokens."""
         now = time.monotonic()
         if now - self._looked_at >= _POLL_S:
             self._looked_at = now

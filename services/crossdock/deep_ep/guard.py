@@ -52,7 +52,6 @@ class Guard:
                 self._thread.start()
 
     def look(self) -> None:
-        """Check all of them once."""
         with self._lock:
             watched = list(self._watched.items())
         for comm, rank in watched:

@@ -103,8 +103,6 @@ class Delivered:
 
 
 class HighThroughput:
-    """High-throughput operations of a Buffer."""
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 

@@ -147,8 +147,6 @@ class LowLatencyHandle(Sequence[Any]):
 
 
 class LowLatency:
-    """Low-latency operations of a Buffer."""
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.prepared: dict[tuple[Any, ...], PreparedStep] = pool.shortcuts

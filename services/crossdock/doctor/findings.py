@@ -36,7 +36,6 @@ class Finding:
 
 
 def ok(check: str, what: str) -> Finding:
-    """A finding of level OK."""
     return Finding(check, Level.OK, what)
 
 

@@ -192,7 +192,6 @@ class Owner:
 
     @staticmethod
     def this_process() -> Owner:
-        """The caller."""
         return Owner(socket.gethostname(), os.getpid(), _begun(os.getpid()))
 
     @staticmethod

@@ -74,11 +74,9 @@ class Finalizer(_Base):  # type: ignore[misc]
         self._halves = compat.overlaps()
 
     def num_dispatchers(self) -> int:
-        """R."""
         return self._num_dispatchers
 
     def output_is_reduced(self) -> bool:
-        """Combine sums over ranks."""
         return True
 
     def topk_indices_dtype(self) -> torch.dtype:
@@ -86,7 +84,6 @@ class Finalizer(_Base):  # type: ignore[misc]
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """No limit."""
         return None
 
     def supports_async(self) -> bool:

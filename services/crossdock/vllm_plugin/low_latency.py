@@ -132,7 +132,6 @@ class BatchedFinalizer(Finalizer):
         return _BATCHED
 
     def max_num_tokens_per_rank(self) -> int:
-        """M."""
         return self._max_tokens
 
     def _place(
@@ -204,7 +203,6 @@ class BatchedFinalizer(Finalizer):
         return q.view(num_local, -1, q.shape[-1]), _batched_scales(scale, num_local), metadata, None, None
 
     def prepare(self, *args: Any, **named: Any) -> Prepared:
-        """Both halves."""
         hook, rows = self.prepare_async(*args, **named)
         hook()
         return rows()
@@ -238,7 +236,6 @@ class BatchedFinalizer(Finalizer):
         return hook, _nothing
 
     def finalize(self, *args: Any, **named: Any) -> None:
-        """Both halves."""
         self.finalize_async(*args, **named)[0]()
 
 

@@ -116,7 +116,6 @@ class Manager(_Base):  # type: ignore[misc]
         self._pool.recover()
 
     def destroy(self) -> None:
-        """Free every communicator."""
         self._pool.close()
 
 

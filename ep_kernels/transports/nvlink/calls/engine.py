@@ -187,7 +187,6 @@ class LaunchEngine:
 
     @property
     def region_bytes(self) -> int:
-        """Size of the region."""
         return int(self.tables.world.map.num_bytes)
 
     @property
@@ -215,7 +214,6 @@ class LaunchEngine:
             combine.records = RecordTemplate(record, *_COMBINE)
 
     def detach(self) -> None:
-        """Release the region; no operation may follow."""
         self._memory = None
         self.outputs.attach(None)
 
@@ -314,7 +312,6 @@ class LaunchEngine:
         return self.outputs.number(step.block, name)
 
     def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """See `base.PendingDispatch`."""
         outputs = self.outputs
         return outputs.tokens(step.slot), outputs.all_scales(step.scales), outputs.number(step.block, "counts")
 
@@ -322,7 +319,6 @@ class LaunchEngine:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def blank_state(self, num_tokens: int) -> DispatchState:
-        """Buffers for a new routing."""
         carried = self._empty((self._state_map.carried_bytes,), torch.uint8)
         routing = self._empty((self._state_map.routing_bytes,), torch.uint8)
         weights = self._empty((num_tokens, self.config.topk), torch.float32)
@@ -391,11 +387,9 @@ class LaunchEngine:
         return self._empty((*handle.rows_shape, self.config.hidden_size), self.config.resolved_output_dtype)
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
-        """float32 [L, slots] | [N], 0 for rows of no token."""
         return routing_state.row_weights(handle, self.config, self._state_map)
 
     def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
-        """int32 [R], a view of the routing."""
         return routing_state.source_rows(handle, self.config, self._state_map)
 
 

@@ -117,7 +117,6 @@ class PipelineStages:
 
     @property
     def num_bytes(self) -> int:
-        """All stages."""
         num_partials = self.num_partial_stages + self.num_recv_stages
         return self.num_row_stages * self.row_stage_bytes + num_partials * self.partial_stage_bytes
 
@@ -127,7 +126,6 @@ class PipelineStages:
         return self.num_segments * self.segment_bytes
 
     def record(self) -> Any:
-        """The kernel's record."""
         return abi.PipelineSizes(*(getattr(self, name) for name, _ in abi.PipelineSizes._fields_))
 
 
@@ -355,7 +353,6 @@ class Launch:
 
 
 def narrow_launch(c: MoEConfig) -> Launch:
-    """Launch of the kernel that narrows M x K ids."""
     return Launch(-(-c.max_tokens_per_rank * c.topk // jit.NUM_THREADS), 0, 0, 0)
 
 

@@ -400,13 +400,11 @@ class QuickDispatch:
         self._result: Delivered | None = None
 
     def wait(self) -> Delivered:
-        """Receive."""
         if self._result is None:
             self._result = self._calls.receive_dispatch(self._by, self._begun)
         return self._result
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Before `wait` has filled them."""
         return self._calls.buffers(self._begun)
 
 
@@ -420,7 +418,6 @@ class QuickCombine:
         self._done = False
 
     def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
-        """Receive."""
         if not self._done:
             self._calls.receive_combine(*self._left)
             self._done = True

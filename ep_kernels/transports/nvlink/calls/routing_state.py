@@ -28,15 +28,12 @@ class Span(NamedTuple):
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Span:
-        """The layout of a whole tensor."""
         return cls(tensor, 0, tensor.nbytes, tensor.data_ptr())
 
     def bytes(self) -> torch.Tensor:
-        """As a tensor, uint8."""
         return self.part(0, (self.num_bytes,), torch.uint8)
 
     def part(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A view of some of it."""
         return part(self.tensor, self.offset + offset, shape, dtype)
 
 
@@ -51,7 +48,6 @@ class StateParts:
     num_rows: int | None
 
     def flatten(self) -> list[torch.Tensor]:
-        """See `base.HandleState`."""
         return [
             self.routing.bytes(), self.carried.bytes(), self.routing_id.part(0, (8 * abi.OP_WORDS,), torch.uint8),
             self.topk_weights,
@@ -131,7 +127,6 @@ class QuickState(StateParts):
 
     @property
     def carried(self) -> Span:  # type: ignore[override]
-        """See `DispatchState`, as for the others."""
         at = self.origin.addresses
         return self._span(at.carried_at, at.state.carried_bytes)
 
@@ -143,7 +138,6 @@ class QuickState(StateParts):
 
     @property
     def routing_id(self) -> Span:  # type: ignore[override]
-        """Likewise."""
         return self.carried if self.former is None else self.former.routing_id
 
     @property
@@ -167,7 +161,6 @@ class QuickState(StateParts):
         return Span(self.block, offset, num_bytes, self.block.data_ptr() + offset)
 
     def of_output(self, name: str) -> Any:
-        """A field of its output."""
         return self.origin.outputs.field(name, self.block, self.rows, self.scales, self.tokens, self.delivered)
 
 
@@ -217,7 +210,6 @@ _ENDS_AT = 32
 
 
 def trimmed(handle: DispatchHandle, num_rows: int) -> DispatchHandle:
-    """See `base.Transport`."""
     if type(handle) is not QuickHandle:
         return replace(handle, rows_shape=(num_rows,))
     state: QuickState = handle.quick  # type: ignore[attr-defined]
@@ -228,7 +220,6 @@ def trimmed(handle: DispatchHandle, num_rows: int) -> DispatchHandle:
 
 
 def restored(handle: DispatchHandle) -> DispatchHandle:
-    """See `base.Transport.restore`."""
     routing, carried, routing_id, topk_weights = handle.state
     state = DispatchState(Span.whole(routing), Span.whole(routing_id), Span.whole(carried), topk_weights)
     return replace(handle, state=state)

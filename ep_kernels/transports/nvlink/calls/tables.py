@@ -52,7 +52,6 @@ class RankTables:
         )  # fmt: skip
 
     def _set(self, **fields: Any) -> None:
-        """Further fields of `world`."""
         for name, value in fields.items():
             setattr(self.world, name, value)
 
@@ -81,7 +80,6 @@ class RankTables:
         return self._ring.take(self.host.clock_offset_ns)
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
-        """See `base.Transport`."""
         return self._ring.peek(words)
 
     @property
@@ -174,7 +172,6 @@ class Tables(RankTables):
 
 
 def wire_bytes(config: MoEConfig, mode: Mode) -> tuple[int, int]:
-    """See `base.Transport.wire_bytes`."""
     shape = plan.sizes_of(config).shape
     if plan.algorithm(config, mode) is Mode.LL:
         routing = shape.metadata_lines * abi.LINE_BYTES

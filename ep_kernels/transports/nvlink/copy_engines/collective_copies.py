@@ -202,7 +202,6 @@ class NvlinkTerms:
         self.row_bytes = int(engine.map.reduce_row)
 
     def send(self, rows: torch.Tensor, made: Iterable[int]) -> SentTerms:
-        """See `collective_base.TermCopies`."""
         self._check("x", rows)
         slot, num_bytes, engines = self._engine.copy_slot(self._engines.seq + 1), rows[0].nbytes, self._engines
         parts = [CopyPart(rows.data_ptr(), slot, 0, num_bytes, self.row_bytes, x_stride=num_bytes)]
@@ -215,12 +214,10 @@ class NvlinkTerms:
         return SentTerms(seq, slot)
 
     def add(self, sent: SentTerms, own: torch.Tensor, out: torch.Tensor, *, shares: bool = False) -> None:
-        """See `collective_base.TermCopies`."""
         self._owner.await_end(sent.seq)
         self._launch(self._engine.add_terms(own, out, sent.slot, shares))
 
     def share(self, sent: SentTerms, out: torch.Tensor) -> CopyWork:
-        """See `collective_base.TermCopies`."""
         assert self._engine.copy_slot(self._engines.seq + 1) == sent.slot, "an odd number of operations later"
         num_bytes = out[0].nbytes
         part = CopyPart(0, out.data_ptr(), sent.slot, num_bytes, num_bytes, slot_stride=self.row_bytes)

@@ -66,7 +66,6 @@ class KernelPlan:
         self._keep = call.args, kernel, quiet
 
     def begin(self, x: torch.Tensor, out: torch.Tensor, x_at: int, out_at: int) -> KernelWork | None:
-        """See `collective_base.CollectivePlan`."""
         stream = self._owner.undisturbed()
         if stream is None:
             return None
@@ -99,7 +98,6 @@ class CopyPlan:
         self._arrivals, self._epoch = engines.arrivals(), owner.epoch
 
     def begin(self, x: torch.Tensor, out: torch.Tensor, x_at: int, out_at: int) -> CopyWork | None:
-        """See `collective_base.CollectivePlan`."""
         current = self._owner.untroubled()
         if current is None or torch._C._cuda_isCurrentStreamCapturing():
             return None

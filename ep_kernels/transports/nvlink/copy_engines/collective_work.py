@@ -72,7 +72,6 @@ class KernelWork:
         return bool(self._marked().query())  # type: ignore[no-untyped-call]
 
     def shards(self) -> Iterator[list[int]]:
-        """See `collective_base.PendingGather`: all at once."""
         self.wait()
         yield list(self._ranks)
 
@@ -158,11 +157,9 @@ class DoneWork:
         """Does nothing: the work is complete."""
 
     def is_completed(self) -> bool:
-        """True."""
         return True
 
     def shards(self) -> Iterator[list[int]]:
-        """All of them."""
         yield list(self._ranks)
 
 

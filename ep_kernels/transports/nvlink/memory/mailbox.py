@@ -290,7 +290,6 @@ class Mailbox:
             nap = min(2 * nap, 2 * _LONGEST_NAP_S)
 
     def wake(self) -> None:
-        """End a `wait_for_peer`."""
         self._woken.set()
 
     def check(self) -> None:

@@ -63,7 +63,6 @@ class RemotePages:
         return frozenset(self._tickets)
 
     def ticket(self) -> NetworkTicket:
-        """For the ranks of other hosts."""
         return self._channel.ticket()
 
     def page(self, rank: int) -> memoryview:

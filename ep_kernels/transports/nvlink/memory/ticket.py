@@ -48,7 +48,6 @@ class RegionTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Host
 
     def encode(self) -> bytes:
-        """As it is published."""
         return msgspec.json.encode(self)
 
 

@@ -112,7 +112,6 @@ class RemoteRanks:
         return tuple(self._tickets)
 
     def ticket(self) -> NetworkTicket:
-        """For the ranks of other hosts."""
         return self.channel.ticket()
 
     def connect(self, tickets: Mapping[int, NetworkTicket], timeout_s: float) -> None:
@@ -161,7 +160,6 @@ class RemoteRanks:
         self._lib.cd_boxes_restart(self._native, dispatch, combine, barrier)
 
     def peers(self) -> list[PeerTraffic]:
-        """See `base.MemberTransport.traffic`."""
         up, by_rank = self.channel.up(), self.channel.traffic()
         found = [(rank, by_rank[rank]) for rank in sorted(self.ranks)]
         return [

@@ -203,7 +203,6 @@ def check(report: pb.LatencyReport, world_size: int) -> None:
 
 
 def text_of(found: Judgement) -> str:
-    """The verdict in words."""
     return f"{_headline(found)}: {found.detail}" if found.detail else _headline(found)
 
 

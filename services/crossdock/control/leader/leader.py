@@ -93,7 +93,6 @@ class Elector:
         return seen.address if seen is not None and seen.holder not in {"", self._state.identity} else ""
 
     def start(self) -> None:
-        """Start the candidacy."""
         self._thread.start()
 
     def note_term(self, term: int) -> None:
@@ -201,7 +200,6 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
 
     @property
     def group(self) -> Group | None:
-        """The group of the current leadership."""
         return self._service.group if self._service is not None else None
 
     def tick(self) -> None:

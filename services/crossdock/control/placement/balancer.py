@@ -64,7 +64,6 @@ def filled(held: Sequence[Sequence[int] | None], shape: Shape) -> Table:
 
 
 def copies_of(table: Table, num_experts: int) -> list[int]:
-    """Copies of each expert."""
     counts = [0] * num_experts
     for held in table:
         for expert in held:

@@ -184,7 +184,6 @@ class PlacementManager:
 
     @property
     def is_moving(self) -> bool:
-        """Whether experts are moving."""
         return self._move is not None
 
     @property

@@ -81,7 +81,6 @@ class PlacementService:
 
     @property
     def version(self) -> int:
-        """Version of the placement, for the views."""
         return self._manager.version
 
     def kind_of(self, request: pb.RegisterRequest) -> Kind | None:
@@ -162,7 +161,6 @@ class PlacementService:
         self._publish(self._manager.record_report(rank, report, self._clock()), before)
 
     def tick(self, serving: bool) -> None:
-        """Advance time."""
         now, before = self._clock(), self.version
         self._publish(self._manager.expire(now), before)
         if not self._obstacle(self._group().epoch) and self._manager.settle(now):

@@ -40,11 +40,9 @@ class Shape:
 
     @property
     def num_ranks(self) -> int:
-        """R."""
         return len(self.domains)
 
     def capacity(self, rank: int) -> int:
-        """Slots of a rank."""
         share, more = divmod(self.num_slots, self.num_ranks)
         return share + (rank < more)
 

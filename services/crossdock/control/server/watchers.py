@@ -55,7 +55,6 @@ class Watchers:
         return changed
 
     def leave(self, changed: asyncio.Event, is_member: bool) -> None:
-        """Remove a stream that has ended."""
         self._num_members -= is_member
         self._open.discard(changed)
         self._measure()
@@ -76,7 +75,6 @@ class Watchers:
         self.notify_now()
 
     def notify_now(self) -> None:
-        """Notify all streams at once."""
         self._cancel_notify_timer()
         self._notified_at = time.monotonic()
         _wake(list(self._open))

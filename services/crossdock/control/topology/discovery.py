@@ -138,12 +138,10 @@ class Topology:
         return hostname if here.gpu == CPU else f"{hostname}/{here.gpu}"
 
     def gpu(self, device: int) -> pb.Gpu | None:
-        """The facts of a device's GPU."""
         here = self.devices[device]
         return _gpu_of(self.hosts[here.host], here.gpu)
 
     def nic(self, device: int) -> pb.Nic | None:
-        """The facts of a device's own NIC."""
         here = self.devices[device]
         return next((nic for nic in self.hosts[here.host].nics if nic.name == here.nic), None)
 

@@ -99,7 +99,6 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Unmap the files."""
         self._shards.close()
 
     def stacks(

@@ -124,7 +124,6 @@ class ModelConfig:
         return data, model_type
 
     def text(self, name: str, data: dict[str, Any], default: str | None) -> str:
-        """A string value."""
         value = data.get(name, default)
         if not isinstance(value, str):
             raise CheckpointError(f"{self.path}: {name}: expected a string, got {value!r}")

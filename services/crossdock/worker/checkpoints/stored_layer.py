@@ -90,7 +90,6 @@ class StoredLayer:
         )
 
     def read_expert(self, expert: int, first: Stack, down: Stack) -> None:
-        """See `Checkpoint.read_expert`."""
         of_first = self._names.first(expert)
         for part, name in enumerate(of_first):
             rows = first.rows // len(of_first)

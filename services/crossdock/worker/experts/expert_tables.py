@@ -162,7 +162,6 @@ class ExpertTables:
                 self._staged = weights, route
 
     def fail(self, task: LoadTask, error: str) -> None:
-        """Record that the layer cannot be loaded."""
         with self._changed:
             if self._target.version == task.version:
                 self._error = error

@@ -87,7 +87,6 @@ class Placement:
         return len(next(iter(self.layers.values())))
 
     def of_rank(self, layer: int, rank: int) -> tuple[int, ...]:
-        """The experts of a rank's slots."""
         first = self.first_slot(rank)
         return self.layers[layer][first : self.first_slot(rank + 1)]
 
@@ -99,7 +98,6 @@ class Placement:
         return tuple(mask[rank] for rank in ranks for _ in range(self.first_slot(rank), self.first_slot(rank + 1)))
 
     def first_slot(self, rank: int) -> int:
-        """Number of the first slot of a rank."""
         share, more = divmod(self.num_slots, self.num_ranks)
         return rank * share + min(rank, more)
 

@@ -162,7 +162,6 @@ class ControlPlaneClient:
 
     @property
     def registered(self) -> bool:
-        """True once a view has arrived."""
         return bool(self._view.version)
 
     @property
@@ -170,7 +169,6 @@ class ControlPlaneClient:
         return max(_GROUP_CALL_S, 2 * self._lease_s)
 
     def start(self) -> None:
-        """Start the two tasks."""
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._heartbeat_loop())]
 
     async def supervise(self) -> None:

@@ -65,7 +65,6 @@ class OpenCheckpoints:
             return found
 
     def close(self) -> None:
-        """Unmap all."""
         for each in (self._first, *self._others.values()):
             each.close()
 
@@ -251,7 +250,6 @@ class Model:
         return {name: value for name, value in fields.items() if name not in _OF_PLACEMENT}
 
     def close(self) -> None:
-        """Unmap the checkpoints."""
         self._checkpoints.close()
 
     @property
@@ -263,7 +261,6 @@ class Model:
         return torch.float32 if self.capabilities.device_type == "cpu" else None
 
     def _expert_dtype(self) -> torch.dtype:
-        """The dtype of experts that are held in float."""
         held = DTYPES[self._config.expert_dtype] if self._config.expert_dtype else self.dtype
         if held is not self.dtype and (held is not torch.float32 or self.device.type != "cpu"):
             wider = ", or torch.float32" if self.device.type == "cpu" else ""
@@ -324,5 +321,4 @@ class _Alone:
     rank, size, epoch = 0, 1, 0
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
-        """See `ep_kernels.Group`."""
         return [payload]

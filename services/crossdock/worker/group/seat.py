@@ -27,7 +27,6 @@ class Seat:
 
     @property
     def mask(self) -> tuple[bool, ...]:
-        """By rank: whether it takes part."""
         return tuple(self.active is None or rank in self.active for rank in range(self.size))
 
 

@@ -97,7 +97,6 @@ class StreamQuota:
 
     @property
     def client(self) -> Hashable:
-        """The client."""
         return self._account.client
 
     @property

@@ -146,7 +146,6 @@ class ServedConnection:
         self._send([frames.plain(FrameKind.GOAWAY)])
 
     def welcome(self, frame: bytes) -> None:
-        """Greet the client."""
         self._send([frame])
 
     def end(self) -> None:

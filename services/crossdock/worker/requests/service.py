@@ -78,7 +78,6 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
 
     @property
     def num_streams(self) -> int:
-        """Open Forward streams."""
         return len(self._streams)
 
     async def end(self, error: CallError, timeout_s: float) -> None:

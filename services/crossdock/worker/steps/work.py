@@ -25,7 +25,6 @@ class Timing(NamedTuple):
     steps: int = 0
 
     def plus_step(self, dispatch_ns: int, experts_ns: int, combine_ns: int) -> Timing:
-        """One more step."""
         return Timing(
             self.queue_ns,
             self.dispatch_ns + dispatch_ns,
@@ -125,21 +124,17 @@ class Slice(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Rows in the slice."""
         return self.stop - self.start
 
     @property
     def is_last(self) -> bool:
-        """True if the request ends with this slice."""
         return self.stop == self.work.num_tokens
 
     @property
     def is_whole(self) -> bool:
-        """True if it is all of the request."""
         return self.start == 0 and self.stop == self.work.num_tokens
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows of x, topk_ids and topk_weights."""
         parts = self.work.x, self.work.topk_ids, self.work.topk_weights
         if self.is_whole:
             return parts

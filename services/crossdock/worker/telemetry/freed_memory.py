@@ -73,5 +73,4 @@ class Watch:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -509,7 +509,6 @@ class WorkerTelemetry:
         return self._experts[expert]
 
     def _count_samples(self, samples: Samples) -> None:
-        """Count the samples of one communicator."""
         kinds = list(by_kind(samples))
         self._latency.add_samples(samples, kinds)
         time.sleep(_PAUSE_S)

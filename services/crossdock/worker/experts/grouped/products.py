@@ -262,7 +262,6 @@ class GroupedProducts:
 
 
 def _empty(like: torch.Tensor, num_rows: int, stack: Stack) -> ProductRows:
-    """Room for the input of a product."""
     if stack.format.kind == "mxfp4":
         return ProductRows(like.new_empty(num_rows, stack.columns, dtype=torch.bfloat16), None)
     values = like.new_empty(num_rows, stack.columns, dtype=torch.float8_e4m3fn)
