@@ -298,7 +298,7 @@ def _scales(c: MoEConfig) -> tuple[int, torch.dtype]:
 
 @dataclass(frozen=True, slots=True)
 class StateMap:
-    """Byte offsets in the two buffers that hold a dispatch's routing (see `engine.DispatchState`).
+    """Byte offsets in the two buffers that hold a dispatch's routing (see `routing_state.StateParts`).
 
     Attributes:
         routes, dst_rows, tokens, source_rows, saved_counts: as in `abi.DispatchArgs`, in the first buffer, of

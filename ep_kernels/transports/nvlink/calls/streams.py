@@ -137,7 +137,7 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
         if thing.is_cuda:
             yield thing
     elif isinstance(thing, StateParts):
-        yield from tensors_in(thing.flatten())
+        yield from tensors_in(thing.memory)
     elif isinstance(thing, list | tuple):
         for each in thing:
             yield from tensors_in(each)
