@@ -26,7 +26,6 @@ class StoreGroup:
 
     Args:
         store: any `torch.distributed.Store`, shared by all ranks.
-        rank, size: this rank and the number of ranks.
         epoch: membership counter; a new epoch uses new keys, so one store serves many re-formings.
         name: distinguishes several groups over one store. Several communicators may share one StoreGroup object; two
             objects need two names, or two epochs.

@@ -287,7 +287,6 @@ class Binary:
 
     Attributes:
         cubin: machine code for one architecture.
-        log: NVRTC's and ptxas's output.
     """
 
     cubin: bytes

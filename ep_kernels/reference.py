@@ -49,7 +49,6 @@ class ReferenceStep:
     """What combine needs of a dispatch.
 
     Attributes:
-        config, active: as given.
         weights: float32 [T, K] of each source rank.
         routes: the `Route` of each source rank.
         arrivals: by destination rank.

@@ -26,7 +26,6 @@ class ExpertMap:
 
     Attributes:
         replicas: for each logical expert its copies as (rank, slot), in the order in which they are chosen.
-        num_ranks: R.
 
     Raises ConfigError unless every expert has a copy, no (rank, slot) is used twice and the slots of each rank are
     0 .. L-1 without a hole (L may be 0).

@@ -48,7 +48,6 @@ class Samples(Sequence[LatencySample]):
 
     Args:
         records: [n * record_bytes(ranks)]; not copied.
-        ranks: R.
         kinds: by the numbers `op` and `mode` of a record.
 
     Raises:

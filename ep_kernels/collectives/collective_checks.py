@@ -22,8 +22,6 @@ class OwnRank:
     """Whose arguments these are.
 
     Attributes:
-        rank, size: in the group; R.
-        device_type: of the transport.
         inactive: whether some rank takes no part.
     """
 

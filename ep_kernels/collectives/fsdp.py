@@ -185,7 +185,6 @@ class TorchWork(dist.Work):
     """A work of the collectives as one of torch.distributed: FSDP waits for no other.
 
     Args:
-        work: of the collectives.
         explained: stands around the wait.
     """
 

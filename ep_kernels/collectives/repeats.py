@@ -18,12 +18,7 @@ MAX_PLANS = 512
 
 
 class Repeats:
-    """Plans by key.
-
-    Args:
-        size: R.
-        planner: makes them.
-    """
+    """Plans by key."""
 
     def __init__(self, size: int, planner: Planner) -> None:
         pool, self._planner = planner.pool(), planner

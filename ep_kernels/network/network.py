@@ -42,7 +42,6 @@ class Network:
 
     Attributes:
         address, why: what peers dial, and how it was chosen.
-        keys: of this process.
 
     Raises:
         TransportError: the port cannot be listened on, the native library is missing, or there can be no thread.

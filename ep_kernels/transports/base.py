@@ -161,9 +161,6 @@ class MemberTransport(ABC):
         active: [R], ranks that take part.
         epoch: membership counter.
         checks: whether `check` is to be asked before an operation; False while it would find nothing.
-
-    Args:
-        group: the `config.Group`.
     """
 
     capabilities: Any
@@ -283,7 +280,6 @@ class Transport(MemberTransport):
     of its own overrides them: `row_weights`, `source_rows`, `trimmed`, `blank_state`, `restore`.
 
     Attributes:
-        config: as it was given.
         num_dropped: rows past the receive capacity that dispatches have dropped here; they add to it.
     """
 

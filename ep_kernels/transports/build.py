@@ -71,7 +71,6 @@ class Native:
 
     Attributes:
         sources: folder of its .cpp and .hpp files.
-        library: the shared library made of them.
         included: other folders in which the .hpp files that they include are looked for.
     """
 

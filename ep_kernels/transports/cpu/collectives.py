@@ -60,7 +60,6 @@ class CpuCollective:
     """See `collective_base.PendingGather`.
 
     Args:
-        transport: whose it is.
         op: the arguments, by address.
         kept: what those addresses belong to.
     """

@@ -26,7 +26,6 @@ class NativeOwner:
     whatever `close` does meanwhile; the region when the last tensor made of it has died, too.
 
     Args:
-        lib: the library.
         pointer: of the member. None: TransportError, memory was short.
     """
 
@@ -62,12 +61,7 @@ N = TypeVar("N", bound=NativeOwner)
 
 
 class CpuMember(MemberTransport, Generic[N]):
-    """See `transports.base.MemberTransport`.
-
-    Args:
-        owner: of the native member.
-        group: the `config.Group`.
-    """
+    """See `transports.base.MemberTransport`."""
 
     def __init__(self, owner: N, group: Any) -> None:
         MemberTransport.__init__(self, group)

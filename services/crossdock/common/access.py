@@ -100,7 +100,6 @@ class Caller:
 
     Attributes:
         names: names in its certificate; empty without one.
-        roles: what it may be.
         host: where it calls from.
         guarded: whether anything was checked at all.
         patterns: of names that workers may have.
@@ -198,7 +197,6 @@ class CallAuthorizer:
 
         Args:
             method: full name.
-            context: of the call.
             streams: the client sends a stream of requests.
 
         Raises:

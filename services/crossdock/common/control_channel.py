@@ -47,10 +47,6 @@ class ControlPlaneChannel:
     Args:
         target: host:port, or several, separated by commas.
         security: TLS and tokens; None: plain text.
-
-    Attributes:
-        address: current host:port.
-        grpc_channel: to it.
     """
 
     def __init__(self, target: str, security: Security | None = None) -> None:

@@ -68,7 +68,6 @@ class CoreLogRelay:
     """Counts lines of gRPC's core, and logs at most one per second.
 
     Args:
-        counter: with the label `topic`.
         clock: monotonic seconds.
     """
 

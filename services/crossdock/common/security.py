@@ -92,9 +92,6 @@ class TokenFile:
 class Security:
     """Credentials of one process. Thread-safe: grpc uses them from its own threads.
 
-    Args:
-        config: which files.
-
     Raises:
         SecurityError: one of them cannot be used.
     """

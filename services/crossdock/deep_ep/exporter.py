@@ -177,7 +177,6 @@ class CountingTimeouts:
     """A context in which a PeerTimeout is counted, and raised on. May be entered again, also while it is open.
 
     Args:
-        rank: whose.
         settings: its group; may turn it off.
     """
 

@@ -32,7 +32,6 @@ class Guard:
 
     Args:
         end: called once, with a message, where a failure stayed unreported.
-        clock: seconds.
     """
 
     def __init__(self, end: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:

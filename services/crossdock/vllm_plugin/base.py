@@ -59,12 +59,7 @@ def quantized_rows(
 
 
 class Finalizer(_Base):  # type: ignore[misc]
-    """Base of the standard and of the batched format.
-
-    Args:
-        link: of the manager.
-        num_dispatchers: R, as vLLM counts them.
-    """
+    """Base of the standard and of the batched format."""
 
     def __init__(self, link: LayerContext, num_dispatchers: int) -> None:
         super().__init__()

@@ -72,7 +72,6 @@ class PlacedFinalizer(StandardFinalizer):
     """The standard format, in fixed shapes, for any placement of experts.
 
     Args:
-        link, num_dispatchers: as in `StandardFinalizer`.
         to_physical, to_global: [E] an expert's place in the order of ranks, and back; None: they lie in that order.
     """
 
@@ -106,7 +105,6 @@ class BatchedFinalizer(Finalizer):
     """The batched format [L, R*M, H].
 
     Args:
-        link, num_dispatchers: as in `Finalizer`.
         max_tokens: M.
         quantized: dispatch quantises rows to fp8 in blocks.
         to_physical: as in `PlacedFinalizer`.

@@ -36,8 +36,6 @@ class RecordAddresses:
         num_rows_at: there, with num_dropped behind it.
 
     Args:
-        state: as above.
-        numbers: places of the numbers.
         number_bytes: of them all.
         routed_bytes: of the most ids, and of the most weights.
         keeps: whether weights are copied.

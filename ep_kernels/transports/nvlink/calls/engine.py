@@ -51,8 +51,6 @@ class LaunchEngine:
     """What the operations of one rank have in common.
 
     Args:
-        config: of the communicator.
-        device: CUDA device.
         num_sms: multiprocessors that this rank may fill at most.
         block_bytes: dynamic shared memory that a block may take there.
     """

@@ -121,7 +121,6 @@ class Surroundings(NamedTuple):
         watched: (address of a word, the most that it may say): Python looks at what says more.
         keep: what those addresses lie in.
         context: CUDA context that must be current, as an address.
-        library: `launch.load()`.
     """
 
     device: torch.device
@@ -140,8 +139,6 @@ class OperationPlan:
         numbers: int32 [2], pinned: num_rows and num_dropped, where they are waited for; or None.
 
     Args:
-        around: of the rank.
-        prepared: the launch.
         record: its argument record, filled but for the words below.
         numbers, addresses: names of the first of the two runs of words that a call sets; of the numbers, a call sets
             two: T and the slot.

@@ -65,11 +65,6 @@ class NvlinkOperations:
     """See `base.QuickCalls`.
 
     Args:
-        engine: of the rank, attached.
-        around: of the rank.
-        functions: its kernels, by variant.
-        owner: the transport.
-        epoch: of handles.
         raises: whether the host reads the numbers of every dispatch; else only where shapes follow from them.
     """
 
@@ -103,9 +98,7 @@ class NvlinkOperations:
         """Make what plain calls need.
 
         Args:
-            number: of the communicator, for handles.
             mode: that of a dispatch which says nothing of its step.
-            ll_max_tokens: AUTO's crossover.
         """
         self._origin = self._origin._replace(number=number)
         self._mode, self._ll_max_tokens = mode, ll_max_tokens
@@ -515,9 +508,7 @@ class NvlinkCombine:
     """See `base.PendingCombine`.
 
     Attributes:
-        plan: of it.
         words: its record; b"" once all is launched.
-        used: tensors that it reads and writes.
         z, out: where the kernel writes, and where the caller wants it, or None.
         weights: those that are returned, or None.
     """

@@ -45,13 +45,7 @@ ROW_MAJOR = Strides(0, 0, 0)
 
 
 class Outputs:
-    """Makes the tensors of one configuration's dispatches.
-
-    Args:
-        config: of the communicator.
-        sizes: `plan.sizes_of(config)`.
-        device: CUDA device.
-    """
+    """Makes the tensors of one configuration's dispatches."""
 
     def __init__(self, config: MoEConfig, sizes: Sizes, device: torch.device) -> None:
         self._config, self._sizes, self._device = config, sizes, device

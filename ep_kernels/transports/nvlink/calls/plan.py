@@ -185,9 +185,7 @@ class Sizes:
     Attributes:
         num_keys: R * most local experts of any rank.
         num_local: L of this rank.
-        num_groups: length of `DispatchOutput.counts`.
         scale_columns, scale_dtype: of the scales in `DispatchOutput`; columns 0 = none.
-        scale_bytes: of one row.
         row_bytes: payload of one row as it travels.
         capacity, capacities: receive capacity of this rank and of each rank (`config.receive_rows`).
         output_rows: leading shape of `tokens` without trimming.

@@ -70,7 +70,6 @@ class StreamOrder:
     """The order of one communicator's launches.
 
     Args:
-        device: CUDA device of the launches.
         num_blocks, num_sms: most blocks of a launch, and multiprocessors of the device: see `beside`. 0: unknown.
     """
 

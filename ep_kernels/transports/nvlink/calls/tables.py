@@ -33,9 +33,7 @@ class RankTables:
         world: `abi.World` that points to all of it, as far as it is known here; kernels take a copy with each launch.
 
     Args:
-        group: whose rank.
         timeout_s: deadline of every wait on the device, seconds.
-        device: CUDA device.
     """
 
     def __init__(self, group: Group, timeout_s: float, device: torch.device) -> None:
@@ -109,9 +107,6 @@ class Tables(RankTables):
     """Device memory that only this rank's kernels use, and the `World` record that points to all of it.
 
     Args:
-        config: of the communicator.
-        sizes: `plan.sizes_of(config)`.
-        device: CUDA device.
         num_blocks: most blocks of a launch whose blocks count for one another (HT dispatch).
     """
 

@@ -42,10 +42,6 @@ class GatherCopies:
     """All-gathers of one rank.
 
     Args:
-        owner: the transport.
-        engine, engines: of this rank.
-        stream: of the copies.
-        region: of this rank.
         offset_of: of a tensor in the region; None where it is not registered.
     """
 
@@ -181,8 +177,6 @@ class NvlinkTerms:
     stream's sum of those before.
 
     Args:
-        owner: the transport.
-        engine, engines: of this rank.
         enter: the CUstream that is current, made to wait for what was launched before on another.
         launch: of a kernel, there.
         check: raises ArgumentError for a tensor, by name, that is not on this rank's device.

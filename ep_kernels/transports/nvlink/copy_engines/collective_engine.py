@@ -41,14 +41,11 @@ class CollectiveEngine:
     """Prepares the operations of one rank.
 
     Attributes:
-        sizes: of the region.
         tables: counters, host page.
         active: which ranks take part, as the host knows it.
         available: fewest multiprocessors of any rank; set before the first operation.
 
     Args:
-        group, timeout_s, pool_bytes, staging_bytes: of the CollectiveConfig.
-        device: CUDA device.
         available: multiprocessors of this one.
     """
 

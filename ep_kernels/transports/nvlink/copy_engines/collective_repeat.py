@@ -43,9 +43,7 @@ class KernelPlan:
     """One launch.
 
     Args:
-        owner: the transport.
         kernel: a `launch.Kernel`.
-        call: the launch.
         addressed: what of its record has `x` and `out`: itself, or its only part.
         ranks: whose shards come, this rank first.
         quiet: what it looks at first.
@@ -83,10 +81,7 @@ class CopyPlan:
     """A push by copy engines, of a shard that lies in its place.
 
     Args:
-        owner: the transport.
-        engines: its copy engines.
         make: the operation, for x at a fixed place of the pool; None where it has none. Called when it repeats first.
-        rank: this rank.
     """
 
     def __init__(

@@ -34,10 +34,7 @@ class KernelWork:
     """See `collective_base.PendingGather`. What kernels do is in order on the stream on which they were launched.
 
     Args:
-        owner: the transport.
-        stream: of the launches.
         ranks: whose shards come, this rank first.
-        epoch: the transport's.
     """
 
     __slots__ = ("_epoch", "_event", "_owner", "_ranks", "_stream", "_waited")
@@ -80,12 +77,8 @@ class CopyWork:
     """See `collective_base.PendingGather`, for an all-gather by copy engines.
 
     Args:
-        owner: the transport.
-        seq: its number.
-        rank: this rank.
         arrivals: peers in the order in which their shards come; each may be waited for alone where `splits`.
         placed: behind the kernel that puts this rank's own shard in its place; None where it is there.
-        epoch: the transport's.
         halves: shards come by halves.
     """
 

@@ -128,16 +128,7 @@ def refused(call: str, status: int, library: ctypes.CDLL) -> TransportError:
 
 
 class Kernel:
-    """A loaded kernel as its callers see it.
-
-    Attributes:
-        library: `load()`.
-
-    Args:
-        function: CUfunction.
-        shared_bytes: dynamic shared memory per block.
-        library: `load()`.
-    """
+    """A loaded kernel as its callers see it."""
 
     def __init__(self, function: int, shared_bytes: int, library: ctypes.CDLL) -> None:
         self._function, self._shared_bytes, self.library = function, shared_bytes, library

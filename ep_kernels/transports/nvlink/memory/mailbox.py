@@ -47,7 +47,6 @@ class Mailbox:
     """This rank's page and its view of the others'.
 
     Args:
-        rank: this rank.
         gone: tells whether a rank's process is known to be dead.
     """
 

@@ -43,12 +43,8 @@ class RemoteRanks:
         channel: of the network.
 
     Args:
-        network: of the configuration.
-        rank, size: of this rank, R.
-        shape: of its region.
         host: its page, in which dead ranks are marked.
         boxes: where they lie; `close` gives them back.
-        timeout_s: deadline of the rank's waits.
         register, unregister: make host memory reachable by the GPU, and give it back.
 
     Raises:

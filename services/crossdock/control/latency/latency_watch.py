@@ -45,14 +45,7 @@ class Said:
 
 
 class LatencyWatch:
-    """Reports and verdict of one group.
-
-    Args:
-        metrics: of the control plane.
-
-    Attributes:
-        said: the verdict.
-    """
+    """Reports and verdict of one group."""
 
     def __init__(self, metrics: ControlMetrics) -> None:
         self._metrics = metrics

@@ -57,8 +57,6 @@ class Elector:
     """Reads and renews the lease in its own thread, so that a busy event loop does not lose it.
 
     Args:
-        state: initial state of the candidate.
-        leases: storage of the lease.
         changed: called in that thread when the leader changes.
         failed: called for each failed read or write.
 
@@ -186,7 +184,6 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
 
     Args:
         make: returns a new ControlPlane.
-        elector: knows the leader.
         term_changed: called with the term when a leadership begins, with 0 when it ends.
     """
 

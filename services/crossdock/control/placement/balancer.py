@@ -107,7 +107,6 @@ def balance(
     """A table for this load.
 
     Args:
-        load: [E], none negative.
         shape: E, P, R and the domains.
         current: the table now, kept where it is good enough; None: there is none.
         min_copies: of each expert, as far as P and R allow it.

@@ -55,9 +55,6 @@ class PlacementService:
     """Placement of the experts of one group, and their moves.
 
     Args:
-        config: of placement.
-        world_size: R.
-        metrics: of the control plane.
         clock: monotonic seconds.
         group: returns the current state. Plans are made in a thread, so it is checked again after each of them.
         announce: called when the members must be notified of another placement.

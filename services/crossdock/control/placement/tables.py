@@ -20,8 +20,6 @@ class Shape:
     """Numbers of experts and slots, and domains of the ranks, of a placement.
 
     Attributes:
-        num_experts: E.
-        num_slots: P.
         domains: number of the NVLink domain of each rank; [R].
 
     Raises ValueError unless R >= 1 and E <= P <= E * R.

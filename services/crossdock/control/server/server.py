@@ -91,11 +91,7 @@ _EXCLUDED = ("cordoned", "quarantined")
 
 
 class GroupMeasures:
-    """The group's state as metrics: gauges of its members, and how long it was without service, and why.
-
-    Args:
-        metrics: of the control plane.
-    """
+    """The group's state as metrics: gauges of its members, and how long it was without service, and why."""
 
     def __init__(self, metrics: ControlMetrics) -> None:
         self._metrics = metrics
@@ -220,8 +216,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     """The ControlPlane service of one group.
 
     Args:
-        config: of this process.
-        metrics: of this process.
         clock: monotonic seconds.
         labels: returns the platform's labels of hosts, by hostname.
     """

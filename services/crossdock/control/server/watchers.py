@@ -29,7 +29,6 @@ class Watchers:
     """The open Watch streams of one control plane.
 
     Args:
-        world_size: ranks of the group.
         metrics: where they are counted.
 
     Attributes:

@@ -73,7 +73,6 @@ class Device:
 
     Attributes:
         host: index into the hosts that were joined.
-        gpu: its index on that host, CPU = -1.
         domain: name of its NVLink domain, "" = none; `no_domain` then says why.
         nic: the RDMA port that is nearest to it, "" = none; `no_nic` then says why.
         nic_distance: a word of WORDS, "" = unknown.

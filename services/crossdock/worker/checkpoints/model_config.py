@@ -37,7 +37,6 @@ def sparse_layers(keys: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
     Args:
         keys: of config.json, with the family's defaults.
-        num_layers: decoder layers.
 
     Raises:
         ValueError: key, expected, got.
@@ -93,7 +92,6 @@ class ModelConfig:
     """config.json with typed look-ups that name the key; the text model's part of it where it is nested.
 
     Attributes:
-        path: of the file.
         model_type: of the text model.
         family: what that means.
 

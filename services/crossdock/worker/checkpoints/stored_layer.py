@@ -41,7 +41,6 @@ class StoredLayer:
     """One layer's experts in the files.
 
     Args:
-        shards: the files.
         names: of the layer's tensors.
         sizes: that they must have.
         alternates: rows of gate and up alternate where one tensor holds both.

@@ -66,9 +66,7 @@ class Stack:
     """One matrix of several experts, or of one, then without the leading L.
 
     Attributes:
-        format: of data and scales.
         data, scales: see the head of this page; scales None in float.
-        bias: [L, B] float, or None.
         parts: P.
     """
 

@@ -58,8 +58,6 @@ class ExpertTables:
 
     Args:
         placement: of all ranks at the start of the epoch.
-        num_experts: E.
-        rank: this rank.
         experts: loaded as `placement` says; None: this rank has no slots.
         mask: by rank, whether it takes part in this epoch; None: all ranks.
         fingerprint: of checkpoint 0, that of the config.

@@ -39,7 +39,6 @@ class Placement:
 
     Attributes:
         version: grows with each change.
-        num_ranks: R.
         layers: layer number -> expert of each slot; [P] each.
         checkpoints: layer number -> number of the checkpoint of its weights; empty: 0, that of the config, everywhere.
         refs: of the numbers but 0.
@@ -107,7 +106,6 @@ class SlotMap:
 
     Args:
         row: expert of each slot; [P].
-        num_experts: E.
         live: of each slot, whether its rank takes part; None: all do.
 
     Attributes:

@@ -112,8 +112,6 @@ class ControlPlaneClient:
     Args:
         target: host:port of the control plane, or several (`ControlPlaneChannel`).
         registration: the Register request; `prior` is filled in here.
-        stats: called for each heartbeat.
-        security: TLS and tokens; None: plain text.
         experts: called for each heartbeat: the expert report; None: no report.
 
     Attributes:

@@ -93,11 +93,9 @@ class Model:
     """One model on one device.
 
     Args:
-        config: of the worker.
         checkpoint: opened; closed by `close`.
 
     Attributes:
-        spec: of the checkpoint.
         dtype: of x and y.
         capabilities: of the configured transport.
         device: where experts are held and steps computed; current in the thread that made this.

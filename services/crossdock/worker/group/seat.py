@@ -40,7 +40,6 @@ class ControlGroup:
         pack: of a region, what this rank publishes with it.
 
     Attributes:
-        rank, size, epoch: of the seat.
         parcels: of all ranks, once they are gathered.
     """
 

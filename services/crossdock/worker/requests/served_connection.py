@@ -59,12 +59,9 @@ class ServedConnection:
     """One client's connection.
 
     Args:
-        backend: where requests go.
         slots: memory of their rows.
-        sockets: which read this.
         client: whose it is; its connections share one account.
         line: carries the frames; it was welcomed.
-        drop: called once when it has ended.
     """
 
     def __init__(

@@ -64,7 +64,6 @@ class Engine:
     Args:
         max_tokens_per_step: M.
         telemetry: counts steps and samples.
-        device: of the steps.
 
     Raises:
         DeviceLost: the device does not work.

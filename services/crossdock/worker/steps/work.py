@@ -69,13 +69,11 @@ class Work:
 
     Attributes:
         client: of the request; clients take turns.
-        layer: MoE layer number.
         x: [T, H] in the served dtype.
         topk_ids: int32 [T, K], -1 = no expert.
         topk_weights: float32 [T, K].
         deadline_ns: monotonic time after which the request expires.
         arrived_ns: monotonic time of admission.
-        reply: called once, from any thread, with the answer.
         num_taken: tokens that were given to steps so far.
         y: [T, H] filled by the steps: where its sender wants it, or None until the first one has made it.
         first_column: y [:, 0], where its sender gave y; ids_bytes: of topk_ids, which may be others after the answer.
@@ -83,7 +81,6 @@ class Work:
         answered: True once `reply` was called (or must not be any more).
         trace: of the request; None: not traced.
         model: fingerprint of the checkpoint that its sender expects, empty: any; of the layer's, once a step took it.
-        num_tokens: T.
     """
 
     client: Hashable

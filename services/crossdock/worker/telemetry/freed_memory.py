@@ -46,7 +46,6 @@ class Watch:
 
     Args:
         give_back: gives back all that is free.
-        resident: bytes now.
     """
 
     def __init__(self, give_back: Callable[[], object], resident: int) -> None:
