@@ -188,5 +188,4 @@ class NvlinkTransport(NvlinkMember, Transport):
 
 
 def create(config: MoEConfig) -> NvlinkTransport:
-    """Build the transport; touches no GPU yet."""
     return NvlinkTransport(config)

@@ -95,7 +95,6 @@ def tiny_model(model_type: str, **fields: Any) -> Any:
 
 
 def config_keys(model_type: str) -> set[str]:
-    """Names of the fields of a family's config."""
     return _keys(configuration_auto.CONFIG_MAPPING[model_type])
 
 

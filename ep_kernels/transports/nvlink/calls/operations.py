@@ -325,7 +325,6 @@ class NvlinkOperations:
         return rows, int(numbers[1])
 
     def buffers(self, of: DispatchState) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """See `base.PendingDispatch`."""
         outputs = self._outputs
         return of.rows.view(of.rows.shape), outputs.all_scales(of.scales), outputs.number(of.block, "counts")
 

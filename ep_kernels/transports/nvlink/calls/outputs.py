@@ -86,7 +86,6 @@ class Outputs:
         self._views.clear()
 
     def number(self, block: torch.Tensor, name: str) -> torch.Tensor:
-        """A field in a call's memory `block`, of all its rows."""
         place = self.places[name]
         return part(block, place.offset, place.shape, place.dtype)
 
@@ -116,7 +115,6 @@ class Outputs:
         return number[:num_rows] if self.compact and name in ("topk_ids", "topk_weights") else number
 
     def slot_rows(self, slot: int) -> torch.Tensor:
-        """All rows of a slot, one tensor for all who ask."""
         return self._slot("rows", slot, self._config.hidden_size, self._config.payload_dtype)
 
     def scales(self, slot: int, trimmed: bool) -> tuple[torch.Tensor | None, Strides]:

@@ -110,7 +110,6 @@ class GatherCopies:
         return CopyPlan(self._owner, self._engines, lambda: self._engines.template(listed, word, quiet), self._rank)
 
     def own(self, part: GatherPart) -> torch.Tensor:
-        """This rank's place in the out."""
         return part.out[self._rank * part.x.numel() :][: part.x.numel()]
 
     def _signature(self, parts: Sequence[GatherPart], algorithm: Algorithm, places: Any) -> int:

@@ -378,7 +378,6 @@ class CopyEngines:
         self._times.close()
 
     def _free_graphs(self) -> None:
-        """Free the graphs; no operation is under way."""
         graphs, self._graphs = self._graphs, []
         for graph in graphs:
             launch.free_graph(graph, self._library)

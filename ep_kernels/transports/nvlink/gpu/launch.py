@@ -111,7 +111,6 @@ def graph_of(steps: Sequence[StreamOp], library: ctypes.CDLL) -> int:
 
 
 def free_graph(graph: int, library: ctypes.CDLL) -> None:
-    """Free a graph of which nothing runs any more."""
     library.cd_graph_free(graph)
 
 
@@ -122,7 +121,6 @@ def raise_refused(call: str, status: int, library: ctypes.CDLL) -> None:
 
 
 def refused(call: str, status: int, library: ctypes.CDLL) -> TransportError:
-    """An error in the driver's words."""
     name, text = (library.cd_error(status, which).decode() for which in (_NAME, _TEXT))
     return TransportError(f"{call}: {name or status}: {text or 'unknown error'}")
 

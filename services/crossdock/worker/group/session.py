@@ -314,7 +314,6 @@ class Session:
             self._comm = None
 
     async def wait_left(self) -> None:
-        """Wait until this rank has left."""
         await self._left.wait()
 
     async def drain(self, timeout_s: float) -> None:
