@@ -33,9 +33,9 @@ from ep_kernels.transports.nvlink.copy_engines.collective_engine import Collecti
 from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, KernelPlan
 from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork, DoneWork, KernelWork
 from ep_kernels.transports.nvlink.copy_engines.copy_times import CopyTimes
-from ep_kernels.transports.nvlink.copy_engines.repeat_records import Quiet
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPlaces
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 from ep_kernels.transports.nvlink.gpu.signature import difference
 from ep_kernels.transports.nvlink.memory import links
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda

@@ -20,9 +20,9 @@ from ep_kernels.transports.nvlink.copy_engines.collective_engine import Collecti
 from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, PlanOwner
 from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork, WorkOwner
 from ep_kernels.transports.nvlink.copy_engines.copies import CopyEngines
-from ep_kernels.transports.nvlink.copy_engines.repeat_records import Quiet
 from ep_kernels.transports.nvlink.gpu import copy_schedule
 from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPart
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 from ep_kernels.transports.nvlink.gpu.signature import signature
 from ep_kernels.transports.nvlink.memory.memory import Mapping
 

@@ -19,8 +19,9 @@ from ep_kernels.errors import TransportError
 from ep_kernels.transports.nvlink.calls.engine import Call
 from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork, KernelWork, WorkOwner
 from ep_kernels.transports.nvlink.copy_engines.copies import CopyEngines
-from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, KernelRepeat, PushTemplate, Quiet
+from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, KernelRepeat, PushTemplate
 from ep_kernels.transports.nvlink.gpu import launch
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 
 
 class PlanOwner(WorkOwner, Protocol):
