@@ -16,7 +16,7 @@ from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives.repeats import Repeats
 from ep_kernels.errors import AbortedError, ArgumentError
 from ep_kernels.transports.collective_base import ReduceArgs
-from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, KernelPlan
+from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyPlan, KernelPlan
 from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, KernelRepeat
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.gpu.launch import Quiet

@@ -11,8 +11,7 @@ import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink.calls.addresses import RecordAddresses
-from ep_kernels.transports.nvlink.calls.outputs import Outputs, part
+from ep_kernels.transports.nvlink.calls.outputs import Outputs, RecordAddresses, part
 from ep_kernels.transports.nvlink.calls.plan import StateMap
 from ep_kernels.types import DispatchHandle, Mode
 

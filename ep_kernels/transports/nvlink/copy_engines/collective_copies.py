@@ -17,8 +17,7 @@ from ep_kernels.transports.collective_base import GatherArgs, GatherPart, SentTe
 from ep_kernels.transports.nvlink.calls.engine import Call
 from ep_kernels.transports.nvlink.copy_engines import collective_plan as plan
 from ep_kernels.transports.nvlink.copy_engines.collective_engine import CollectiveEngine
-from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, PlanOwner
-from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork, WorkOwner
+from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyPlan, CopyWork, PlanOwner, WorkOwner
 from ep_kernels.transports.nvlink.copy_engines.copies import CopyEngines
 from ep_kernels.transports.nvlink.gpu import copy_schedule
 from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPart
