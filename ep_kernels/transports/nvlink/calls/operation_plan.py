@@ -196,7 +196,8 @@ class OperationPlan:
         current one, and None: nothing was launched."""
 
     def _read_numbers(self, at: int) -> torch.Tensor:
-        numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True, device="cpu")
+        with torch.inference_mode(False):  # written later, in whatever mode
+            numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True, device="cpu")
         self._plan.numbers, self._plan.num_rows_at = numbers.data_ptr(), at
         return numbers
 
