@@ -207,8 +207,8 @@ def zero_without_deepspeed(rank: int, size: int, store: Store, transport: str) -
 
 
 def own_way_of_zero(deepspeed: Any, rank: int, size: int, transport: str) -> None:
-    """Groups of other ranks, large shards, tensors of other strides and devices go DeepSpeed's own way, with one warning;
-    once the gathers are closed all do."""
+    """Groups of other ranks, large shards, tensors of other strides and devices go DeepSpeed's own way, with one
+    warning; once the gathers are closed all do."""
     device = "cuda" if needs_gpu(transport) else "cpu"
     alone = [dist.new_group([r]) for r in range(size)][rank]
     gather = deepspeed.comm.all_gather_into_tensor
