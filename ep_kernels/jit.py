@@ -131,7 +131,6 @@ class Variant:
 
     @property
     def num_threads(self) -> int:
-        """Threads of a block."""
         if self.kernel == "copy_wait":
             return FEW_THREADS
         return NUM_THREADS if self.kernel in ("ht_dispatch", "barrier", "narrow") else WIDE_THREADS
@@ -288,7 +287,6 @@ class Binary:
 
     Attributes:
         cubin: machine code for one architecture.
-        log: NVRTC's and ptxas's output.
     """
 
     cubin: bytes

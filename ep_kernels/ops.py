@@ -231,7 +231,6 @@ def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def row_weights(comm: Communicator, handle: DispatchHandle) -> torch.Tensor:
-    """As `MoECommunicator.row_weights`."""
     weights: torch.Tensor = torch.ops.crossdock.row_weights(comm._site.comm, *carried(handle))
     return weights
 

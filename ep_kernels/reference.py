@@ -49,7 +49,6 @@ class ReferenceStep:
     """What combine needs of a dispatch.
 
     Attributes:
-        config, active: as given.
         weights: float32 [T, K] of each source rank.
         routes: the `Route` of each source rank.
         arrivals: by destination rank.
@@ -281,5 +280,4 @@ def _returned_weights(step: ReferenceStep, row_weights: Tensors, source: int) ->
 
 
 def _zeros(*shape: int) -> torch.Tensor:
-    """float32."""
     return torch.zeros(shape, dtype=torch.float32, device="cpu")

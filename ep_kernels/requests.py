@@ -113,7 +113,6 @@ class InFlight:
 
     Args:
         kind: in errors.
-        most: requests that may be pending.
         device: type of the device that operations run on.
     """
 

@@ -31,7 +31,6 @@ class Dialer:
     """Makes one rank's connections.
 
     Args:
-        keys: of this process.
         ended: what ends a dial of that rank from now on; None: nothing does. Looked at every 50 ms.
     """
 

@@ -46,9 +46,6 @@ class KeyPair:
     as long as the process runs.
 
     X25519 (RFC 7748) in plain Python: 1 to 3 ms for a pair of processes, once.
-
-    Attributes:
-        public: key of KEY_BYTES.
     """
 
     def __init__(self) -> None:
@@ -90,12 +87,8 @@ class Greeting:
 
     Attributes:
         token: identifies the communicator in the process of the listener.
-        rank: of the dialer.
-        peer: rank of the listener.
         role: CONTROL_ROLE, or number of the lane.
-        lanes: number of lanes.
         nonce: 16 random bytes, so that no proof can be replayed.
-        key: public one of the dialer.
     """
 
     token: int

@@ -107,7 +107,6 @@ class Listener:
             self._registered.pop(token, None)
 
     def close(self) -> None:
-        """End the thread, close every socket."""
         self._waker.close()
         self._thread.join()
 

@@ -33,7 +33,6 @@ class ProviderPort:
     """A port that a provider can use.
 
     Attributes:
-        name: as `network.devices` takes it.
         state: "active", or why it cannot be used.
         link: "InfiniBand" or "Ethernet"; for libfabric, its provider.
         gid_index, gid: what would be chosen, and `why`; -1 and "" if there is none.
@@ -76,7 +75,6 @@ class Ping:
 
     Attributes:
         provider, address: that were used.
-        num_bytes: of each message.
         median_us, most_us: from the push at one end until the other end's immediate, microseconds.
     """
 

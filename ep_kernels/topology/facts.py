@@ -130,7 +130,6 @@ class Gpu:
 
     @property
     def num_nvlinks(self) -> int:
-        """Active NVLinks."""
         return sum(link.active for link in self.nvlinks)
 
     @property

@@ -72,7 +72,6 @@ class Native:
 
     Attributes:
         sources: folder of its .cpp and .hpp files.
-        library: the shared library made of them.
         included: other folders in which the .hpp files that they include are looked for.
     """
 
@@ -144,12 +143,10 @@ class Native:
 
 
 def native_of(transport: str) -> Native:
-    """The native half of `transports/<transport>`."""
     return Native(HERE / transport / "native", HERE / transport / "_native.so", (NETWORK / "native",))
 
 
 def network() -> Native:
-    """The native half of `ep_kernels/network`."""
     return Native(NETWORK / "native", NETWORK / "_native.so")
 
 

@@ -184,7 +184,6 @@ class CollectiveTransport(base.MemberTransport):
     """One backend between the ranks of one group, for collectives.
 
     Attributes:
-        capabilities: what it can do.
         terms: None until `import_regions`, and where `capabilities.term_min_bytes` is 0.
     """
 

@@ -26,12 +26,7 @@ _VIEWS = 64
 
 
 class CpuStep:
-    """See `types.KeptStep`; of one slot.
-
-    Args:
-        comm: whose it is.
-        slot: of its dispatches.
-    """
+    """See `types.KeptStep`; of one slot."""
 
     def __init__(self, comm: NativeComm, slot: int) -> None:
         self._comm, self._slot = comm, slot

@@ -71,7 +71,6 @@ def two_hop_tokens(config: MoEConfig) -> int:
 
 
 def wire_bytes(config: MoEConfig, geometry: native.Geometry) -> tuple[int, int]:
-    """See `base.Transport.wire_bytes`."""
     row = geometry.row_bytes + geometry.scale_bytes + _ROUTING_BYTES * geometry.topk
     return row, quant.partial_bytes(config)
 

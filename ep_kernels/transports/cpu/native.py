@@ -158,7 +158,6 @@ class RegionParts(ctypes.Structure):
 
 
 def region_parts(geometry: Geometry) -> RegionParts:
-    """Of a region of that geometry."""
     parts = RegionParts()
     load().cd_region_parts(ctypes.byref(geometry), ctypes.byref(parts))
     return parts

@@ -58,8 +58,6 @@ def _keeps_steps(config: MoEConfig) -> bool:
 
 
 class CpuTransport(CpuMember[NativeComm], Transport):
-    """See `transports.base.Transport`."""
-
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
         native.check_limits(config.group.size, config.max_in_flight)
@@ -159,7 +157,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
             self._flush(channel, active, timeout_s)
 
     def clear(self) -> None:
-        """Forget what is under way."""
         self._dispatches, self._combines, self._steps = {}, {}, {}
 
     # Operations.
@@ -430,11 +427,24 @@ def _fields(
 class CpuCombine:
     """See `base.PendingCombine`. Unless `args.at_once` its rows are sent when it is made."""
 
-    __slots__ = ("_args", "_comm", "_epoch", "_op", "_state", "_transport", "_weights", "_z", "dispatch_slot", "slot")
+    __slots__ = (
+        "_args",
+        "_comm",
+        "_epoch",
+        "_op",
+        "_out",
+        "_state",
+        "_transport",
+        "_weights",
+        "_z",
+        "dispatch_slot",
+        "slot",
+    )
 
     def __init__(self, transport: CpuTransport, comm: NativeComm, args: CombineArgs) -> None:
         self._transport, self._comm, self._epoch = transport, comm, transport.epoch
         self._args: CombineArgs | None = args
+        self._out = args.out
         handle, y, row_weights, buffers = args.handle, args.y, args.row_weights, comm.buffers
         state: RoutingState = handle.state
         if args.topk_weights is not None:
@@ -466,10 +476,10 @@ class CpuCombine:
         if status:
             self._transport.judge(status)
 
-    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """What is left of it, once; into `out` if it has not run yet."""
+    def finish(self) -> torch.Tensor:
+        """What is left of it, once."""
         if self._z is None:
-            transport, op, z = self._transport, self._op, out
+            transport, op, z = self._transport, self._op, self._out
             if z is None:
                 hidden, dtype = self._comm.outputs
                 z = checks.made(torch.empty(op.routing.tokens, hidden, dtype=dtype, device=CPU))
@@ -484,11 +494,8 @@ class CpuCombine:
             self._z = z
         return self._z
 
-    def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        z = self.finish(out)
-        if out is not None and z is not out:
-            z = out.copy_(z)
-        return z, self._weights
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.finish(), self._weights
 
 
 def _same_epoch(transport: CpuTransport, epoch: int) -> None:

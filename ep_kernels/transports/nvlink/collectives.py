@@ -199,9 +199,7 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
         for found in (self._tables.host.mismatch(), self._copies.mismatch()):
             if found is not None:
                 raise TransportError(f"{found.op}: rank {found.peer} brought {difference(found.mine, found.theirs)}")
-        super()._raise_fault()
-
-    _raise_fault = raise_fault
+        super().raise_fault()
 
     def undisturbed(self) -> torch.cuda.Stream | None:
         return None if self.untroubled() is None else self._streams.here()
@@ -224,7 +222,7 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
         self._captured = True
 
     def check_results(self) -> None:
-        self._raise_fault()
+        self.raise_fault()
 
     # Memory.
 

@@ -37,7 +37,6 @@ HOLDS = {
 
 
 def collective_bytes(config: CollectiveConfig) -> int:
-    """See `collective_base.bytes_before_pool`."""
     sizes = collective_plan.sizes_of(config.group.size, config.pool_bytes, config.staging_bytes)
     return int(collective_abi.collective_map(sizes).pool)
 
@@ -56,7 +55,6 @@ def arrays(config: MoEConfig) -> list[RegionArray]:
 
 
 def region_map(config: MoEConfig) -> RegionMap:
-    """See `base.region_map`. Raises ConfigError."""
     boxes = 0 if config.network is None else abi.box_bytes(plan.sizes_of(config).shape)
     return RegionMap(tuple(arrays(config)), plan.ll_tokens(config), box_bytes=boxes)
 
@@ -72,7 +70,6 @@ def probe(device: int) -> dict[str, Any]:
 
 
 def boxes(network: NetworkConfig, device: int) -> str:
-    """See `base.boxes`."""
     from ep_kernels.transports.nvlink.network import gpu_direct
     from ep_kernels.transports.nvlink.network.gpu_boxes import CudaGpu
 

@@ -151,7 +151,6 @@ class Requests:
         return batch.y
 
     async def close(self) -> None:
-        """Close all connections."""
         self._closed = True
         await end_tasks(*self._dialling.values(), *self._probing.values())
         connections, self._connections = list(self._connections.values()), {}
@@ -390,7 +389,6 @@ class AsyncClient:
 
     @property
     def target(self) -> str:
-        """The target it was made with."""
         return self._requests.target
 
     async def describe(self, timeout_s: float = 60.0) -> expert_pb2.DescribeResponse:

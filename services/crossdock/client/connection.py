@@ -36,13 +36,8 @@ _WRITE_S = 0.05
 class Flight:
     """One share of a call, on its way.
 
-    Args:
-        batch: the call.
-        share: of its rows.
-
     Attributes:
         done: whether there is an answer, or an error.
-        error: of it.
         model: fingerprint of the checkpoint that made the answer.
     """
 
@@ -71,11 +66,9 @@ class Connection:
     """One connection to a worker, which has welcomed it.
 
     Args:
-        address: of the worker.
         where: its name for errors.
         lost: its rank, where it is known.
         epoch: of the view with this worker, for errors.
-        line: carries the frames.
         num_requests, max_request_bytes: what the worker takes on it.
         loop: that reads; None: threads do.
 

@@ -28,7 +28,6 @@ class RetryBudget:
         self._left, self._at, self._lock = most, clock(), threading.Lock()
 
     def answered(self) -> None:
-        """Credit an answer."""
         with self._lock:
             self._left = min(self._most, self._left + self._ratio)
 

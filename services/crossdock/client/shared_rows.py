@@ -34,9 +34,6 @@ class RowsPlace(NamedTuple):
 class SharedRows:
     """What one connection shares with its worker: nothing until the first large request, nor with another host. Used
     under the connection's lock.
-
-    Args:
-        line: of the connection.
     """
 
     def __init__(self, line: FrameSocket) -> None:

@@ -27,7 +27,6 @@ class SharedLoop:
 
     @classmethod
     def borrow(cls) -> SharedLoop:
-        """The loop, for one more user."""
         with cls._lock:
             shared = cls._now = cls._now or cls()
             shared._users += 1
@@ -39,7 +38,6 @@ class SharedLoop:
         return self._made_in is not SharedLoop._process
 
     def give_back(self) -> None:
-        """One user less."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -51,7 +49,6 @@ class SharedLoop:
         self._loop.close()
 
     def start(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        """Run a coroutine there."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     @classmethod

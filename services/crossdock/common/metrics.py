@@ -56,7 +56,6 @@ class BatchedHistogram(Histogram):
         made._buckets[bisect_left(made._upper_bounds, amount)].inc(1)
 
     def observe_many(self, values: Iterable[float]) -> None:
-        """Count values."""
         made: Any = self
         made._raise_if_not_observable()
         ordered = sorted(values)
@@ -107,7 +106,6 @@ class Declaration:
         self.name = f"{NAMESPACE}_{attribute}"
 
     def made(self, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-        """The metric of this declaration."""
         text = f"{self.help} ({self.unit})." if self.unit != "1" else f"{self.help}."
         if self.kind == "histogram":
             return BatchedHistogram(self.name, text, self.labels, registry=registry, buckets=self.buckets)
@@ -134,7 +132,6 @@ class _Registry(CollectorRegistry):
     is one for all registries of a process, other programs' too."""
 
     def collect(self) -> Iterator[Metric]:
-        """The families, as exposed."""
         for family in super().collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
@@ -273,8 +270,6 @@ class WorkerMetrics(GuardedMetrics):
 
 
 class ControlMetrics(GuardedMetrics):
-    """Metrics of the control plane."""
-
     # Leadership.
     is_leader = gauge("1", "1 while this replica leads; exactly one of a group must")
     leader_term = gauge("1", "Term of this replica's leadership; 0 without one")

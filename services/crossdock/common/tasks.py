@@ -32,7 +32,6 @@ def log_failure(future: asyncio.Future[Any], what: str, *expected: type[Exceptio
     """Keep a reference to a future until it ends, and log its failure.
 
     Args:
-        future: of the running loop.
         what: its name, for the log.
         expected: errors that are no bug, and are reported elsewhere.
     """

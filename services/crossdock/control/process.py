@@ -91,7 +91,6 @@ class Leadership:
         """Set when the elector has changed the leader."""
 
     def service(self, address: str) -> ControlPlane | Replica:
-        """The servicer."""
         if self._config.election is None:
             self._metrics.is_leader.set(1)
             return self._make()

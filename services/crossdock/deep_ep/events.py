@@ -30,7 +30,6 @@ class EventOverlap:
 
     Args:
         event: the point, or None: nothing to wait for.
-        extra_tensors: kept alive as long as this object.
     """
 
     event: EventHandle | None = None
@@ -79,7 +78,6 @@ class CommStream:
         self._stream: torch.cuda.Stream | None = None
 
     def stream(self) -> torch.cuda.Stream:
-        """The stream, made at first use."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._stream

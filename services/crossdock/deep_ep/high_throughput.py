@@ -30,12 +30,9 @@ class PoolKey(NamedTuple):
     """Parameters of one communicator, except its number of tokens, and those of a call.
 
     Attributes:
-        hidden: H.
         dtype: of x.
         scale_columns: S, 0 without scales.
         scale_dtype: of the scales.
-        num_experts: E.
-        topk: K.
         num_worst_tokens: rows that a rank gets, where shapes are fixed; 0 where they are exact, and in keys.
         dispatch_sms, combine_sms: multiprocessors of one operation, or None.
         output_dtype: of expert outputs, or None: that of x, bfloat16 where x is quantised.
@@ -103,8 +100,6 @@ class Delivered:
 
 
 class HighThroughput:
-    """High-throughput operations of a Buffer."""
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 

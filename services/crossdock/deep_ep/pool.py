@@ -33,7 +33,6 @@ class PooledCommunicator:
     Attributes:
         key: of the calls that it serves.
         number: of the step in which it was made, the same on all ranks.
-        comm: the communicator.
         used: step of its last dispatch.
         numbers: of rows or tokens, as its calls need them: made with it, behind which other streams are ordered.
     """

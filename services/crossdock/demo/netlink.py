@@ -104,7 +104,6 @@ class Netlink:
                 answers.append(payload)
 
     def index(self, name: str) -> int:
-        """Number of a device."""
         (answer,) = self.ask(f"device {name}", _GET_LINK, _link() + _named(name))
         return int(struct.unpack_from("=i", answer, 4)[0])
 
@@ -119,7 +118,6 @@ class Netlink:
         self.ask(f"remove {name}", _DELETE_LINK, _link(self.index(name)))
 
     def up(self, name: str, *, is_up: bool = True) -> None:
-        """Switch a device on, or off."""
         self.ask(f"switch {name}", _NEW_LINK, _link(self.index(name), _UP * is_up, _UP))
 
     def address(self, name: str, address: str) -> None:

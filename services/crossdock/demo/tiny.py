@@ -133,6 +133,5 @@ def _drawn(model: Any) -> Any:
 
 
 def _keys(config: Any) -> set[str]:
-    """Names of a config class' fields."""
     own = {key for each in config.__mro__ for key in getattr(each, "__annotations__", {})}
     return own | set(getattr(config, "attribute_map", {}))

@@ -55,7 +55,6 @@ def headline(view: GroupView, target: str) -> Text:
 
 
 def state_of(member: Member) -> str:
-    """A word for the state of a member."""
     return "sick" if member.sick else "ready" if member.ready else "joining"
 
 

@@ -35,7 +35,6 @@ def readiness(
     """Whether every process of this host says that it is ready, and what the others say.
 
     Args:
-        names: every process.
         where: where those that listen do, by name.
         security: by which those are checked that take TLS only.
     """
@@ -66,7 +65,6 @@ class HostMetricsPage:
 
     Args:
         metrics: of the supervisor.
-        names: every process.
         addresses: where the processes listen now, by name.
         security: by which those are asked that take TLS only.
         group: the label `group` of the supervisor's metrics.

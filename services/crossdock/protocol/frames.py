@@ -49,8 +49,6 @@ MAX_TEXT_BYTES = 1024
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
-
     HELLO = 1
     WELCOME = 2
     FORWARD = 3

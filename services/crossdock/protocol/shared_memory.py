@@ -24,10 +24,8 @@ class SharedMemory:
 
     Args:
         descriptor: of the memory; may be closed afterwards.
-        num_bytes: of it.
 
     Attributes:
-        num_bytes: of it.
         bytes, array, address: uint8 [num_bytes], for torch, for numpy and for native code.
 
     Raises:

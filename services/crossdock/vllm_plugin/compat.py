@@ -92,7 +92,6 @@ SLOTS = (
 
 
 def version() -> str:
-    """vLLM's."""
     return str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
 
 
@@ -177,7 +176,6 @@ _seen: dict[str, Any] = {}
 
 
 def _current() -> Any:
-    """vLLM's configuration, while it is set."""
     return getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
 
 

@@ -43,8 +43,6 @@ class StandardFinalizer(Finalizer):
     """What the backends of the standard format share.
 
     Args:
-        link: of the manager.
-        num_dispatchers: R.
         first_expert: id of this rank's first expert.
         fixed: shapes are fixed in every step, as CUDA graphs want them.
     """

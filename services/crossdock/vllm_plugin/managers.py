@@ -25,7 +25,6 @@ class LayerContext:
     """Shared by the prepare/finalize objects of all layers.
 
     Attributes:
-        pool: communicators by shape.
         settings: deadline and metrics.
         max_tokens: M, most tokens of a step per rank.
         num_experts: E, physical ones; 0 where each call says it.
@@ -116,7 +115,6 @@ class Manager(_Base):  # type: ignore[misc]
         self._pool.recover()
 
     def destroy(self) -> None:
-        """Free every communicator."""
         self._pool.close()
 
 

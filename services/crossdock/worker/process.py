@@ -126,8 +126,6 @@ def end_process(code: int) -> NoReturn:
 
 
 class _Process:
-    """Starts and stops the parts of the process."""
-
     def __init__(
         self,
         config: WorkerConfig,

@@ -1,4 +1,4 @@
-"""Where the addresses of argument records point: shared by code that fills records and by `quick`."""
+"""Where the addresses of argument records point."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ class RecordAddresses:
         num_rows_at: there, with num_dropped behind it.
 
     Args:
-        state: as above.
-        numbers: places of the numbers.
         number_bytes: of them all.
         routed_bytes: of the most ids, and of the most weights.
         keeps: whether weights are copied.
@@ -71,11 +69,20 @@ class RecordAddresses:
         )  # fmt: skip
 
     def combine(
-        self, op: int, routing: int, routing_id: int, carried: int, y: int, row_weights: int, weights: int, z: int
+        self,
+        op: int,
+        routing: int,
+        routing_id: int,
+        carried: int,
+        y: int,
+        row_weights: int,
+        weights: int,
+        z: int,
+        z_weights: int,
     ) -> tuple[int, ...]:
-        """Addresses of a combine's record, in its order, except the weights that are returned."""
+        """Addresses of a combine's record, in its order."""
         at = self.state
         return (
             op, routing_id, y, row_weights, routing + at.dst_rows, carried + at.weights, routing + at.tokens,
-            routing + at.source_rows, routing + at.routes, weights, z, 0,
+            routing + at.source_rows, routing + at.routes, weights, z, z_weights,
         )  # fmt: skip

@@ -45,13 +45,7 @@ ROW_MAJOR = Strides(0, 0, 0)
 
 
 class Outputs:
-    """Makes the tensors of one configuration's dispatches.
-
-    Args:
-        config: of the communicator.
-        sizes: `plan.sizes_of(config)`.
-        device: CUDA device.
-    """
+    """Makes the tensors of one configuration's dispatches."""
 
     def __init__(self, config: MoEConfig, sizes: Sizes, device: torch.device) -> None:
         self._config, self._sizes, self._device = config, sizes, device
@@ -142,14 +136,12 @@ class Outputs:
         return (*self.rows[:-1], columns, round_up(self.rows[-1], 4)) if self._packed else (*self.rows, columns)
 
     def strides(self, trimmed: bool) -> Strides:
-        """Strides of the scales."""
         if not self._packed or not self.scales_shape:
             return ROW_MAJOR
         columns, pad = self.scales_shape[-2:]
         return Strides(1, 0 if self.compact and trimmed else pad, columns * pad)
 
     def tokens(self, slot: int) -> torch.Tensor:
-        """All rows of a slot."""
         rows = self.slot_rows(slot)
         return rows.view(rows.shape)
 
@@ -189,5 +181,4 @@ def part(block: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.
 
 
 def round_up(value: int, unit: int) -> int:
-    """The next multiple of `unit`."""
     return -(-value // unit) * unit

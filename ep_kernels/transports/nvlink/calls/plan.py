@@ -117,7 +117,6 @@ class PipelineStages:
 
     @property
     def num_bytes(self) -> int:
-        """All stages."""
         num_partials = self.num_partial_stages + self.num_recv_stages
         return self.num_row_stages * self.row_stage_bytes + num_partials * self.partial_stage_bytes
 
@@ -127,7 +126,6 @@ class PipelineStages:
         return self.num_segments * self.segment_bytes
 
     def record(self) -> Any:
-        """The kernel's record."""
         return abi.PipelineSizes(*(getattr(self, name) for name, _ in abi.PipelineSizes._fields_))
 
 
@@ -187,9 +185,7 @@ class Sizes:
     Attributes:
         num_keys: R * most local experts of any rank.
         num_local: L of this rank.
-        num_groups: length of `DispatchOutput.counts`.
         scale_columns, scale_dtype: of the scales in `DispatchOutput`; columns 0 = none.
-        scale_bytes: of one row.
         row_bytes: payload of one row as it travels.
         capacity, capacities: receive capacity of this rank and of each rank (`config.receive_rows`).
         output_rows: leading shape of `tokens` without trimming.
@@ -300,7 +296,7 @@ def _scales(c: MoEConfig) -> tuple[int, torch.dtype]:
 
 @dataclass(frozen=True, slots=True)
 class StateMap:
-    """Byte offsets in the two buffers that hold a dispatch's routing (see `engine.DispatchState`).
+    """Byte offsets in the two buffers that hold a dispatch's routing (see `routing_state.StateParts`).
 
     Attributes:
         routes, dst_rows, tokens, source_rows, saved_counts: as in `abi.DispatchArgs`, in the first buffer, of
@@ -355,7 +351,6 @@ class Launch:
 
 
 def narrow_launch(c: MoEConfig) -> Launch:
-    """Launch of the kernel that narrows M x K ids."""
     return Launch(-(-c.max_tokens_per_rank * c.topk // jit.NUM_THREADS), 0, 0, 0)
 
 

@@ -42,10 +42,6 @@ class GatherCopies:
     """All-gathers of one rank.
 
     Args:
-        owner: the transport.
-        engine, engines: of this rank.
-        stream: of the copies.
-        region: of this rank.
         offset_of: of a tensor in the region; None where it is not registered.
     """
 
@@ -181,8 +177,6 @@ class NvlinkTerms:
     stream's sum of those before.
 
     Args:
-        owner: the transport.
-        engine, engines: of this rank.
         enter: the CUstream that is current, made to wait for what was launched before on another.
         launch: of a kernel, there.
         check: raises ArgumentError for a tensor, by name, that is not on this rank's device.
@@ -202,7 +196,6 @@ class NvlinkTerms:
         self.row_bytes = int(engine.map.reduce_row)
 
     def send(self, rows: torch.Tensor, made: Iterable[int]) -> SentTerms:
-        """See `collective_base.TermCopies`."""
         self._check("x", rows)
         slot, num_bytes, engines = self._engine.copy_slot(self._engines.seq + 1), rows[0].nbytes, self._engines
         parts = [CopyPart(rows.data_ptr(), slot, 0, num_bytes, self.row_bytes, x_stride=num_bytes)]
@@ -215,12 +208,10 @@ class NvlinkTerms:
         return SentTerms(seq, slot)
 
     def add(self, sent: SentTerms, own: torch.Tensor, out: torch.Tensor, *, shares: bool = False) -> None:
-        """See `collective_base.TermCopies`."""
         self._owner.await_end(sent.seq)
         self._launch(self._engine.add_terms(own, out, sent.slot, shares))
 
     def share(self, sent: SentTerms, out: torch.Tensor) -> CopyWork:
-        """See `collective_base.TermCopies`."""
         assert self._engine.copy_slot(self._engines.seq + 1) == sent.slot, "an odd number of operations later"
         num_bytes = out[0].nbytes
         part = CopyPart(0, out.data_ptr(), sent.slot, num_bytes, num_bytes, slot_stride=self.row_bytes)

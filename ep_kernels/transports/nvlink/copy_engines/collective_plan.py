@@ -75,7 +75,6 @@ def add_launch(blocks: int, size: int) -> Launch:
 
 
 def gather_variant() -> jit.Variant:
-    """The all-gather kernel."""
     return jit.Variant("all_gather")
 
 
@@ -123,7 +122,6 @@ def reduce_rounds(num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def slot_bytes(sizes: CollectiveSizes) -> int:
-    """What a slot holds."""
     return int(collective_abi.collective_map(sizes).slot_stride)
 
 
@@ -133,7 +131,6 @@ def copy_wait_variant() -> jit.Variant:
 
 
 def barrier_variant() -> jit.Variant:
-    """The barrier kernel."""
     return jit.Variant("barrier")
 
 

@@ -43,9 +43,7 @@ class KernelPlan:
     """One launch.
 
     Args:
-        owner: the transport.
         kernel: a `launch.Kernel`.
-        call: the launch.
         addressed: what of its record has `x` and `out`: itself, or its only part.
         ranks: whose shards come, this rank first.
         quiet: what it looks at first.
@@ -66,7 +64,6 @@ class KernelPlan:
         self._keep = call.args, kernel, quiet
 
     def begin(self, x: torch.Tensor, out: torch.Tensor, x_at: int, out_at: int) -> KernelWork | None:
-        """See `collective_base.CollectivePlan`."""
         stream = self._owner.undisturbed()
         if stream is None:
             return None
@@ -84,10 +81,7 @@ class CopyPlan:
     """A push by copy engines, of a shard that lies in its place.
 
     Args:
-        owner: the transport.
-        engines: its copy engines.
         make: the operation, for x at a fixed place of the pool; None where it has none. Called when it repeats first.
-        rank: this rank.
     """
 
     def __init__(
@@ -99,7 +93,6 @@ class CopyPlan:
         self._arrivals, self._epoch = engines.arrivals(), owner.epoch
 
     def begin(self, x: torch.Tensor, out: torch.Tensor, x_at: int, out_at: int) -> CopyWork | None:
-        """See `collective_base.CollectivePlan`."""
         current = self._owner.untroubled()
         if current is None or torch._C._cuda_isCurrentStreamCapturing():
             return None

@@ -34,10 +34,7 @@ class KernelWork:
     """See `collective_base.PendingGather`. What kernels do is in order on the stream on which they were launched.
 
     Args:
-        owner: the transport.
-        stream: of the launches.
         ranks: whose shards come, this rank first.
-        epoch: the transport's.
     """
 
     __slots__ = ("_epoch", "_event", "_owner", "_ranks", "_stream", "_waited")
@@ -72,7 +69,6 @@ class KernelWork:
         return bool(self._marked().query())  # type: ignore[no-untyped-call]
 
     def shards(self) -> Iterator[list[int]]:
-        """See `collective_base.PendingGather`: all at once."""
         self.wait()
         yield list(self._ranks)
 
@@ -81,12 +77,8 @@ class CopyWork:
     """See `collective_base.PendingGather`, for an all-gather by copy engines.
 
     Args:
-        owner: the transport.
-        seq: its number.
-        rank: this rank.
         arrivals: peers in the order in which their shards come; each may be waited for alone where `splits`.
         placed: behind the kernel that puts this rank's own shard in its place; None where it is there.
-        epoch: the transport's.
         halves: shards come by halves.
     """
 
@@ -158,11 +150,9 @@ class DoneWork:
         """Does nothing: the work is complete."""
 
     def is_completed(self) -> bool:
-        """True."""
         return True
 
     def shards(self) -> Iterator[list[int]]:
-        """All of them."""
         yield list(self._ranks)
 
 

@@ -58,7 +58,6 @@ class FlagMemory:
     """The rows of flags that peers write here, from any thread, beside whatever the device does.
 
     Args:
-        size: R.
         address: of READY [R], which SHARD [R] and HALF [R] follow.
         aborted: address of the word that stops this rank's kernels.
     """
@@ -101,8 +100,6 @@ class CopyEngines:
         places: everything but the words of host memory.
         host: learns of failures, and knows who is gone.
         timeout_s: deadline of an operation, from when the stream has come to it.
-        stream: CUstream of the copies.
-        library: `launch.load()`.
         flags: this rank's own.
         times: events around operations.
     """

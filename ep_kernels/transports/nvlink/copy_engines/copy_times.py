@@ -55,10 +55,6 @@ class CopyTimes:
 
     Attributes:
         order: an event for the order of streams, of no operation.
-
-    Args:
-        size: R.
-        events: of its device.
     """
 
     def __init__(self, size: int, events: DeviceEvents) -> None:

@@ -52,9 +52,6 @@ class CopyRepeat(ctypes.Structure):
 class Quiet:
     """Words that an operation looks at before it repeats.
 
-    Attributes:
-        address: of the record.
-
     Args:
         words: (address of an int64, the most that it may be).
     """
@@ -71,7 +68,6 @@ class PushTemplate:
 
     Attributes:
         address: of the `CopyRepeat`. Its events are those of `CopyMarks.listed`.
-        signature, kind: of the operation.
 
     Args:
         places, signature: as in `push`.

@@ -28,8 +28,6 @@ class Mismatch(NamedTuple):
     """What a rank and a peer brought to one operation.
 
     Attributes:
-        op: which.
-        peer: the first rank that differs.
         mine, theirs: the seq of the dispatch whose routing they brought; of a collective: `signature`.
     """
 

@@ -47,7 +47,6 @@ class Mailbox:
     """This rank's page and its view of the others'.
 
     Args:
-        rank: this rank.
         gone: tells whether a rank's process is known to be dead.
     """
 
@@ -290,7 +289,6 @@ class Mailbox:
             nap = min(2 * nap, 2 * _LONGEST_NAP_S)
 
     def wake(self) -> None:
-        """End a `wait_for_peer`."""
         self._woken.set()
 
     def check(self) -> None:

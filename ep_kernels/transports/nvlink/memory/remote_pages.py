@@ -28,11 +28,7 @@ class RemotePages:
     """The copies here, and the connections over which this rank's own page is sent.
 
     Args:
-        config: of the network.
-        rank, size: of the group.
-        page: this rank's own page.
         gone: address of [size] int64: set to `abi.DEAD` for ranks whose connections end; kernels read it.
-        timeout_s: deadline of the rank's waits.
 
     Attributes:
         ranks: those of other hosts; empty before `connect`.
@@ -63,7 +59,6 @@ class RemotePages:
         return frozenset(self._tickets)
 
     def ticket(self) -> NetworkTicket:
-        """For the ranks of other hosts."""
         return self._channel.ticket()
 
     def page(self, rank: int) -> memoryview:

@@ -111,7 +111,6 @@ def ranks_to_exclude(group: Group) -> tuple[int, ...]:
 
 
 def summary(group: Group) -> str:
-    """The held reports as one text."""
     reports = list(dict.fromkeys(blame.report for blame in held(group)))
     more = f"; and {len(reports) - MAX_NAMED} more reports" if len(reports) > MAX_NAMED else ""
     return "; ".join(reports[:MAX_NAMED]) + more

@@ -46,12 +46,10 @@ def put(group: Group, bars: Iterable[Bar]) -> Group:
 
 
 def lift(group: Group, uids: frozenset[str]) -> Group:
-    """Remove bars."""
     return replace(group, bars=tuple(bar for bar in group.bars if bar.uid not in uids))
 
 
 def add_spare(group: Group, worker: Worker, now: float) -> Group:
-    """Add a spare."""
     if group.member(worker.uid) is not None:
         return group
     spare = Spare(worker.uid, worker.place.hostname, now)

@@ -135,8 +135,6 @@ def advance(group: Group, event: Event, now: float) -> Result:
     """Apply one event.
 
     Args:
-        group: the state before.
-        event: what happened.
         now: seconds on a monotonic clock, never smaller than in the step before.
 
     Returns:

@@ -183,7 +183,6 @@ class Members(tuple[Member, ...]):
         return made
 
     def find(self, uid: str) -> Member | None:
-        """The member with that uid."""
         position = self.positions.get(uid)
         return None if position is None else self[position]
 

@@ -45,14 +45,7 @@ class Said:
 
 
 class LatencyWatch:
-    """Reports and verdict of one group.
-
-    Args:
-        metrics: of the control plane.
-
-    Attributes:
-        said: the verdict.
-    """
+    """Reports and verdict of one group."""
 
     def __init__(self, metrics: ControlMetrics) -> None:
         self._metrics = metrics
@@ -203,7 +196,6 @@ def check(report: pb.LatencyReport, world_size: int) -> None:
 
 
 def text_of(found: Judgement) -> str:
-    """The verdict in words."""
     return f"{_headline(found)}: {found.detail}" if found.detail else _headline(found)
 
 

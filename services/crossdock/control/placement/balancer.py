@@ -64,7 +64,6 @@ def filled(held: Sequence[Sequence[int] | None], shape: Shape) -> Table:
 
 
 def copies_of(table: Table, num_experts: int) -> list[int]:
-    """Copies of each expert."""
     counts = [0] * num_experts
     for held in table:
         for expert in held:
@@ -108,7 +107,6 @@ def balance(
     """A table for this load.
 
     Args:
-        load: [E], none negative.
         shape: E, P, R and the domains.
         current: the table now, kept where it is good enough; None: there is none.
         min_copies: of each expert, as far as P and R allow it.

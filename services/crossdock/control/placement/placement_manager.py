@@ -44,15 +44,10 @@ _SETTLE_S = 2.0
 class PlacementManager:
     """Placement of one control plane.
 
-    Args:
-        config: of this control plane.
-        world_size: R.
-
     Attributes:
         kind: experts of the served model; None before the first worker.
         version: of the current placement or the goal of a move; 0 = unknown. Versions are never reused, for any model.
         epoch_goal: placement of all ranks at the start of the epoch of the last `form`.
-        last_change: outcome of the last move, as text.
         checkpoints: of the group.
     """
 
@@ -184,7 +179,6 @@ class PlacementManager:
 
     @property
     def is_moving(self) -> bool:
-        """Whether experts are moving."""
         return self._move is not None
 
     @property

@@ -55,9 +55,6 @@ class PlacementService:
     """Placement of the experts of one group, and their moves.
 
     Args:
-        config: of placement.
-        world_size: R.
-        metrics: of the control plane.
         clock: monotonic seconds.
         group: returns the current state. Plans are made in a thread, so it is checked again after each of them.
         announce: called when the members must be notified of another placement.
@@ -81,7 +78,6 @@ class PlacementService:
 
     @property
     def version(self) -> int:
-        """Version of the placement, for the views."""
         return self._manager.version
 
     def kind_of(self, request: pb.RegisterRequest) -> Kind | None:
@@ -162,7 +158,6 @@ class PlacementService:
         self._publish(self._manager.record_report(rank, report, self._clock()), before)
 
     def tick(self, serving: bool) -> None:
-        """Advance time."""
         now, before = self._clock(), self.version
         self._publish(self._manager.expire(now), before)
         if not self._obstacle(self._group().epoch) and self._manager.settle(now):

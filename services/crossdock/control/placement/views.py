@@ -110,7 +110,6 @@ def bar_message(bar: Bar, now: float, own_id: int) -> pb.Barred:
 
 
 def bar_messages(bars: Sequence[Bar], now: float, own_id: int) -> list[pb.Barred]:
-    """Bars as messages."""
     return [bar_message(bar, now, own_id) for bar in bars]
 
 

@@ -91,11 +91,7 @@ _EXCLUDED = ("cordoned", "quarantined")
 
 
 class GroupMeasures:
-    """The group's state as metrics: gauges of its members, and how long it was without service, and why.
-
-    Args:
-        metrics: of the control plane.
-    """
+    """The group's state as metrics: gauges of its members, and how long it was without service, and why."""
 
     def __init__(self, metrics: ControlMetrics) -> None:
         self._metrics = metrics
@@ -126,7 +122,6 @@ class GroupMeasures:
             self._since = None
 
     def measure(self, group: Group) -> None:
-        """Set the gauges."""
         metrics, active = self._metrics, group.active
         metrics.epoch.set(group.epoch)
         metrics.members.set(len(group.members))
@@ -168,12 +163,10 @@ class Postmortems:
             self._records.append(pb.Postmortem(uid=uid, arrived_unix_s=time.time(), record=text))
 
     def changed(self, group: Group) -> None:
-        """Keep a change of the group."""
         change = pb.GroupChange(unix_s=time.time(), epoch=group.epoch, state=group.phase.value, reason=group.why)
         self._changes.append(change)
 
     def message(self) -> pb.PostmortemsResponse:
-        """All of them."""
         return pb.PostmortemsResponse(postmortems=self._records, changes=self._changes)
 
 
@@ -208,7 +201,6 @@ class WorkerKeys:
             self._bound.pop(worker.uid, None)
 
     def forget(self, uid: str) -> None:
-        """Remove the key of a former member."""
         self._bound.pop(uid, None)
 
 
@@ -224,8 +216,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     """The ControlPlane service of one group.
 
     Args:
-        config: of this process.
-        metrics: of this process.
         clock: monotonic seconds.
         labels: returns the platform's labels of hosts, by hostname.
     """
@@ -271,7 +261,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     @property
     def group(self) -> Group:
-        """The current state."""
         return self._group
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
@@ -379,11 +368,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return self._planned[2]
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceResponse:
-        """Move experts now."""
         return await self._experts.rebalance()
 
     async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:
-        """Load another checkpoint now."""
         return self._experts.load(request)
 
     async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:
@@ -394,7 +381,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return pb.CordonResponse(barred=views.bar_messages(bars, self._clock(), self._id))
 
     async def Uncordon(self, request: pb.UncordonRequest, context: Any) -> pb.UncordonResponse:
-        """Lift bars."""
         bars = views.bars_to_lift(self._group, request)
         self._apply(Uncordon(frozenset(bar.uid for bar in bars)))
         log.warning("uncordoned", workers=", ".join(bar.uid for bar in bars))
@@ -426,7 +412,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             self._watchers.leave(changed, inside)
 
     def tick(self) -> None:
-        """Advance time."""
         self._apply(Tick())
         self._measures.measure_members(self._group)
         self._latency.tick(self._group, self._clock())

@@ -37,7 +37,6 @@ def sparse_layers(keys: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
     Args:
         keys: of config.json, with the family's defaults.
-        num_layers: decoder layers.
 
     Raises:
         ValueError: key, expected, got.
@@ -93,7 +92,6 @@ class ModelConfig:
     """config.json with typed look-ups that name the key; the text model's part of it where it is nested.
 
     Attributes:
-        path: of the file.
         model_type: of the text model.
         family: what that means.
 
@@ -124,7 +122,6 @@ class ModelConfig:
         return data, model_type
 
     def text(self, name: str, data: dict[str, Any], default: str | None) -> str:
-        """A string value."""
         value = data.get(name, default)
         if not isinstance(value, str):
             raise CheckpointError(f"{self.path}: {name}: expected a string, got {value!r}")

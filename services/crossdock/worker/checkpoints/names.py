@@ -32,7 +32,6 @@ class Names:
 
     Attributes:
         start: of each name, `layers.{number}.` included.
-        naming: what follows.
     """
 
     start: str
@@ -56,7 +55,6 @@ def find_names(
     """The names of the experts, by layer.
 
     Args:
-        names: of all tensors.
         family: whose namings are looked for.
         layers: those of `num_layers` that have experts according to config.json, ascending.
         where: named by errors.

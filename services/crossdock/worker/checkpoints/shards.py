@@ -124,7 +124,6 @@ class Shards:
         return iter(self._file_of)
 
     def file(self, name: str) -> Path:
-        """The file that holds a tensor."""
         return self._directory / self._file_of[name]
 
     def _slice(self, name: str) -> Any:
@@ -201,7 +200,6 @@ class _RawFile:
         self._header, self._data = json.loads(os.pread(self._fd, length, 8)), 8 + length
 
     def sample(self, name: str, index: int | None, num_bytes: int) -> bytes:
-        """See `Shards.samples`."""
         tensor = self._header[name]
         start, end = tensor["data_offsets"]
         if index is not None:

@@ -41,7 +41,6 @@ class StoredLayer:
     """One layer's experts in the files.
 
     Args:
-        shards: the files.
         names: of the layer's tensors.
         sizes: that they must have.
         alternates: rows of gate and up alternate where one tensor holds both.
@@ -90,7 +89,6 @@ class StoredLayer:
         )
 
     def read_expert(self, expert: int, first: Stack, down: Stack) -> None:
-        """See `Checkpoint.read_expert`."""
         of_first = self._names.first(expert)
         for part, name in enumerate(of_first):
             rows = first.rows // len(of_first)

@@ -52,7 +52,6 @@ class Format:
         return min(self.block[0] or rows, rows), min(self.block[1] or columns, columns)
 
     def __str__(self) -> str:
-        """For people."""
         if self.kind != "fp8":
             return self.kind
         shared = {(1, 0): "channel", (0, 0): "tensor"}.get(self.block, "block of {} x {}".format(*self.block))
@@ -67,9 +66,7 @@ class Stack:
     """One matrix of several experts, or of one, then without the leading L.
 
     Attributes:
-        format: of data and scales.
         data, scales: see the head of this page; scales None in float.
-        bias: [L, B] float, or None.
         parts: P.
     """
 
@@ -114,12 +111,10 @@ class Stack:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that are there."""
         return tuple(tensor for tensor in (self.data, self.scales, self.bias) if tensor is not None)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def __getitem__(self, slot: int) -> Stack:

@@ -70,7 +70,6 @@ class ExpertLoop:
     Args:
         weights: the first matrices and down, of any layer: formats and shapes.
         gating: between the products.
-        dtype: of products and of their results.
     """
 
     def __init__(self, weights: Sequence[Stack], gating: Gating, dtype: torch.dtype) -> None:
@@ -163,7 +162,6 @@ class ExpertMLPs:
         """
         Args:
             weights: per layer, contiguous, on one device; each layer in a format of its own.
-            gating: what lies between the products.
             dtype: of float weights and of biases.
             ids: per layer the logical expert of each slot; None: 0 .. L-1.
         """
@@ -268,7 +266,6 @@ class ExpertMLPs:
         """Run each expert over its group of rows.
 
         Args:
-            layer: the layer's number in the model.
             tokens: [N, H] of `dtype`, or of a smaller one, rows grouped by expert (`Layout.GROUPED`).
             offsets: int32 [L + 1], first row of each group, padding included.
             counts: int32 [L], rows of each group without padding.

@@ -58,8 +58,6 @@ class ExpertTables:
 
     Args:
         placement: of all ranks at the start of the epoch.
-        num_experts: E.
-        rank: this rank.
         experts: loaded as `placement` says; None: this rank has no slots.
         mask: by rank, whether it takes part in this epoch; None: all ranks.
         fingerprint: of checkpoint 0, that of the config.
@@ -162,7 +160,6 @@ class ExpertTables:
                 self._staged = weights, route
 
     def fail(self, task: LoadTask, error: str) -> None:
-        """Record that the layer cannot be loaded."""
         with self._changed:
             if self._target.version == task.version:
                 self._error = error

@@ -39,7 +39,6 @@ class Placement:
 
     Attributes:
         version: grows with each change.
-        num_ranks: R.
         layers: layer number -> expert of each slot; [P] each.
         checkpoints: layer number -> number of the checkpoint of its weights; empty: 0, that of the config, everywhere.
         refs: of the numbers but 0.
@@ -87,7 +86,6 @@ class Placement:
         return len(next(iter(self.layers.values())))
 
     def of_rank(self, layer: int, rank: int) -> tuple[int, ...]:
-        """The experts of a rank's slots."""
         first = self.first_slot(rank)
         return self.layers[layer][first : self.first_slot(rank + 1)]
 
@@ -99,7 +97,6 @@ class Placement:
         return tuple(mask[rank] for rank in ranks for _ in range(self.first_slot(rank), self.first_slot(rank + 1)))
 
     def first_slot(self, rank: int) -> int:
-        """Number of the first slot of a rank."""
         share, more = divmod(self.num_slots, self.num_ranks)
         return rank * share + min(rank, more)
 
@@ -109,7 +106,6 @@ class SlotMap:
 
     Args:
         row: expert of each slot; [P].
-        num_experts: E.
         live: of each slot, whether its rank takes part; None: all do.
 
     Attributes:

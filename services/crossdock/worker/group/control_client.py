@@ -112,8 +112,6 @@ class ControlPlaneClient:
     Args:
         target: host:port of the control plane, or several (`ControlPlaneChannel`).
         registration: the Register request; `prior` is filled in here.
-        stats: called for each heartbeat.
-        security: TLS and tokens; None: plain text.
         experts: called for each heartbeat: the expert report; None: no report.
 
     Attributes:
@@ -162,7 +160,6 @@ class ControlPlaneClient:
 
     @property
     def registered(self) -> bool:
-        """True once a view has arrived."""
         return bool(self._view.version)
 
     @property
@@ -170,7 +167,6 @@ class ControlPlaneClient:
         return max(_GROUP_CALL_S, 2 * self._lease_s)
 
     def start(self) -> None:
-        """Start the two tasks."""
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._heartbeat_loop())]
 
     async def supervise(self) -> None:

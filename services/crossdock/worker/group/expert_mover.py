@@ -27,8 +27,6 @@ class ExpertMover:
     """Expert mover of one worker. Make and use it on the event loop.
 
     Args:
-        control: client of the control plane.
-        model: loads the experts.
         engine: woken when a placement change can be agreed.
         telemetry: rows computed by each expert.
     """

@@ -65,7 +65,6 @@ class OpenCheckpoints:
             return found
 
     def close(self) -> None:
-        """Unmap all."""
         for each in (self._first, *self._others.values()):
             each.close()
 
@@ -94,11 +93,9 @@ class Model:
     """One model on one device.
 
     Args:
-        config: of the worker.
         checkpoint: opened; closed by `close`.
 
     Attributes:
-        spec: of the checkpoint.
         dtype: of x and y.
         capabilities: of the configured transport.
         device: where experts are held and steps computed; current in the thread that made this.
@@ -251,7 +248,6 @@ class Model:
         return {name: value for name, value in fields.items() if name not in _OF_PLACEMENT}
 
     def close(self) -> None:
-        """Unmap the checkpoints."""
         self._checkpoints.close()
 
     @property
@@ -263,7 +259,6 @@ class Model:
         return torch.float32 if self.capabilities.device_type == "cpu" else None
 
     def _expert_dtype(self) -> torch.dtype:
-        """The dtype of experts that are held in float."""
         held = DTYPES[self._config.expert_dtype] if self._config.expert_dtype else self.dtype
         if held is not self.dtype and (held is not torch.float32 or self.device.type != "cpu"):
             wider = ", or torch.float32" if self.device.type == "cpu" else ""
@@ -324,5 +319,4 @@ class _Alone:
     rank, size, epoch = 0, 1, 0
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
-        """See `ep_kernels.Group`."""
         return [payload]

@@ -27,7 +27,6 @@ class Seat:
 
     @property
     def mask(self) -> tuple[bool, ...]:
-        """By rank: whether it takes part."""
         return tuple(self.active is None or rank in self.active for rank in range(self.size))
 
 
@@ -41,7 +40,6 @@ class ControlGroup:
         pack: of a region, what this rank publishes with it.
 
     Attributes:
-        rank, size, epoch: of the seat.
         parcels: of all ranks, once they are gathered.
     """
 

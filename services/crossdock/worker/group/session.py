@@ -70,13 +70,9 @@ class Session:
     Args:
         control: client of the control plane; started.
         model: the served model; makes communicators for it.
-        engine: takes the steps.
         status: readiness of the process.
         telemetry: counts by expert.
         mover: fetches placements and moves experts.
-
-    Attributes:
-        comparison: of the weights of all ranks.
     """
 
     def __init__(

@@ -53,7 +53,6 @@ class RequestServer:
     """All request connections of a worker.
 
     Args:
-        backend: where requests go.
         security: TLS and tokens of this worker; None: plain text.
         authorizer: of its callers; None: all are welcome.
     """

@@ -57,7 +57,6 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
     """The servicer.
 
     Args:
-        backend: where requests go.
         requests: request connections of this worker.
         describe: returns the answer to Describe.
         drain: serves queued requests and leaves the group.
@@ -78,7 +77,6 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
 
     @property
     def num_streams(self) -> int:
-        """Open Forward streams."""
         return len(self._streams)
 
     async def end(self, error: CallError, timeout_s: float) -> None:

@@ -119,9 +119,6 @@ class GpuStream(DeviceStream):
     """A CUDA stream and its events, kept over epochs, since torch caches device memory per stream. Pinned memory comes
     from torch's cache, which reuses a block only after its copy has finished, so result rows may be kept until their
     client has read them.
-
-    Args:
-        device: one GPU.
     """
 
     def __init__(self, device: torch.device) -> None:

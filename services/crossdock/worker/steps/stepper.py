@@ -59,7 +59,6 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the slices."""
         return sum(piece.num_tokens for piece in self.slices)
 
 

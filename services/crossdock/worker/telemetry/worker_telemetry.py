@@ -154,11 +154,7 @@ def late(waits_ns: np.ndarray) -> np.ndarray:
 
 
 class CommunicatorCounts:
-    """Counters of one worker over all its communicators. Traffic is exported of groups of several hosts only.
-
-    Args:
-        metrics: of this worker.
-    """
+    """Counters of one worker over all its communicators. Traffic is exported of groups of several hosts only."""
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
@@ -203,7 +199,6 @@ class StepRecord(NamedTuple):
         topk_ids: of its tokens, int32 pieces [t, K], as bytes.
         remote_rows: counts the rows that tokens with such ids sent to other ranks (one per token and distinct rank).
         dispatch_ns, experts_ns, combine_ns: time in each phase.
-        layer: MoE layer number.
         experts: logical expert of each slot in that layer; None: those of `WorkerTelemetry.holds`.
         exemplar: labels of a traced request of the step.
         wire_bytes: of one row in dispatch and in combine, as it travels.
@@ -254,7 +249,6 @@ class WorkerTelemetry:
     """Counts of one worker over all its epochs.
 
     Args:
-        metrics: of this worker.
         row_bytes: bytes of one row in dispatch and in combine.
         transport: of its communicators, as a label.
     """
@@ -509,7 +503,6 @@ class WorkerTelemetry:
         return self._experts[expert]
 
     def _count_samples(self, samples: Samples) -> None:
-        """Count the samples of one communicator."""
         kinds = list(by_kind(samples))
         self._latency.add_samples(samples, kinds)
         time.sleep(_PAUSE_S)

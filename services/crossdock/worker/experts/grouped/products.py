@@ -84,7 +84,6 @@ class Tile:
 
     Attributes:
         most: rows of an expert, up to which this tile computes it, from the former tile's on.
-        rows: of a tile.
         swap: weights take the rows' side of the tensor cores' product.
         warps, stages: of a program; blocks of columns in flight.
         programs: per multiprocessor.
@@ -121,7 +120,6 @@ class _Matrices:
     """One of a layer's two stacks as launches take it.
 
     Attributes:
-        stack: of these weights.
         weights: where they lie.
         scales: as the kernel reads them.
         constants: of the kernel, which are the same in all launches.
@@ -153,7 +151,6 @@ class GroupedProducts:
 
     Args:
         gating: between the products.
-        num_processors: multiprocessors of the GPU.
         tiles: by kind of format.
         every_tile: launch all of them, whatever the number of rows.
     """
@@ -262,7 +259,6 @@ class GroupedProducts:
 
 
 def _empty(like: torch.Tensor, num_rows: int, stack: Stack) -> ProductRows:
-    """Room for the input of a product."""
     if stack.format.kind == "mxfp4":
         return ProductRows(like.new_empty(num_rows, stack.columns, dtype=torch.bfloat16), None)
     values = like.new_empty(num_rows, stack.columns, dtype=torch.float8_e4m3fn)
