@@ -221,7 +221,7 @@ class StoredLayer:
                     block = 1, 0 if num < 2 or columns % num else columns // num
                     zeros = named(name, packing.zeros) in self._shards
                     yield packing, Format("int4", block, scale, zeros)
-                    yield from () if is_awq else ((packing, Format("int8", block, scale, zeros)),)
+                    yield from () if packing.order == "awq" else ((packing, Format("int8", block, scale, zeros)),)
             elif dtype not in FLOATS:
                 yield packing, NVFP4 if scale is torch.float8_e4m3fn else MXFP4
 
