@@ -110,6 +110,9 @@ proto: $(PROTO) ## Generate services/crossdock/protocol/v1 from protos/
 proto-check: $(PROTO) ## Fail if services/crossdock/protocol/v1 is not what protos/ generates
 	$(PROTO_VENV)/bin/python protos/generate.py --check
 
+editor: $(DEV) ## Headers that clangd reads the kernels with; git ignores them
+	$(PY) -m tests.house.generate --editor
+
 schema: $(DEV) ## Generate the chart's values.schema.json and the metrics table from the types
 	$(PY) -m tests.house.generate
 

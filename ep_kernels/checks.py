@@ -162,7 +162,6 @@ def source_weights(value: object, rows: int, config: MoEConfig, device_type: str
 
 
 def uncompiled(topk_weights: object) -> None:
-    """Refuse weights at combine while torch.compile traces."""
     if topk_weights is not None:
         raise ArgumentError("topk_weights", "None inside torch.compile", "a tensor")
 
@@ -201,7 +200,6 @@ def known_early(config: MoEConfig) -> None:
 
 
 def per_expert(config: MoEConfig) -> None:
-    """Refuse layouts of which a row is of several experts."""
     if not config.resolved_layout.per_expert:
         raise ArgumentError("layout", "a per-expert layout", config.resolved_layout.value)
 

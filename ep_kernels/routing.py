@@ -80,7 +80,6 @@ class ExpertMap:
         return sum(owner == rank for copies in self.replicas for owner, _ in copies)
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
-        """The logical experts of that rank, by slot."""
         held = {slot: e for e, copies in enumerate(self.replicas) for owner, slot in copies if owner == rank}
         return tuple(held[slot] for slot in range(len(held)))
 

@@ -26,12 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.fsdp import DEADLINE_S, SETTLE, Steps, Trained, line_of, local_rank, peak_gib
+from benchmarks.gpu.fsdp import DEADLINE_S, SETTLE, Steps, Trained, bytes_before_pool, line_of, local_rank, peak_gib
 from benchmarks.gpu.fsdp_model import SIZES, Model, Size
 from ep_kernels.collectives import CollectiveConfig, Collectives
 from ep_kernels.collectives.zero import ZeroGathers
 from ep_kernels.groups import TorchGroup
-from ep_kernels.transports.collective_base import bytes_before_pool
 
 GATHERS = ("deepspeed", "crossdock")
 TURNS, LEARNING_RATE = 3, 1e-4

@@ -175,7 +175,6 @@ class Dialer:
         return answer.result()
 
     def _go_on(self, dial: _Dial) -> None:
-        """Raises what has ended it."""
         if error := self._ended(dial.rank):
             raise error
         if dial.failed.is_set():

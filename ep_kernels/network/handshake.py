@@ -100,12 +100,10 @@ class Greeting:
     key: bytes
 
     def encode(self) -> bytes:
-        """The message, HELLO_BYTES long."""
         return _HELLO.pack(MAGIC, self.token, self.rank, self.peer, self.role, self.lanes, self.nonce, self.key)
 
 
 def hello(token: int, rank: int, peer: int, role: int, lanes: int, key: bytes) -> Greeting:
-    """A hello with a new nonce."""
     return Greeting(token, rank, peer, role, lanes, secrets.token_bytes(NONCE_BYTES), key)
 
 
@@ -135,5 +133,4 @@ def answer(pair: bytes, raw_hello: bytes, challenge: bytes) -> bytes:
 
 
 def is_proof(given: bytes, expected: bytes) -> bool:
-    """Compare in constant time."""
     return hmac.compare_digest(given, expected)

@@ -432,7 +432,6 @@ class Channel:
         return None
 
     def _go_on(self, ranks: Iterable[int]) -> None:
-        """Raise what ends a connect with these ranks."""
         self._require_open()
         if error := next(filter(None, map(self._ended, ranks)), None):
             raise error

@@ -109,7 +109,6 @@ class _End:
         self.channel.free()
 
     def mirror(self, rank: int, num_bytes: int) -> bytes:
-        """The first bytes of the mirror of that rank."""
         return self._mirrors.raw[rank * _SIZE : rank * _SIZE + num_bytes]
 
     def send(self, to: _End, num_bytes: int) -> float:

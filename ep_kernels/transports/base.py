@@ -409,7 +409,6 @@ class RegionArray:
 
     @property
     def num_bytes(self) -> int:
-        """All slots together."""
         return self.num_slots * self.slot_bytes
 
 

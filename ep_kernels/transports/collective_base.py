@@ -228,12 +228,6 @@ class CollectiveTransport(base.MemberTransport):
         return None
 
 
-def bytes_before_pool(config: CollectiveConfig) -> int:
-    """Bytes of a rank's region that are not its pool: flags and staging. Computed without a device."""
-    found: int = base.inspection(config.transport, "collective_bytes")(config)
-    return found
-
-
 def create(config: CollectiveConfig) -> CollectiveTransport:
     """Build the collectives of the transport that `config.transport` names; allocates nothing. Raises ConfigError, or
     TransportError with the reason where this machine cannot."""

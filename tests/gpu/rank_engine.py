@@ -55,7 +55,7 @@ class RankEngine(LaunchEngine):
     def operations(self) -> NvlinkOperations:
         """Made when the regions are known."""
         if self._operations is None:
-            around = Surroundings(self._device, StreamOrder(self._device), [], None, 0, launch.library())
+            around = Surroundings(self._device, StreamOrder(self._device), launch.Quiet([]), None, 0, launch.library())
             kernels = dict.fromkeys(self.variants(), _Unlaunched())
             self._operations = NvlinkOperations(self, around, kernels, self, 0, False)  # type: ignore[arg-type]
         return self._operations

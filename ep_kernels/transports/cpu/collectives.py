@@ -72,7 +72,6 @@ class CpuCollective:
         self.done = False
 
     def finish(self) -> None:
-        """Mark that the operation no longer needs its buffers."""
         self.done, self._kept = True, ()
 
     def wait(self) -> None:

@@ -40,7 +40,6 @@ class SlotBuffers:
         self._words = quant.scale_columns(config.hidden_size, config.scale_format) if config.quantize else 0
 
     def lead(self, num_rows: int) -> tuple[int, ...]:
-        """Leading shape of what is handed out."""
         return (num_rows,) if self._is_exact else self._lead
 
     def tokens(self) -> torch.Tensor:

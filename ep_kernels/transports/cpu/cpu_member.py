@@ -53,7 +53,6 @@ class NativeOwner:
             self.free(pointer)
 
     def free(self, pointer: int) -> None:
-        """The member, which nothing uses any more."""
         self.lib.cd_destroy(pointer)
 
 

@@ -59,7 +59,6 @@ def geometry_of(config: MoEConfig) -> native.Geometry:
 
 
 def _by_domain(config: MoEConfig) -> bool:
-    """Whether the order of hosts can make a difference."""
     return config.combine_order is CombineOrder.DOMAIN and config.network is not None and not config.exact_combine
 
 

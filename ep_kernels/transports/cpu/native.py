@@ -64,7 +64,6 @@ def dtype_name(code: int) -> str:
 
 
 def layout_code(layout: Layout) -> int:
-    """`cd::Layout`."""
     return _LAYOUTS[layout]
 
 

@@ -30,12 +30,17 @@ from ep_kernels.transports.nvlink.copy_engines import collective_plan as plan
 from ep_kernels.transports.nvlink.copy_engines import copies
 from ep_kernels.transports.nvlink.copy_engines.collective_copies import GatherCopies, NvlinkTerms
 from ep_kernels.transports.nvlink.copy_engines.collective_engine import CollectiveEngine, Shard
-from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, KernelPlan
-from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork, DoneWork, KernelWork
+from ep_kernels.transports.nvlink.copy_engines.collective_work import (
+    CopyPlan,
+    CopyWork,
+    DoneWork,
+    KernelPlan,
+    KernelWork,
+)
 from ep_kernels.transports.nvlink.copy_engines.copy_times import CopyTimes
-from ep_kernels.transports.nvlink.copy_engines.repeat_records import Quiet
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPlaces
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 from ep_kernels.transports.nvlink.gpu.signature import difference
 from ep_kernels.transports.nvlink.memory import links
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda

@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 
-from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.config import MoEConfig
-from ep_kernels.kernels import abi, collective_abi
+from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.base import RegionArray, RegionMap
 from ep_kernels.transports.nvlink.calls import plan
-from ep_kernels.transports.nvlink.copy_engines import collective_plan
 
 HOLDS = {
     "flags": "progress of each peer: the seq of its last operation",
@@ -34,11 +32,6 @@ HOLDS = {
     "routing_packets": "LL: routing_id of each expert rank",
 }
 """What each array is for. LL, HT: there only where the mode, or AUTO, may come to use it."""
-
-
-def collective_bytes(config: CollectiveConfig) -> int:
-    sizes = collective_plan.sizes_of(config.group.size, config.pool_bytes, config.staging_bytes)
-    return int(collective_abi.collective_map(sizes).pool)
 
 
 def arrays(config: MoEConfig) -> list[RegionArray]:

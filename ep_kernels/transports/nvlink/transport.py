@@ -119,9 +119,9 @@ class NvlinkTransport(NvlinkMember, Transport):
             from ep_kernels.transports.nvlink.gpu import driver
 
             mailbox, host = self._domain.mailbox, self._tables.host
-            watched = [(address, 0) for address in host.fault_addresses] + mailbox.watched()
+            quiet = launch.Quiet([*((address, 0) for address in host.fault_addresses), *mailbox.watched()])
             context = int(driver.call("cuCtxGetCurrent"))
-            around = Surroundings(self._device, self._streams, watched, (host, mailbox), context, launch.load())
+            around = Surroundings(self._device, self._streams, quiet, (host, mailbox), context, launch.load())
             self._made = NvlinkOperations(self._engine, around, self._functions, self, self.epoch, self._raises)
         return self._made
 
@@ -188,5 +188,4 @@ class NvlinkTransport(NvlinkMember, Transport):
 
 
 def create(config: MoEConfig) -> NvlinkTransport:
-    """Build the transport; touches no GPU yet."""
     return NvlinkTransport(config)

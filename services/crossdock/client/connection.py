@@ -109,7 +109,6 @@ class Connection:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is in flight."""
         return not self._flights and not self._backlog
 
     def send(self, flight: Flight) -> None:
@@ -216,7 +215,6 @@ class Connection:
             self._finish(flight, self.gone())
 
     def gone(self) -> Unavailable:
-        """The error of requests that it had."""
         return Unavailable(f"{self.where}: {self.closed}", self.lost, self.epoch)
 
     def _send(self, flight: Flight) -> None:

@@ -52,7 +52,6 @@ class SharedRows:
         return RowsPlace(self._memory, begin)
 
     def give_back(self, place: RowsPlace | None) -> None:
-        """No step uses it any more."""
         if place is not None:
             place.memory.give_back(place.begin)
 

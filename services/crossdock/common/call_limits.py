@@ -138,7 +138,6 @@ class PermitPool:
         return self._waiters[peer][0] is released
 
     def is_waited_for(self, peer: Hashable) -> bool:
-        """Whether a call of that peer waits for a permit."""
         return peer in self._waiters
 
     def progress(self, permit: Permit) -> None:

@@ -59,7 +59,6 @@ class ControlPlaneChannel:
 
     @property
     def has_several_targets(self) -> bool:
-        """Whether `target` names several addresses."""
         return len(self._targets) > 1
 
     async def is_leading(self) -> bool:

@@ -31,7 +31,6 @@ class HelperThread(threading.Thread):
 
 
 def ended() -> list[str]:
-    """Names of the threads of this process that an error has ended."""
     return list(_ended)
 
 

@@ -181,7 +181,6 @@ class GuardedMetrics(DeclaredMetrics):
             self.rpc_duration_seconds.labels(method=method, code=code).observe(seconds)
 
     def count_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Count this loop's tasks at each scrape."""
         self.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
 

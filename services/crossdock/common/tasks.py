@@ -22,7 +22,6 @@ _running: set[asyncio.Future[Any]] = set()
 
 
 def background(work: Coroutine[Any, Any, Result], what: str, *expected: type[Exception]) -> asyncio.Task[Result]:
-    """Run `work` as a task; see `log_failure`."""
     task = asyncio.create_task(work, name=what)
     log_failure(task, what, *expected)
     return task

@@ -90,7 +90,6 @@ class FrameworkTelemetry:
             log.warning(f"crossdock: metrics are not served: {error}")
 
     def timed_out(self, group: str, rank: int, peer: int) -> None:
-        """A wait of this rank of that group ended because of that peer."""
         self.metrics.ep_peer_timeouts_total.labels(group, str(rank), str(peer)).inc()
 
     def collect(self) -> None:

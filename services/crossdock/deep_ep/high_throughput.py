@@ -53,7 +53,6 @@ class PoolKey(NamedTuple):
 
     @property
     def key(self) -> PoolKey:
-        """The parameters of the communicator."""
         return self._replace(num_worst_tokens=0, num_max_tokens_per_rank=0)
 
 
@@ -215,7 +214,6 @@ class HighThroughput:
         return self._make(kind, x, most)
 
     def _most(self, place: PooledCommunicator, kind: PoolKey, mine: int) -> int:
-        """Tokens of the rank that has most."""
         with self._pool.step(place, kind) as comm:
             words = comm.exchange([mine] + [0] * (EXCHANGE_WORDS - 1))
         return max(word[0] for word in words if word is not None)

@@ -145,6 +145,5 @@ def _line(finding: Finding) -> str:
 
 
 def as_dict(findings: Sequence[Finding], *, strict: bool) -> dict[str, Any]:
-    """For programs."""
     plain = [{**asdict(finding), "level": finding.level.value} for finding in findings]
     return {"ok": exit_code(findings, strict=strict) == 0, "findings": plain}

@@ -203,7 +203,6 @@ class Owner:
         return f"{self.host} {self.pid} {self.begun}"
 
     def lives(self) -> bool:
-        """Whether the owner's process runs on this host."""
         return self.host == socket.gethostname() and bool(self.begun) and _begun(self.pid) == self.begun
 
 

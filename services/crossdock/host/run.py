@@ -96,7 +96,6 @@ def _interrupt_at_signals() -> None:
 
 
 def _print_if_open(words: str, console: Console) -> None:
-    """Print, unless the terminal is closed."""
     with suppress(OSError):
         console.print(words)
 

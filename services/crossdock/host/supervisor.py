@@ -208,13 +208,11 @@ class Supervisor(Watched):
 
     @property
     def control_pid(self) -> int:
-        """Process id of the control plane that runs here."""
         if self._control is None:
             raise SupervisorError("control_pid: expected a control plane on this host, got none")
         return self._control.pid
 
     def worker_pids(self) -> list[int]:
-        """Process id of each worker's latest process, by local rank."""
         return [worker.pid for worker in self._workers]
 
     def addresses(self) -> dict[str, Addresses]:

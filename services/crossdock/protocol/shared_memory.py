@@ -74,5 +74,4 @@ class SharedMemory:
         return begin
 
     def give_back(self, place: int) -> None:
-        """What `take` gave."""
         del self._used[place]

@@ -104,7 +104,6 @@ def find(name: str) -> Any:
 
 
 def present(slot: BackendSlot) -> bool:
-    """Whether this vLLM has the backend."""
     return slot.manager in _code_names(_module(_BUILDER[0]), _BUILDER[1], "__init__")
 
 

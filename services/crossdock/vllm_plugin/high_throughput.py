@@ -168,7 +168,6 @@ class StandardFinalizer(Finalizer):
         )  # fmt: skip
 
     def prepare(self, *args: Any, **named: Any) -> Prepared:
-        """As `prepare_async`, with its result."""
         return self.prepare_async(*args, **named)()
 
     def finalize_async(

@@ -120,7 +120,6 @@ class BatchedFinalizer(Finalizer):
         self._physical = None if to_physical is None else to_physical.int()
 
     def post_init_setup(self, fused_experts: Any) -> None:
-        """Experts that read packed scales get them from the dispatch kernel."""
         if self._quantized and fused_experts.supports_packed_ue8m0_act_scales():
             self._scales = ScaleFormat.UE8M0_PACKED
 

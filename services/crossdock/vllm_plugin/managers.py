@@ -88,7 +88,6 @@ class Manager(_Base):  # type: ignore[misc]
         return LayerContext(self._pool, self._settings, *self._sizes(kwargs))
 
     def _sizes(self, kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """M, E, K, as many as are known."""
         return ()
 
     def query_fault(self) -> FaultWord:

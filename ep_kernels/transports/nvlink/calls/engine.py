@@ -13,9 +13,8 @@ from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink.calls import plan, routing_state
-from ep_kernels.transports.nvlink.calls.addresses import RecordAddresses
 from ep_kernels.transports.nvlink.calls.left_out import Unsent, unsent_in
-from ep_kernels.transports.nvlink.calls.outputs import Memory, Outputs
+from ep_kernels.transports.nvlink.calls.outputs import Memory, Outputs, RecordAddresses
 from ep_kernels.transports.nvlink.calls.plan import most_blocks
 from ep_kernels.transports.nvlink.calls.routing_state import Span, TensorState
 from ep_kernels.transports.nvlink.calls.tables import Tables

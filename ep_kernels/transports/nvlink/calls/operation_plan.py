@@ -20,6 +20,7 @@ from ep_kernels.errors import TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink.calls.streams import StreamOrder
 from ep_kernels.transports.nvlink.gpu import launch
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 
 _MOST_DIMS, _MOST_TENSORS, _MOST_ADDRESSES, _MOST_RECORD_BYTES = 3, 7, 24, 4096
 TOKENS, ROWS = -1, -2
@@ -65,10 +66,6 @@ class _ExpectedWords(ctypes.Structure):
     )
 
 
-class _WatchWords(ctypes.Structure):
-    _fields_ = (("word", c_void_p), ("most", c_uint64))
-
-
 class _PlaceWords(ctypes.Structure):
     _fields_ = (("base", c_uint32), ("pad", c_uint32), ("offset", c_uint64))
 
@@ -93,8 +90,7 @@ class _PlanWords(ctypes.Structure):
         ("takes_state", c_uint32),
         ("most_tokens", c_int64),
         ("rows", c_int64),
-        ("watches", c_void_p),
-        ("num_watches", c_uint64),
+        ("quiet", c_void_p),
         ("context", c_void_p),
         ("stream", c_void_p),
         ("device_type", c_int32),
@@ -118,14 +114,14 @@ class Surroundings(NamedTuple):
 
     Attributes:
         order: of the rank's launches.
-        watched: (address of a word, the most that it may say): Python looks at what says more.
+        quiet: what a call looks at first.
         keep: what those addresses lie in.
         context: CUDA context that must be current, as an address.
     """
 
     device: torch.device
     order: StreamOrder
-    watched: Sequence[tuple[int, int]]
+    quiet: Quiet
     keep: Any
     context: int
     library: ctypes.CDLL
@@ -169,8 +165,6 @@ class OperationPlan:
         marks = {name: (1 + i) << _MARK for i, name in enumerate(STATE_BASES)}
         marks |= {name: (_FIRST_TENSOR + i) << _MARK for i, name in enumerate(tensors)}
         found, left = places(marks), () if state is None else state(marks)
-        # What must not have changed for the call to begin.
-        words = (_WatchWords * len(around.watched))(*(_WatchWords(*each) for each in around.watched))
         # The plan as the native library reads it.
         self._plan = _PlanWords(
             launch=prepared, record=addressof(record), record_bytes=ctypes.sizeof(record),
@@ -178,7 +172,7 @@ class OperationPlan:
             addresses_at=getattr(type(record), runs[1]).offset, num_addresses=len(found), num_tensors=len(tensors),
             addresses=tuple(map(_place, found)), tensors=tuple(map(_expected, tensors.values())),
             state=tuple(map(_place, left)), makes_state=state is not None, takes_state=takes_state,
-            most_tokens=most_tokens, rows=rows, watches=addressof(words), num_watches=len(words),
+            most_tokens=most_tokens, rows=rows, quiet=around.quiet.address,
             context=around.context, stream=addressof(around.order.current), not_captured=not_captured,
             device_type=_CUDA if around.device.type == "cuda" else _CPU, device_id=around.device.index or 0,
         )  # fmt: skip
@@ -192,7 +186,7 @@ class OperationPlan:
         # The functions that a call needs.
         self.trims = rows < 0
         self.numbers = self._read_numbers(type(record).num_rows.offset) if reads else None
-        self._kept = around, record, words
+        self._kept = around, record
         make, at = _maker(around.library), addressof(self._plan)
         self.call, self.fill, self.launch = make(at, 0), make(at, 1), make(at, 2)
         """call(slot, former state or None, *tensors): the state (and the record, where the second phase is another
@@ -202,7 +196,8 @@ class OperationPlan:
         current one, and None: nothing was launched."""
 
     def _read_numbers(self, at: int) -> torch.Tensor:
-        numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True, device="cpu")
+        with torch.inference_mode(False):  # written later, in whatever mode
+            numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True, device="cpu")
         self._plan.numbers, self._plan.num_rows_at = numbers.data_ptr(), at
         return numbers
 

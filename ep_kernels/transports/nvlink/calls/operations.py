@@ -325,7 +325,6 @@ class NvlinkOperations:
         return rows, int(numbers[1])
 
     def buffers(self, of: DispatchState) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """See `base.PendingDispatch`."""
         outputs = self._outputs
         return of.rows.view(of.rows.shape), outputs.all_scales(of.scales), outputs.number(of.block, "counts")
 
@@ -405,15 +404,15 @@ class NvlinkOperations:
         words = by.fill(slot, again, tokens, *map(_pointer, (x, ids, weights, block, args.scales, scales)))
         seq = engine.num_dispatches + 1
         state = DispatchState(self._origin, seq, args.mode, words, block, former, rows, scales, ids, weights)
+        if self._weighs:
+            state.tokens = tokens
+            state.topk_weights.copy_(weights)
         return NvlinkDispatch(self, by, state, (x, args.scales))
 
     def begin_dispatch(self, args: DispatchArgs) -> NvlinkDispatch:
         """Both phases, or the first of two."""
         pending = self.fill_dispatch(args)
         state = pending.state
-        if self._weighs:
-            kept = part(state.block, self._engine.addresses.kept_at, tuple(state.given.shape), torch.float32)
-            kept.copy_(state.given)
         done = self._launch(pending.plan, state.words, BOTH if args.at_once else SEND)
         # From here on the operation counts.
         self._engine.num_dispatches = state.seq

@@ -11,8 +11,7 @@ import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink.calls.addresses import RecordAddresses
-from ep_kernels.transports.nvlink.calls.outputs import Outputs, part
+from ep_kernels.transports.nvlink.calls.outputs import Outputs, RecordAddresses, part
 from ep_kernels.transports.nvlink.calls.plan import StateMap
 from ep_kernels.types import DispatchHandle, Mode
 
@@ -76,7 +75,6 @@ _ENDS, _ENDS_AT = struct.Struct("=2q"), 32
 
 
 def ends(words: bytes) -> tuple[int, int]:
-    """(T, rows) of a state."""
     tokens, rows = _ENDS.unpack_from(words, _ENDS_AT)
     return tokens, rows
 
@@ -182,7 +180,6 @@ class DispatchState(StateParts):
         return self.block, self.scales, self.topk_ids, self.given, *of_maker
 
     def of_output(self, name: str) -> Any:
-        """A field of its output."""
         return self.origin.outputs.field(name, self.block, self.rows, self.scales, self.tokens, self.delivered)
 
 
@@ -196,7 +193,6 @@ def trimmed(handle: DispatchHandle, num_rows: int) -> DispatchHandle:
 
 
 def restored(handle: DispatchHandle) -> DispatchHandle:
-    """See `base.Transport.restore`."""
     routing, carried, routing_id, topk_weights = handle.state
     state = TensorState(Span.whole(routing), Span.whole(routing_id), Span.whole(carried), topk_weights)
     return replace(handle, state=state)

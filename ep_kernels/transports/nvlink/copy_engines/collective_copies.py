@@ -17,12 +17,11 @@ from ep_kernels.transports.collective_base import GatherArgs, GatherPart, SentTe
 from ep_kernels.transports.nvlink.calls.engine import Call
 from ep_kernels.transports.nvlink.copy_engines import collective_plan as plan
 from ep_kernels.transports.nvlink.copy_engines.collective_engine import CollectiveEngine
-from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, PlanOwner
-from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork, WorkOwner
+from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyPlan, CopyWork, PlanOwner, WorkOwner
 from ep_kernels.transports.nvlink.copy_engines.copies import CopyEngines
-from ep_kernels.transports.nvlink.copy_engines.repeat_records import Quiet
 from ep_kernels.transports.nvlink.gpu import copy_schedule
 from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPart
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 from ep_kernels.transports.nvlink.gpu.signature import signature
 from ep_kernels.transports.nvlink.memory.memory import Mapping
 
@@ -110,7 +109,6 @@ class GatherCopies:
         return CopyPlan(self._owner, self._engines, lambda: self._engines.template(listed, word, quiet), self._rank)
 
     def own(self, part: GatherPart) -> torch.Tensor:
-        """This rank's place in the out."""
         return part.out[self._rank * part.x.numel() :][: part.x.numel()]
 
     def _signature(self, parts: Sequence[GatherPart], algorithm: Algorithm, places: Any) -> int:

@@ -65,7 +65,6 @@ def gather_launch(blocks: int, size: int) -> Launch:
 
 
 def reduce_launch(blocks: int, size: int) -> Launch:
-    """Launch of the kernels that sum."""
     return Launch(blocks, _HEAD_BYTES + (size + 1) // 2 * 16, 0, 0)
 
 

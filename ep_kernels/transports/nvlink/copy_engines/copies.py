@@ -25,9 +25,10 @@ from ep_kernels.collectives.collective_types import Algorithm
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.kernels import abi, collective_abi
 from ep_kernels.transports.nvlink.copy_engines.copy_times import CopyTimes, TimedKind
-from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, PushTemplate, Quiet
+from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, PushTemplate
 from ep_kernels.transports.nvlink.gpu import copy_schedule, launch
 from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPart, CopyPlaces
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 from ep_kernels.transports.nvlink.memory.host_page import HostPage, Mismatch
 from ep_kernels.types import LatencySample
 
@@ -378,7 +379,6 @@ class CopyEngines:
         self._times.close()
 
     def _free_graphs(self) -> None:
-        """Free the graphs; no operation is under way."""
         graphs, self._graphs = self._graphs, []
         for graph in graphs:
             launch.free_graph(graph, self._library)

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import addressof, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
@@ -35,6 +35,32 @@ class Prepared(ctypes.Structure):
         ("shared_bytes", c_uint32),
         ("flags", c_uint32),
     )
+
+
+class QuietWord(ctypes.Structure):
+    """`QuietWord` of native/launch.hpp."""
+
+    _fields_ = (("word", c_uint64), ("most", c_int64))
+
+
+class QuietRecord(ctypes.Structure):
+    """`Quiet` of native/launch.hpp."""
+
+    _fields_ = (("words", c_void_p), ("count", c_int64))
+
+
+class Quiet:
+    """Words that an operation looks at first.
+
+    Args:
+        words: (address of an int64, the most that it may be).
+    """
+
+    def __init__(self, words: Iterable[tuple[int, int]]) -> None:
+        listed = [QuietWord(*word) for word in words]
+        self._words = (QuietWord * len(listed))(*listed)
+        self._record = QuietRecord(ctypes.addressof(self._words), len(listed))
+        self.address = ctypes.addressof(self._record)
 
 
 _SIGNATURES: dict[str, Signature] = {
@@ -111,7 +137,6 @@ def graph_of(steps: Sequence[StreamOp], library: ctypes.CDLL) -> int:
 
 
 def free_graph(graph: int, library: ctypes.CDLL) -> None:
-    """Free a graph of which nothing runs any more."""
     library.cd_graph_free(graph)
 
 
@@ -122,7 +147,6 @@ def raise_refused(call: str, status: int, library: ctypes.CDLL) -> None:
 
 
 def refused(call: str, status: int, library: ctypes.CDLL) -> TransportError:
-    """An error in the driver's words."""
     name, text = (library.cd_error(status, which).decode() for which in (_NAME, _TEXT))
     return TransportError(f"{call}: {name or status}: {text or 'unknown error'}")
 

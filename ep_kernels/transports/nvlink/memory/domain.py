@@ -308,7 +308,6 @@ class Domain:
             memory.free_returned()
 
     def close_in_child(self) -> None:
-        """In a forked child: close its copies of all descriptors."""
         for part in (*self._open, *self.mappings):
             if part is not None:
                 part.close_in_child()

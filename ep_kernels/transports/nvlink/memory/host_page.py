@@ -87,7 +87,6 @@ class HostPage:
             self._gone[rank] = abi.GIVEN_UP
 
     def is_gone(self, rank: int) -> bool:
-        """Whether its process is dead."""
         return int(self._gone[rank]) == abi.DEAD
 
     def is_given_up(self, rank: int) -> bool:

@@ -171,7 +171,6 @@ class Mailbox:
         return self._aborted is not None or self._lost() is not None
 
     def _lost(self) -> int | None:
-        """An active rank that was given up."""
         return next((rank for rank in self._given_up if self._active[rank]), None)
 
     def _renew(self, deadline: float) -> None:
@@ -292,7 +291,6 @@ class Mailbox:
         self._woken.set()
 
     def check(self) -> None:
-        """Raise AbortedError after `abort`."""
         if self._aborted is not None:
             raise AbortedError(self._aborted)
 

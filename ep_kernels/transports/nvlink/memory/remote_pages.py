@@ -112,7 +112,6 @@ class RemotePages:
             self._channel.leave(rank, epoch)
 
     def is_up(self, rank: int) -> bool:
-        """Whether the connections with a rank of another host stand."""
         return bool(self._channel.up() >> rank & 1)
 
     def close(self) -> None:
@@ -124,7 +123,6 @@ class RemotePages:
             self._lib.cd_words_close(words)
 
     def close_in_child(self) -> None:
-        """In a forked child: nothing of this is used any more."""
         self._channel.close_in_child()
         self._words = None
 

@@ -32,12 +32,6 @@ struct Expected {
   int64_t shape[kMostDims];
 };
 
-// A word that Python looks at where there is more than `most` in it.
-struct Watch {
-  const volatile uint64_t* word;
-  uint64_t most;
-};
-
 // Where a call finds something, as an address: `offset` from base number `base`.
 struct Place {
   uint32_t base, pad;
@@ -66,8 +60,7 @@ struct Plan {
   Place state[4];
   uint32_t makes_state, takes_state;
   int64_t most_tokens, rows;  // `rows`: received, where no call knows better; -1 = as the numbers say
-  const Watch* watches;
-  uint64_t num_watches;
+  const Quiet* quiet;
   void* context;                   // which must be current
   const volatile int64_t* stream;  // of the launch before, which must be the current one
   int32_t device_type, device_id;
@@ -79,12 +72,6 @@ struct Plan {
   uint64_t token_words;  // numbers of each token in both
 };
 enum Phases : uint32_t { kSend = 1, kReceive = 2 };  // both: 3
-
-bool is_quiet(const Plan* plan) {
-  for (const Watch* w = plan->watches; w < plan->watches + plan->num_watches; ++w)
-    if (*w->word > w->most) return false;
-  return true;
-}
 
 // Whether it has all of its elements one behind the other in memory (an empty one needs none).
 bool is_contiguous(const python::Tensor& t) {
@@ -129,7 +116,7 @@ bool await(const Plan* plan, void* stream) {
   for (int spin = 1;; ++spin) {
     if (plan->numbers[0] >= 0 && plan->numbers[1] >= 0) return true;
     if (spin % kLook) continue;
-    const bool is_over = !is_quiet(plan) || (spin % kLookFar == 0 && !cd::is_busy(stream));
+    const bool is_over = !cd::is_quiet(plan->quiet) || (spin % kLookFar == 0 && !cd::is_busy(stream));
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (is_over) return plan->numbers[0] >= 0 && plan->numbers[1] >= 0;
     if (spin % kLookFar == 0) sched_yield();
@@ -139,7 +126,7 @@ bool await(const Plan* plan, void* stream) {
 // Whether an operation may begin, or go on, without another look; and the stream.
 bool is_undisturbed(const Plan* plan, void** stream) {
   *stream = nullptr;
-  if (!is_quiet(plan) || cd::current_context() != plan->context) return false;
+  if (!cd::is_quiet(plan->quiet) || cd::current_context() != plan->context) return false;
   if (plan->device_type == python::kCuda && exchange->stream(plan->device_type, plan->device_id, stream))
     return py.clear_error(), false;
   return reinterpret_cast<int64_t>(*stream) == *plan->stream && !(plan->not_captured && cd::is_captured(*stream));

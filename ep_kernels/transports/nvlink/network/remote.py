@@ -177,7 +177,6 @@ class RemoteRanks:
         self._native = None
 
     def close_in_child(self) -> None:
-        """In a forked child: nothing of this is used any more."""
         self._native = None
         self._boxes.close_in_child()
 

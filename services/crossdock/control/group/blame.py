@@ -64,13 +64,11 @@ def record(group: Group, event: Heartbeat, report: str, now: float) -> tuple[Gro
 
 
 def forget(group: Group, uids: Iterable[str]) -> Group:
-    """Drop the reports about these."""
     gone = frozenset(uids)
     return replace(group, blames=tuple(blame for blame in group.blames if blame.accused not in gone))
 
 
 def expire(group: Group, now: float) -> Group:
-    """Drop reports older than the window."""
     if group.blames and group.blames[0].at <= now - group.settings.blame_window_s:
         kept = tuple(blame for blame in group.blames if blame.at > now - group.settings.blame_window_s)
         group = replace(group, blames=kept)

@@ -68,5 +68,4 @@ def readmit(group: Group, now: float) -> Group:
 
 
 def missing(group: Group) -> str:
-    """The inactive ranks, as text."""
     return ", ".join(f"rank {rank}" for rank in range(group.settings.world_size) if rank not in group.taking_part)

@@ -93,7 +93,6 @@ class Bar:
     drain: bool = False
 
     def holds_for(self, worker: Worker) -> bool:
-        """Whether the bar excludes this process."""
         return self.uid == worker.uid and (not self.incarnation or worker.incarnation <= self.incarnation)
 
 
@@ -154,7 +153,6 @@ class Member:
 
     @property
     def claimed_rank(self) -> Claim | None:
-        """The rank that it remembers."""
         return None if self.claim is None else Claim(self.claim.epoch, self.claim.rank)
 
     def __str__(self) -> str:
@@ -207,7 +205,6 @@ class Members(tuple[Member, ...]):
 
 
 def with_first_ranks(members: Sequence[Member], world_size: int) -> Members:
-    """The members with the ranks of `assign_first_ranks`, by rank."""
     ranks = assign_first_ranks({member.worker.place: member.claimed_rank for member in members}, world_size)
     ranked = [replace(member, rank=ranks[member.uid]) for member in members]
     return Members(sorted(ranked, key=lambda member: member.rank))
@@ -292,7 +289,6 @@ class Group:
         return self.members.find(uid)
 
     def bar_of(self, worker: Worker) -> Bar | None:
-        """The bar that excludes this process."""
         return next((bar for bar in self.bars if bar.holds_for(worker)), None)
 
 

@@ -70,7 +70,6 @@ class LatencyWatch:
         request.stats.ClearField("latency")
 
     def forget(self, uid: str) -> None:
-        """Drop the reports of a member that is gone."""
         self._reports.pop(uid, None)
         self._totals.pop(uid, None)
 

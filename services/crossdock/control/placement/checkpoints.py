@@ -82,7 +82,6 @@ NO_CHECKPOINTS = Checkpoints()
 
 
 def number_of(table: Table, num_experts: int) -> int:
-    """The checkpoint of a layer's table."""
     return next((held[0] // num_experts for held in table if held), 0)
 
 

@@ -164,7 +164,6 @@ class PlacementManager:
 
     @property
     def shape(self) -> Shape:
-        """Experts, slots and domains, as configured."""
         assert self.kind is not None
         slots = self.kind.num_experts + self.config.redundant_experts
         return Shape(self.kind.num_experts, slots, self._domains or (0,) * self.world_size)

@@ -158,7 +158,6 @@ def greatest(known: int | None, unix_s: float) -> int:
 
 
 def greatest_epoch(group: Group, unix_s: float) -> int:
-    """`greatest`, of epochs."""
     return greatest(group.epoch if group.placed and not group.recovering else None, unix_s)
 
 

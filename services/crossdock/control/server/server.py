@@ -99,12 +99,10 @@ class GroupMeasures:
         self._cause = self._lost = ""
 
     def lost(self, cause: str) -> None:
-        """A member was lost; called before `changed`."""
         self._metrics.members_lost_total.labels(cause=cause).inc()
         self._lost = self._lost or cause
 
     def blamed(self, rank: int) -> None:
-        """A member reported that rank silent."""
         self._metrics.silent_rank_reports_total.labels(rank=str(rank)).inc()
 
     def changed(self, before: Group, after: Group, now: float) -> None:
@@ -307,7 +305,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return True
 
     async def PublishRegion(self, request: pb.PublishRegionRequest, context: Any) -> pb.PublishRegionResponse:
-        """Store a member's region for this epoch."""
         self._keys.check(request.worker, context)
         self._apply(views.publish_event(request, self._limits))
         return pb.PublishRegionResponse()
@@ -354,7 +351,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return made[2]
 
     async def Placement(self, request: pb.PlacementRequest, context: Any) -> pb.PlacementResponse:
-        """The expert tables of an epoch."""
         return self._experts.placement(self._group, request)
 
     async def Experts(self, request: pb.ExpertsRequest, context: Any) -> pb.ExpertsResponse:
@@ -387,7 +383,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return pb.UncordonResponse(barred=views.bar_messages(bars, self._clock(), self._id))
 
     async def Postmortems(self, request: pb.PostmortemsRequest, context: Any) -> pb.PostmortemsResponse:
-        """What ranks knew when a wait failed."""
         return self._postmortems.message()
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
@@ -455,7 +450,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return rendered[1] if table else rendered[1] + views.own_seat(group, worker).SerializeToString()
 
     def _announce(self) -> None:
-        """Notify the watchers of another placement."""
         self._version += 1
         self._watchers.notify_now()
 

@@ -35,7 +35,6 @@ class Names:
         return tuple(self._named(name, expert) for name in self.naming.first)
 
     def down(self, expert: int) -> str:
-        """Name of the second matrix."""
         return self._named(self.naming.down, expert)
 
     def _named(self, name: str, expert: int) -> str:

@@ -162,7 +162,6 @@ class Stack:
         return replace(self, data=self.data[slot], scales=scales, bias=bias, zeros=zeros, whole=whole)
 
     def copy_(self, other: Stack) -> None:
-        """Take another one's contents; same format and shape."""
         for target, source in zip(self.tensors, other.tensors, strict=True):
             target.copy_(source)
 

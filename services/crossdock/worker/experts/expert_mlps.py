@@ -81,7 +81,6 @@ class ExpertLoop:
         self._inner, self._hidden, self._rows = (KeptRows(device) for _ in range(3))
 
     def forget(self, layer: int) -> None:
-        """The layer has other weights from now on."""
         self._matrices.pop(layer, None)
 
     def forward(

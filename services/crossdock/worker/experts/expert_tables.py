@@ -127,7 +127,6 @@ class ExpertTables:
             return report
 
     def weights(self) -> tuple[WeightsOf, ...]:
-        """Whose weights each layer has now."""
         with self._changed:
             return tuple(self._weights.values())
 
@@ -148,7 +147,6 @@ class ExpertTables:
             return LoadTask(self._target.version, layer, self._target.of_rank(layer, self._rank), weights)
 
     def check(self, task: LoadTask) -> None:
-        """Raise MoveCancelled if the task is obsolete."""
         if self._closed or self._newest.version != task.version:
             raise MoveCancelled
 
@@ -167,7 +165,6 @@ class ExpertTables:
     # The engine's thread.
 
     def route(self, layer: int) -> SlotMap | None:
-        """Slot map of a layer in the next step."""
         return self._routes.get(layer)
 
     def fingerprint(self, layer: int) -> str:

@@ -105,7 +105,6 @@ def describe(model: Path, ranks: int, expert_dtype: str = "", rank_gib: float | 
 
 
 def _largest(checkpoint: Checkpoint, dtype: torch.dtype, widen: bool) -> int:
-    """Bytes of one expert in the layer where they are largest."""
     return max(expert_bytes(checkpoint, layer, dtype, widen) for layer in checkpoint.spec.moe_layers)
 
 

@@ -75,7 +75,6 @@ class Placement:
         return Placement(message.version, num_ranks, rows, numbers, message.checkpoints)
 
     def weights(self, layer: int) -> WeightsOf:
-        """Whose weights a layer has."""
         number = self.checkpoints.get(layer, 0)
         ref = next((ref for ref in self.refs.refs if ref.number == number), control_pb2.CheckpointRef())
         return WeightsOf(number, ref.path, ref.fingerprint)
@@ -126,7 +125,6 @@ class SlotMap:
         )
 
     def lost_in(self, topk_ids: torch.Tensor) -> list[int]:
-        """The lost experts among the chosen ones."""
         return sorted(self.lost.intersection(topk_ids.flatten().tolist())) if self.lost else []
 
     def slots(self, topk_ids: torch.Tensor, rank: int) -> torch.Tensor:

@@ -78,7 +78,6 @@ class Refusals:
             log.warning("heartbeat refused", error=self._last, lease_s=lease_s)
 
     def lease_lost(self, error: CallError, log: Logger) -> None:
-        """The lease was lost: log the refusals before it."""
         if self._last:
             log.warning("lease lost", error=error, heartbeats_refused=self._last)
         self.clear()
@@ -89,7 +88,6 @@ class Refusals:
 
 
 def why_barred(barred: control_pb2.Barred) -> str:
-    """Why a worker is barred from the group, and until when."""
     until = f"for {barred.left_s:.0f} s more" if barred.left_s else f"until `crossdock uncordon {barred.uid}`"
     return f"{barred.cause}: {barred.reason}, {until}"
 
@@ -257,7 +255,6 @@ class ControlPlaneClient:
             await self._call("Leave", request, 2.0)
 
     async def close(self) -> None:
-        """Stop both tasks and close the channel."""
         await self._stop_tasks()
         await self._channel.close()
 

@@ -130,7 +130,6 @@ class Model:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the experts that are loaded."""
         return self._experts.num_bytes if self._experts else 0
 
     @property
@@ -228,7 +227,6 @@ class Model:
         return [self.sum(placement, rank) for rank in range(placement.num_ranks)], self.sum(placement)
 
     def is_read(self, placement: Placement) -> bool:
-        """Whether `read_all` reads nothing."""
         return all(self._checkpoints.open(placement.weights(layer)).is_read for layer in self.spec.moe_layers)
 
     def connect(self, group: ControlGroup, num_slots: int) -> MoECommunicator:

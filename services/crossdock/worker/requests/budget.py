@@ -116,7 +116,6 @@ class StreamQuota:
             self._account.waiting.setdefault(self, num_bytes)
 
     def stop_waiting(self) -> None:
-        """What it waited for is not wanted any more."""
         with self._budget._lock:
             self._account.waiting.pop(self, None)
 

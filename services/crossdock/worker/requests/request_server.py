@@ -94,7 +94,6 @@ class RequestServer:
         HelperThread("request connections", go_on, self._turn).start()
 
     def describe(self, response: expert_pb2.DescribeResponse) -> expert_pb2.DescribeResponse:
-        """The answer to Describe, with where clients connect to."""
         response.request_port, response.request_socket, response.request_host = self.port, self._name, self._host
         return response
 

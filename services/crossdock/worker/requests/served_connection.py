@@ -138,7 +138,6 @@ class ServedConnection:
             self.end()
 
     def go_away(self) -> None:
-        """Ask the client to send no more here."""
         self.was_sent_away = True
         self._send([frames.plain(FrameKind.GOAWAY)])
 

@@ -65,7 +65,6 @@ class DeviceStream(Protocol):
 
 
 def stream_of(device: torch.device) -> DeviceStream:
-    """The stream of a device. Raises DeviceLost."""
     return GpuStream(device) if device.type == "cuda" else CpuStream()
 
 

@@ -129,7 +129,6 @@ class Engine:
         self._answer(works, failure)
 
     def drain(self) -> None:
-        """Serve queued requests and refuse new ones."""
         with self._lock:
             self._draining = True
             self._wake()

@@ -57,7 +57,6 @@ class Proposal(NamedTuple):
         placement: int = 0,
         loaded: bool = False,
     ) -> Proposal:
-        """A proposal for `head`, or for nothing."""
         layer, waited_ns, num_tokens = (NO_LAYER, 0, 0) if head is None else head
         return Proposal(step, layer, waited_ns, num_tokens, draining, leaving, failed, placement, loaded)
 

@@ -105,12 +105,10 @@ class LatencySums:
                     self._ops.setdefault(found.op, _Operation()).add(found)
 
     def forget_recent(self) -> None:
-        """The epoch has ended: numbers of operations begin again."""
         with self._lock:
             self._recent.clear()
 
     def recent(self) -> list[LatencySample]:
-        """The last operations. Any thread."""
         with self._lock:
             batches = list(self._recent)
         return [sample for batch in batches for sample in batch][-_MAX_RECENT:]
@@ -291,7 +289,6 @@ class WorkerTelemetry:
         self._metrics.expert_weights_bytes.set(num_bytes)
 
     def holds(self, expert_ids: Mapping[int, tuple[int, ...]], num_bytes: int) -> None:
-        """Set the experts of this rank, by layer and slot."""
         self.loaded(num_bytes)
         rows = set(expert_ids.values()) or {()}
         self._expert_ids = min(rows)
@@ -331,7 +328,6 @@ class WorkerTelemetry:
         return [*self._latency.recent(), *samples]
 
     def recent(self) -> list[LatencySample]:
-        """The last operations that were collected. Any thread."""
         return self._latency.recent()
 
     def answered(

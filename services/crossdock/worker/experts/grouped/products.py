@@ -182,7 +182,6 @@ class GroupedProducts:
         return GroupedProducts(gating, num_processors)
 
     def forget(self, layer: int) -> None:
-        """The layer has other weights from now on."""
         self._matrices.pop(layer, None)
 
     def forward(
