@@ -21,7 +21,7 @@ from tests.services.lease_api import LeaseApi
 
 LEASE_S = 2
 """Of the election."""
-_OPTIONS = ("world_size=2", "recover_s=30", "lease_s=10", "election.lease_s=4")
+_OPTIONS = ("world_size=2", "recover_s=12", "lease_s=6", "election.lease_s=4")
 """The group's lease is also how soon a worker turns from a control plane that is silent. A leader that cannot renew the
 election's stops after two thirds of it: on a machine that stands still for a moment the lead may change at any time."""
 
