@@ -17,6 +17,7 @@ from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from tests.services.cluster import FORM_S, STEP_S, Cluster, write_model
 from tests.services.control_world import TIMEOUT_S, lasting_port, spawn, wait_announced
+from tests.services.forked import forked_children
 from tests.services.lease_api import LeaseApi
 
 LEASE_S = 2
@@ -168,5 +169,5 @@ def replicated_cluster(folder: Path, replicas: Replicas, **worker: object) -> It
         )
         for rank in range(2)
     ]
-    with Supervisor(None, workers, folder / "logs") as supervisor:
+    with forked_children(), Supervisor(None, workers, folder / "logs") as supervisor:
         yield Cluster(supervisor, tensors, supervisor.wait_serving(FORM_S))
