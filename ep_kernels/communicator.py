@@ -23,7 +23,7 @@ from ep_kernels.membership import GroupMember
 from ep_kernels.ops import TraceSite
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest, InFlight
 from ep_kernels.transports import base, create
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, KeptStep, Overflow
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, KeptStep, Overflow, StepInputs
 
 T = TypeVar("T")
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -284,7 +284,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     # Steps of a layer in memory that is kept between them: a dispatch, the experts, a combine, again and again.
     #
-    #     step = comm.begin_step(x, topk_ids, topk_weights, step_tokens)
+    #     step = comm.begin_step(comm.step_inputs(x, topk_ids, topk_weights), step_tokens)
     #     if step is not None:                   # else dispatch and combine
     #         experts(step.tokens, step.offsets, step.counts, out=step.y)
     #         comm.end_step(step, z)
@@ -292,14 +292,24 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
     # The same operations for the other ranks, who may call `dispatch` and `combine` instead. What is made anew for each
     # of those (a handle, a routing that lives as long as it, tensors) is made once.
 
-    def begin_step(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, step_tokens: int
-    ) -> KeptStep | None:
+    def step_inputs(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> StepInputs:
+        """Tensors for `begin_step`, as for `dispatch`, checked once for all steps that read them. Raises
+        ArgumentError."""
+        config, device, rows = self._config, self._device, len(checks.payload(x, self._config, self._device)[0])
+        ids = checks.topk_ids(topk_ids, rows, config, device, self._wide_ids)
+        weights = checks.topk_weights(topk_weights, rows, config, device)
+        addresses = x.data_ptr(), ids.data_ptr(), weights.data_ptr()
+        return StepInputs(self._id, x, ids, weights, addresses, rows, ids.dtype is torch.int64)
+
+    def begin_step(self, inputs: StepInputs, step_tokens: int) -> KeptStep | None:
         """`dispatch`, with GROUPED rows; `end_step` is the next operation. Its tensors are valid until then, but
         `counts`, which is until the next step. None: nothing has begun, and `dispatch` serves this call (on GPUs; with
         several hosts, scales, `validate`, rows that may overflow, gradients, a request under way). Collective.
 
-        Args: as `dispatch`.
+        Args:
+            inputs: of `step_inputs` of this communicator.
+            step_tokens: as `dispatch`.
+
         Raises: ArgumentError (nothing was sent), PeerTimeout, AbortedError, ClosedError.
         """
         transport, dispatches = self._transport, self._dispatches
@@ -307,9 +317,15 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             return None
         if torch.is_grad_enabled():  # autograd may have saved the rows that are overwritten
             return None
-        args = self._dispatch_args(x, topk_ids, topk_weights, None, step_tokens, at_once=True)
+        if transport.checks or self._fault is not None or self._closed:
+            self._ready("dispatch")
+        if inputs.owner != self._id:
+            raise ArgumentError("inputs", "those that this communicator has checked", f"of another, {inputs.owner}")
+        tokens = checks.step_tokens(step_tokens, inputs.num_tokens, self._config)
         try:
-            step = self._step = transport.begin_step(args)
+            step = self._step = transport.begin_step(
+                inputs, checks.resolve_mode(self._config, tokens, self._ll_max_tokens)
+            )
         except BaseException as error:
             self._broken(error)
             raise

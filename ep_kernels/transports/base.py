@@ -41,7 +41,16 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ArgumentError, ConfigError
 from ep_kernels.network.network_config import NetworkConfig
 from ep_kernels.transports.whole_routing import WholeRouting
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, KeptStep, LatencySample, Mode, PeerTraffic
+from ep_kernels.types import (
+    Capabilities,
+    DispatchHandle,
+    DispatchOutput,
+    KeptStep,
+    LatencySample,
+    Mode,
+    PeerTraffic,
+    StepInputs,
+)
 
 EXCHANGE_WORDS = 8
 """int64 words per rank in one `exchange`."""
@@ -326,7 +335,7 @@ class Transport(MemberTransport):
 
     # With a default.
 
-    def begin_step(self, args: DispatchArgs) -> KeptStep:
+    def begin_step(self, inputs: StepInputs, mode: Mode) -> KeptStep:
         """See `MoECommunicator.begin_step`: both phases of a dispatch, while no request is pending. Only with
         `keeps_steps`, as `end_step`."""
         raise ArgumentError("begin_step", "a transport that keeps steps", type(self).__name__)

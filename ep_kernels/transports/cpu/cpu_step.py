@@ -8,11 +8,10 @@ import struct
 import torch
 
 from ep_kernels.lazy_output import recycle
-from ep_kernels.transports.base import DispatchArgs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
 from ep_kernels.transports.cpu.cpu_routing import FreshState
-from ep_kernels.types import Mode
+from ep_kernels.types import Mode, StepInputs
 
 _LL = Mode.LL
 _GIVEN, _RETURNED = struct.Struct("=2i4Q4i"), struct.Struct("=Q2i2Q2i2Q2i")
@@ -49,16 +48,15 @@ class CpuStep:
         self._capacity = self._rows.shape[0]
         self.tokens, self.y = self._view(0)
 
-    def dispatch(self, args: DispatchArgs) -> int:
+    def dispatch(self, inputs: StepInputs, mode: Mode) -> int:
         """Both phases, and peers no longer read y. The native status."""
-        op, comm, x, ids = self._dispatch, self._comm, args.x, args.topk_ids
-        tokens, mode, exact = x.shape[0], args.mode is not _LL, self._buffers.exact_shapes
-        wide, weights = ids.dtype is torch.int64, args.topk_weights.data_ptr()
-        _GIVEN.pack_into(op, _GIVEN_AT, tokens, mode, x.data_ptr(), 0, ids.data_ptr(), weights, 1, exact, wide, 0)
+        op, comm, exact = self._dispatch, self._comm, self._buffers.exact_shapes
+        tokens, is_ht, (x, ids, weights) = inputs.num_tokens, mode is not _LL, inputs.addresses
+        _GIVEN.pack_into(op, _GIVEN_AT, tokens, is_ht, x, 0, ids, weights, 1, exact, inputs.wide_ids, 0)
         recycle(self._rows)
         status: int = comm.lib.cd_dispatch(comm.pointer, self._at[0], native.STEP)
         if not status:
-            self.num_tokens, self._mode = tokens, mode
+            self.num_tokens, self._mode = tokens, is_ht
             self._num_rows = num_rows = op.num_rows if exact else self._capacity
             self.tokens, self.y = self._views.get(num_rows) or self._view(num_rows)
         return status

@@ -29,7 +29,7 @@ from ep_kernels.transports.cpu.cpu_routing import CPU, FreshState, RoutingState,
 from ep_kernels.transports.cpu.cpu_step import CpuStep
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of, wire_bytes
 from ep_kernels.transports.cpu.region import OwnRegion, own_domain, read_ticket
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, PeerTraffic
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, PeerTraffic, StepInputs
 
 _LL = Mode.LL
 _TOTALS = ("num_rows", "num_dropped", "num_invalid_ids")
@@ -179,7 +179,7 @@ class CpuTransport(CpuMember[NativeComm], Transport):
             self._combines[pending.slot] = pending
         return pending
 
-    def begin_step(self, args: DispatchArgs) -> CpuStep:
+    def begin_step(self, inputs: StepInputs, mode: Mode) -> CpuStep:
         comm = self.comm
         if comm is None or self.reason is not None:
             comm = self.native()
@@ -188,7 +188,7 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         if step is None:
             with torch.inference_mode(False):
                 step = self._steps[slot] = CpuStep(comm, slot)
-        if status := step.dispatch(args):
+        if status := step.dispatch(inputs, mode):
             self.judge(status)
         return step
 
