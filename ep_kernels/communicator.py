@@ -23,7 +23,7 @@ from ep_kernels.membership import GroupMember
 from ep_kernels.ops import TraceSite
 from ep_kernels.requests import Buffers, CombineRequest, DispatchRequest, InFlight
 from ep_kernels.transports import base, create
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, KeptStep, Overflow, StepInputs
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, KeptStep, Overflow
 
 T = TypeVar("T")
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -292,24 +292,22 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
     # The same operations for the other ranks, who may call `dispatch` and `combine` instead. What is made anew for each
     # of those (a handle, a routing that lives as long as it, tensors) is made once.
 
-    def step_inputs(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> StepInputs:
-        """Tensors for `begin_step`, as for `dispatch`, checked once for all steps that read them. Raises
-        ArgumentError."""
-        config, device, rows = self._config, self._device, len(checks.payload(x, self._config, self._device)[0])
+    def step_inputs(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> base.StepInputs:
+        """Tensors for `begin_step`, as for `dispatch`, checked once for all steps that read them, while none is
+        resized. Raises ArgumentError."""
+        config, device = self._config, self._device
+        rows = checks.payload(x, config, device)[0].shape[0]
         ids = checks.topk_ids(topk_ids, rows, config, device, self._wide_ids)
-        weights = checks.topk_weights(topk_weights, rows, config, device)
-        addresses = x.data_ptr(), ids.data_ptr(), weights.data_ptr()
-        return StepInputs(self._id, x, ids, weights, addresses, rows, ids.dtype is torch.int64)
+        given = x, ids, checks.topk_weights(topk_weights, rows, config, device)
+        addresses = given[0].data_ptr(), given[1].data_ptr(), given[2].data_ptr()
+        return base.StepInputs(self._id, given, addresses, rows, ids.dtype is torch.int64)
 
-    def begin_step(self, inputs: StepInputs, step_tokens: int) -> KeptStep | None:
+    def begin_step(self, inputs: base.StepInputs, step_tokens: int) -> KeptStep | None:
         """`dispatch`, with GROUPED rows; `end_step` is the next operation. Its tensors are valid until then, but
         `counts`, which is until the next step. None: nothing has begun, and `dispatch` serves this call (on GPUs; with
         several hosts, scales, `validate`, rows that may overflow, gradients, a request under way). Collective.
 
-        Args:
-            inputs: of `step_inputs` of this communicator.
-            step_tokens: as `dispatch`.
-
+        Args: `inputs` of this communicator's `step_inputs`; `step_tokens` as `dispatch`.
         Raises: ArgumentError (nothing was sent), PeerTimeout, AbortedError, ClosedError.
         """
         transport, dispatches = self._transport, self._dispatches
@@ -322,10 +320,9 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         if inputs.owner != self._id:
             raise ArgumentError("inputs", "those that this communicator has checked", f"of another, {inputs.owner}")
         tokens = checks.step_tokens(step_tokens, inputs.num_tokens, self._config)
+        mode = checks.resolve_mode(self._config, tokens, self._ll_max_tokens)
         try:
-            step = self._step = transport.begin_step(
-                inputs, checks.resolve_mode(self._config, tokens, self._ll_max_tokens)
-            )
+            step = self._step = transport.begin_step(inputs, mode)
         except BaseException as error:
             self._broken(error)
             raise

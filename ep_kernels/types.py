@@ -10,7 +10,7 @@ import enum
 import os
 import secrets
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -155,24 +155,6 @@ def _process() -> tuple[int, bytes]:
 def _reduced(process: tuple[int, bytes], values: list[Any]) -> DispatchHandle:
     """The handle whose `__reduce__` this is."""
     return DispatchHandle(values[0] if process == _process() else 0, *values[1:])
-
-
-class StepInputs(NamedTuple):
-    """Arguments of a step, checked by one communicator; for any number of its steps, as long as no tensor is resized.
-
-    Attributes:
-        owner: which communicator.
-        x, topk_ids, topk_weights: [T, H], [T, K], [T, K].
-        addresses: of the three; num_tokens: T; wide_ids: ids are int64.
-    """
-
-    owner: int
-    x: torch.Tensor
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
-    addresses: tuple[int, int, int]
-    num_tokens: int
-    wide_ids: bool
 
 
 class KeptStep(Protocol):

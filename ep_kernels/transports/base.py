@@ -32,7 +32,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -41,16 +41,7 @@ from ep_kernels.config import MoEConfig
 from ep_kernels.errors import ArgumentError, ConfigError
 from ep_kernels.network.network_config import NetworkConfig
 from ep_kernels.transports.whole_routing import WholeRouting
-from ep_kernels.types import (
-    Capabilities,
-    DispatchHandle,
-    DispatchOutput,
-    KeptStep,
-    LatencySample,
-    Mode,
-    PeerTraffic,
-    StepInputs,
-)
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, KeptStep, LatencySample, Mode, PeerTraffic
 
 EXCHANGE_WORDS = 8
 """int64 words per rank in one `exchange`."""
@@ -84,6 +75,17 @@ class DispatchArgs:
     previous: DispatchHandle | None
     at_once: bool = False
     step_tokens: int | None = None
+
+
+class StepInputs(NamedTuple):
+    """Arguments of `begin_step`, checked by one communicator (its number is `owner`): x [T, H], topk_ids and
+    topk_weights [T, K], where they lie, T, and whether the ids are int64."""
+
+    owner: int
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    addresses: tuple[int, int, int]
+    num_tokens: int
+    wide_ids: bool
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from ep_kernels import (
     StoreGroup,
     TransportError,
 )
-from ep_kernels.types import StepInputs
+from ep_kernels.transports.base import StepInputs
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
 from tests.worlds import World

@@ -8,10 +8,11 @@ import struct
 import torch
 
 from ep_kernels.lazy_output import recycle
+from ep_kernels.transports.base import StepInputs
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm
 from ep_kernels.transports.cpu.cpu_routing import FreshState
-from ep_kernels.types import Mode, StepInputs
+from ep_kernels.types import Mode
 
 _LL = Mode.LL
 _GIVEN, _RETURNED = struct.Struct("=2i4Q4i"), struct.Struct("=Q2i2Q2i2Q2i")

@@ -21,7 +21,7 @@ from ep_kernels.lazy_output import lazy_output, recycle
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.network.network import Channel, ChannelMemory, Network, settled
-from ep_kernels.transports.base import CombineArgs, DispatchArgs, Transport
+from ep_kernels.transports.base import CombineArgs, DispatchArgs, StepInputs, Transport
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm, SlotBuffers
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
@@ -29,7 +29,7 @@ from ep_kernels.transports.cpu.cpu_routing import CPU, FreshState, RoutingState,
 from ep_kernels.transports.cpu.cpu_step import CpuStep
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of, wire_bytes
 from ep_kernels.transports.cpu.region import OwnRegion, own_domain, read_ticket
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, PeerTraffic, StepInputs
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, PeerTraffic
 
 _LL = Mode.LL
 _TOTALS = ("num_rows", "num_dropped", "num_invalid_ids")

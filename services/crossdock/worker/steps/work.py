@@ -13,7 +13,7 @@ import grpc
 import torch
 
 from crossdock.common.tracing import RequestTrace
-from ep_kernels.types import StepInputs
+from ep_kernels.transports.base import StepInputs
 
 
 class Timing(NamedTuple):
@@ -67,13 +67,8 @@ class Refused(Exception):
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """What is made once of memory that many requests have in turn.
-
-    Attributes:
-        first_column: y [:, 0].
-        ids_bytes: of topk_ids, which may be others after the answer.
-        inputs: its tensors, as the communicator of the last step checked them; None: there was none.
-    """
+    """What is made once of memory that requests have in turn: y [:, 0]; bytes of topk_ids, which may be others after
+    the answer; the tensors as the communicator of the last step has checked them."""
 
     first_column: torch.Tensor
     ids_bytes: memoryview
