@@ -284,7 +284,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     # Steps of a layer in memory that is kept between them: a dispatch, the experts, a combine, again and again.
     #
-    #     step = comm.begin_step(x, topk_ids, topk_weights, step_tokens)
+    #     step = comm.begin_step(comm.step_inputs(x, topk_ids, topk_weights), step_tokens)
     #     if step is not None:                   # else dispatch and combine
     #         experts(step.tokens, step.offsets, step.counts, out=step.y)
     #         comm.end_step(step, z)
@@ -292,14 +292,22 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
     # The same operations for the other ranks, who may call `dispatch` and `combine` instead. What is made anew for each
     # of those (a handle, a routing that lives as long as it, tensors) is made once.
 
-    def begin_step(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, step_tokens: int
-    ) -> KeptStep | None:
+    def step_inputs(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> base.StepInputs:
+        """Tensors for `begin_step`, as for `dispatch`, checked once for all steps that read them, while none is
+        resized. Raises ArgumentError."""
+        config, device = self._config, self._device
+        rows = checks.payload(x, config, device)[0].shape[0]
+        ids = checks.topk_ids(topk_ids, rows, config, device, self._wide_ids)
+        given = x, ids, checks.topk_weights(topk_weights, rows, config, device)
+        addresses = given[0].data_ptr(), given[1].data_ptr(), given[2].data_ptr()
+        return base.StepInputs(self._id, given, addresses, rows, ids.dtype is torch.int64)
+
+    def begin_step(self, inputs: base.StepInputs, step_tokens: int) -> KeptStep | None:
         """`dispatch`, with GROUPED rows; `end_step` is the next operation. Its tensors are valid until then, but
         `counts`, which is until the next step. None: nothing has begun, and `dispatch` serves this call (on GPUs; with
         several hosts, scales, `validate`, rows that may overflow, gradients, a request under way). Collective.
 
-        Args: as `dispatch`.
+        Args: `inputs` of this communicator's `step_inputs`; `step_tokens` as `dispatch`.
         Raises: ArgumentError (nothing was sent), PeerTimeout, AbortedError, ClosedError.
         """
         transport, dispatches = self._transport, self._dispatches
@@ -307,9 +315,14 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             return None
         if torch.is_grad_enabled():  # autograd may have saved the rows that are overwritten
             return None
-        args = self._dispatch_args(x, topk_ids, topk_weights, None, step_tokens, at_once=True)
+        if transport.checks or self._fault is not None or self._closed:
+            self._ready("dispatch")
+        if inputs.owner != self._id:
+            raise ArgumentError("inputs", "those that this communicator has checked", f"of another, {inputs.owner}")
+        tokens = checks.step_tokens(step_tokens, inputs.num_tokens, self._config)
+        mode = checks.resolve_mode(self._config, tokens, self._ll_max_tokens)
         try:
-            step = self._step = transport.begin_step(args)
+            step = self._step = transport.begin_step(inputs, mode)
         except BaseException as error:
             self._broken(error)
             raise

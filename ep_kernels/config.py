@@ -137,6 +137,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def resolved_layout(self) -> Layout:
+        """The layout with the default applied."""
         return self.layout or _LAYOUTS[self.mode]
 
     @property
@@ -153,14 +154,17 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def resolved_expert_map(self) -> ExpertMap:
+        """The expert map with the default applied."""
         return self.expert_map or ExpertMap.contiguous(self.num_experts, self.group.size)
 
     @property
     def resolved_dispatch_sms(self) -> int | None:
+        """`num_sms` of dispatches."""
         return self.num_sms if self.dispatch_sms is None else self.dispatch_sms
 
     @property
     def resolved_combine_sms(self) -> int | None:
+        """`num_sms` of combines."""
         return self.num_sms if self.combine_sms is None else self.combine_sms
 
     @property

@@ -26,6 +26,7 @@ class StoreGroup:
 
     Args:
         store: any `torch.distributed.Store`, shared by all ranks.
+        rank, size: this rank and the number of ranks.
         epoch: membership counter; a new epoch uses new keys, so one store serves many re-formings.
         name: distinguishes several groups over one store. Several communicators may share one StoreGroup object; two
             objects need two names, or two epochs.
@@ -75,6 +76,7 @@ class TorchGroup:
 
     @cached_property
     def process_group(self) -> Any:
+        """The ProcessGroup."""
         return dist.group.WORLD if self._group is None else self._group
 
     @cached_property
@@ -100,6 +102,7 @@ class TorchGroup:
         return dist.PrefixStore(f"crossdock/{who}", store)  # type: ignore[attr-defined]
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
+        """See `config.Group`."""
         store, rank, size = self.store, self.rank, self.size
         return _within(timeout_s, lambda: _exchange(store, rank, size, payload, timeout_s))
 

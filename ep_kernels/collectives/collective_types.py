@@ -45,6 +45,7 @@ class CollectiveCapabilities:
     """What the collectives of a transport can do; `choose.choose` and the front end ask this, never its name.
 
     Attributes:
+        device_type: torch device type of the tensors.
         cross_host: True if ranks may live on several hosts.
         graphs: True if operations can be captured in a CUDA graph.
         abi: hash of the region's byte map; ranks with different hashes must not form a group.

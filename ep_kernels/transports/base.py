@@ -32,7 +32,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -75,6 +75,17 @@ class DispatchArgs:
     previous: DispatchHandle | None
     at_once: bool = False
     step_tokens: int | None = None
+
+
+class StepInputs(NamedTuple):
+    """Arguments of `begin_step`, checked by one communicator (its number is `owner`): x [T, H], topk_ids and
+    topk_weights [T, K], where they lie, T, and whether the ids are int64."""
+
+    owner: int
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    addresses: tuple[int, int, int]
+    num_tokens: int
+    wide_ids: bool
 
 
 @dataclass(slots=True)
@@ -310,7 +321,7 @@ class Transport(MemberTransport):
 
     # With a default.
 
-    def begin_step(self, args: DispatchArgs) -> KeptStep:
+    def begin_step(self, inputs: StepInputs, mode: Mode) -> KeptStep:
         """See `MoECommunicator.begin_step`: both phases of a dispatch, while no request is pending. Only with
         `keeps_steps`, as `end_step`."""
         raise ArgumentError("begin_step", "a transport that keeps steps", type(self).__name__)

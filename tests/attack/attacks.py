@@ -42,6 +42,7 @@ MIB = 1 << 20
 RATE, BURST = 400, 850
 """Calls a second of all names at one host, by default, and those that may come at once."""
 HUGE_NAME = "x" * (3 * MIB)
+_AT_ONCE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,9 @@ def hold(seconds: float = HOLD_S) -> None:
 
 def garbage(scene: Scene) -> str:
     """Random bytes to each port."""
-    for address in scene.ports().values():
-        for _ in range(50):
-            blast(address, os.urandom(4096))
+    where = [address for address in scene.ports().values() for _ in range(50)]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:  # a server may wait for the end of it
+        list(threads.map(lambda address: blast(address, os.urandom(4096)), where))
     return "closed"
 
 

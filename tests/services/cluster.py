@@ -29,6 +29,7 @@ from crossdock.host.supervisor import Supervisor
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import expert_pb2, expert_pb2_grpc
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
+from tests.services.forked import forked_children
 
 PLAIN = SecurityConfig()
 LAYERS, E, H, INNER, K = 3, 8, 64, 32, 2
@@ -299,5 +300,5 @@ def cluster(
         WorkerConfig(model=str(folder / "model"), local_rank=rank, uid=f"w{rank}", **common)  # type: ignore[arg-type]
         for rank in range(num_workers + spares)
     ]
-    with Supervisor(control, workers, folder / "logs") as supervisor:
+    with forked_children(), Supervisor(control, workers, folder / "logs") as supervisor:
         yield Cluster(supervisor, tensors, supervisor.wait_serving(FORM_S))

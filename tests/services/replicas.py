@@ -17,11 +17,12 @@ from crossdock.host.supervisor import Supervisor
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from tests.services.cluster import FORM_S, STEP_S, Cluster, write_model
 from tests.services.control_world import TIMEOUT_S, lasting_port, spawn, wait_announced
+from tests.services.forked import forked_children
 from tests.services.lease_api import LeaseApi
 
 LEASE_S = 2
 """Of the election."""
-_OPTIONS = ("world_size=2", "recover_s=30", "lease_s=10", "election.lease_s=4")
+_OPTIONS = ("world_size=2", "recover_s=12", "lease_s=6", "election.lease_s=4")
 """The group's lease is also how soon a worker turns from a control plane that is silent. A leader that cannot renew the
 election's stops after two thirds of it: on a machine that stands still for a moment the lead may change at any time."""
 
@@ -168,5 +169,5 @@ def replicated_cluster(folder: Path, replicas: Replicas, **worker: object) -> It
         )
         for rank in range(2)
     ]
-    with Supervisor(None, workers, folder / "logs") as supervisor:
+    with forked_children(), Supervisor(None, workers, folder / "logs") as supervisor:
         yield Cluster(supervisor, tensors, supervisor.wait_serving(FORM_S))

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ import typer.core
 import typer.main
 
 import crossdock
-from crossdock.cli.app import app
+from crossdock.cli.app import app, main
 from crossdock.common.announce import Addresses, parse
 from crossdock.common.config import HostConfig
 from tests.services.cluster import FORM_S, TEST_S
@@ -26,9 +26,25 @@ from tests.tools import needs
 pytestmark = pytest.mark.timeout(TEST_S)
 
 
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
 def crossdock_command(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "crossdock", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=FORM_S, check=False)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The same in this process, which costs no other one its start."""
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["crossdock", *args])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return subprocess.CompletedProcess(args, int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +83,9 @@ def test_help_names_every_command_and_the_exit_is_clean() -> None:
         assert f" {name} " in done.stdout
 
 
-def test_help_says_how_many_workers_there_are() -> None:
+def test_help_says_how_many_workers_there_are(here: Command) -> None:
     (count,) = (field.default for field in msgspec.structs.fields(HostConfig) if field.name == "num_workers")
-    assert f"by default {count}." in " ".join(crossdock_command("up", "--help").stdout.split())
+    assert f"by default {count}." in " ".join(here("up", "--help").stdout.split())
 
 
 def test_no_command_shows_the_help() -> None:
@@ -77,14 +93,14 @@ def test_no_command_shows_the_help() -> None:
     assert "Usage" in done.stdout + done.stderr
 
 
-def test_deep_ep_names_the_folder_that_holds_it() -> None:
-    done = crossdock_command("deep-ep")
+def test_deep_ep_names_the_folder_that_holds_it(here: Command) -> None:
+    done = here("deep-ep")
     assert (Path(done.stdout.strip()) / "deep_ep" / "__init__.py").is_file()
 
 
-def test_deep_ep_says_which_engines_were_tried() -> None:
-    recorded = json.loads(crossdock_command("deep-ep", "--json").stdout)["engines"]
-    said = crossdock_command("deep-ep", "--engines").stdout.splitlines()
+def test_deep_ep_says_which_engines_were_tried(here: Command) -> None:
+    recorded = json.loads(here("deep-ep", "--json").stdout)["engines"]
+    said = here("deep-ep", "--engines").stdout.splitlines()
     assert said == [f"{each['engine']} {each['version']}: {', '.join(each['calls'])}" for each in recorded]
     assert {line.split()[0] for line in said} >= {"SGLang", "Megatron-Core"}
 
@@ -96,19 +112,19 @@ def test_version_names_what_it_stands_on() -> None:
     assert "grpcio " in done.stdout
 
 
-def test_version_as_json() -> None:
-    said = json.loads(crossdock_command("version", "--json").stdout)
+def test_version_as_json(here: Command) -> None:
+    said = json.loads(here("version", "--json").stdout)
     assert said["crossdock"] == crossdock.__version__
     assert {"python", "grpcio", "protobuf", "torch", "transformers"} < set(said)
 
 
-def test_other_small_commands_as_json() -> None:
-    assert Path(json.loads(crossdock_command("deep-ep", "--json").stdout)["path"], "deep_ep").is_dir()
+def test_other_small_commands_as_json(here: Command) -> None:
+    assert Path(json.loads(here("deep-ep", "--json").stdout)["path"], "deep_ep").is_dir()
 
 
 @needs("openssl")
-def test_certificates_as_json(tmp_path: Path) -> None:
-    made = json.loads(crossdock_command("certs", str(tmp_path), "--json").stdout)["configs"]
+def test_certificates_as_json(here: Command, tmp_path: Path) -> None:
+    made = json.loads(here("certs", str(tmp_path), "--json").stdout)["configs"]
     assert {Path(path).name for path in made} >= {"control.yaml", "worker.yaml"}
 
 
@@ -135,8 +151,8 @@ def test_shells_complete_commands(shell: str) -> None:
         assert done.stdout.split() == ["status"]
 
 
-def test_a_transport_is_checked_before_anything_starts(tmp_path: Path) -> None:
-    done = crossdock_command("up", "-m", str(tmp_path), "--transport", "pigeon", "--log-dir", str(tmp_path / "logs"))
+def test_a_transport_is_checked_before_anything_starts(here: Command, tmp_path: Path) -> None:
+    done = here("up", "-m", str(tmp_path), "--transport", "pigeon", "--log-dir", str(tmp_path / "logs"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "worker.transport: expected one of cpu, nvlink, got 'pigeon'" in done.stderr
     assert not (tmp_path / "logs").exists()
@@ -168,8 +184,8 @@ def test_a_transport_is_checked_before_anything_starts(tmp_path: Path) -> None:
         (["no-such-command"], "no-such-command"),
     ],
 )
-def test_bad_usage_is_status_2_with_the_word_on_stderr(args: list[str], word: str) -> None:
-    done = crossdock_command(*args)
+def test_bad_usage_is_status_2_with_the_word_on_stderr(here: Command, args: list[str], word: str) -> None:
+    done = here(*args)
     assert done.returncode == 2
     assert word in done.stderr
     assert "Traceback" not in done.stderr
@@ -189,15 +205,15 @@ def test_a_port_in_use_is_status_2(control: Addresses) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_status_of_a_forming_group_is_status_1(control: Addresses) -> None:
-    done = crossdock_command("status", "--target", control.address, "--timeout", "60")
+def test_status_of_a_forming_group_is_status_1(here: Command, control: Addresses) -> None:
+    done = here("status", "--target", control.address, "--timeout", "60")
     assert done.returncode == 1
     assert "FORMING" in done.stdout
     assert control.address in done.stdout
 
 
-def test_status_as_json(control: Addresses) -> None:
-    done = crossdock_command("status", "--target", control.address, "--timeout", "60", "--json")
+def test_status_as_json(here: Command, control: Addresses) -> None:
+    done = here("status", "--target", control.address, "--timeout", "60", "--json")
     said = json.loads(done.stdout)
     assert said["state"] == "FORMING"
     assert said["world_size"] == 4

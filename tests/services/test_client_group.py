@@ -21,6 +21,7 @@ from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S, without_successors
 from tests.services.fakes import dense
+from tests.services.forked import forked_children
 from tests.unit.moe_files import Sizes, draw_weights, write_files
 from tests.waiting import until
 
@@ -38,7 +39,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Supervisor
         for rank in range(2)
     ]
     experts = ExpertMLPs.load(Checkpoint.open(path), range(7), dtype=torch.float32)
-    with Supervisor(control, workers, folder / "logs") as supervisor:
+    with forked_children(), Supervisor(control, workers, folder / "logs") as supervisor:
         supervisor.wait_serving(FORM_S)
         yield supervisor, experts
 

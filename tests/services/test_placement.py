@@ -22,6 +22,7 @@ from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
 from crossdock.protocol.v1.control_pb2 import SERVING
 from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S, Batch, Cluster, E, check, cluster, write_model
+from tests.services.forked import forked_children
 
 pytestmark = pytest.mark.timeout(TEST_S)
 REDUNDANT = 4
@@ -183,7 +184,7 @@ def test_a_worker_that_cannot_load_turns_the_move_back(tmp_path: Path) -> None:
         WorkerConfig(model=str(tmp_path / "model"), local_rank=rank, uid=f"w{rank}", step_timeout_s=STEP_S)
         for rank in range(3)
     ]
-    with Supervisor(control, configs[:2], tmp_path / "logs") as supervisor:
+    with forked_children(), Supervisor(control, configs[:2], tmp_path / "logs") as supervisor:
         where = ["--control", supervisor.control_address, "--model", str(tmp_path / "model")]
         where += ["--step-timeout", str(STEP_S)]
         third = subprocess.Popen([sys.executable, "-c", _CANNOT_LOAD, *where], stdout=subprocess.DEVNULL)

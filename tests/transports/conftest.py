@@ -7,7 +7,7 @@ import pytest
 
 from crossdock.common.transports import needs_gpu
 from ep_kernels import transports
-from ep_kernels.types import Capabilities
+from ep_kernels.types import Capabilities, Mode
 from tests import hosts
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
@@ -33,6 +33,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         own = getattr(metafunc.module, "TRANSPORTS", None)
         params = own or _params(metafunc.config.getoption("--over-hosts"))
         metafunc.parametrize("transport", params, scope="function")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A module whose transport has one algorithm may name it as MODE: cases of the other would be the same again."""
+
+    def is_other(item: pytest.Item) -> bool:
+        mode = getattr(getattr(item, "callspec", None), "params", {}).get("mode")
+        only = getattr(getattr(item, "module", None), "MODE", None)
+        return isinstance(mode, Mode) and only not in (None, mode)
+
+    left_out = [item for item in items if is_other(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not is_other(item)]
 
 
 @pytest.fixture

@@ -212,8 +212,11 @@ def one_is_given_up_while_another_is_awaited(
     with place.communicator(case, timeout_s=30.0) as comm:
         comm.barrier()
         if rank == 1:
+            others = threading.Thread(target=_abort_after, args=(comm, store, (0, 2)))
+            others.start()
             with pytest.raises(TransportError):
                 comm.exchange([1] * 8)
+            others.join()
         else:
             assert comm.wait_for_peer(30.0)
             begin = time.monotonic()
@@ -225,6 +228,12 @@ def one_is_given_up_while_another_is_awaited(
             begin = time.monotonic() - begin
         meet(store, rank, size, "gone on")
     return begin
+
+
+def _abort_after(comm: MoECommunicator, store: Store, ranks: Sequence[int]) -> None:
+    """Once these have gone on, this rank, too, need not wait until its deadline."""
+    store.wait([f"meet/gone on/{rank}" for rank in ranks])
+    comm.abort("the others have gone on")
 
 
 def two_die_in_turn(rank: int, size: int, store: Store, transport: str, case: RoutingCase) -> list[int]:

@@ -25,6 +25,7 @@ from ep_kernels import (
     StoreGroup,
     TransportError,
 )
+from ep_kernels.transports.base import StepInputs
 from tests.cases import RoutingCase
 from tests.groups import LonelyGroup
 from tests.worlds import World
@@ -60,7 +61,7 @@ def refused(rank: int, size: int, store: dist.Store) -> None:
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             comm.dispatch(*given, step_tokens=step_tokens)
         with torch.no_grad(), pytest.raises(ArgumentError, match=f"^{name}: expected"):
-            comm.begin_step(*given, 2 if step_tokens is None else step_tokens)
+            comm.begin_step(comm.step_inputs(*given), 2 if step_tokens is None else step_tokens)
     out, handle = comm.dispatch(x, ids, weights)
     assert handle.seq == 1
     for bad in (out.tokens.double(), out.tokens[:, :3], None):
@@ -74,7 +75,7 @@ def refused(rank: int, size: int, store: dist.Store) -> None:
     with pytest.raises(ClosedError):
         comm.dispatch(x, ids, weights)
     with torch.no_grad(), pytest.raises(ClosedError):
-        comm.begin_step(x, ids, weights, 2)
+        comm.begin_step(comm.step_inputs(x, ids, weights), 2)
 
 
 def test_wrong_arguments_are_refused_before_anything_is_sent(world: Worlds) -> None:
@@ -122,9 +123,12 @@ def test_beside_what_is_under_way(world: Worlds) -> None:
     world(2).run(beside_pending)
 
 
-def in_step(comm: MoECommunicator, given: tuple[torch.Tensor, ...], step_tokens: int) -> torch.Tensor:
+def in_step(
+    comm: MoECommunicator, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], step_tokens: int,
+    inputs: StepInputs | None = None,
+) -> torch.Tensor:  # fmt: skip
     """z of a kept step."""
-    step = comm.begin_step(*given, step_tokens)
+    step = comm.begin_step(inputs or comm.step_inputs(*given), step_tokens)
     assert step is not None
     torch.mul(step.tokens, comm.rank + 2, out=step.y)
     assert int(step.offsets[-1]) == int(step.counts.sum()) == len(step.y)
@@ -154,14 +158,37 @@ def test_kept_steps_give_what_dispatch_and_combine_give(world: Worlds) -> None:
     world(2).run(kept_steps)
 
 
+def given_again(rank: int, size: int, store: dist.Store) -> None:
+    """Tensors that were checked once, with other values in each step; another communicator does not take them."""
+    comm, other = (make(dist.PrefixStore(name, store), rank, size) for name in ("one", "other"))
+    given = drawn(4)
+    inputs = comm.step_inputs(*given)
+    with torch.no_grad():
+        for _ in range(2 * comm.config.max_in_flight + 1):
+            for old, new in zip(given, drawn(4), strict=True):
+                old.copy_(new)
+            out, handle = comm.dispatch(*given)
+            expected = comm.combine(out.tokens * (rank + 2), handle)
+            assert torch.equal(in_step(comm, given, 4, inputs), expected)
+        with pytest.raises(ArgumentError, match="inputs: expected those that this communicator has checked"):
+            other.begin_step(inputs, 4)
+    for each in (comm, other):
+        each.barrier()
+        each.close()
+
+
+def test_inputs_of_kept_steps_are_given_again(world: Worlds) -> None:
+    world(2).run(given_again)
+
+
 def no_kept_steps(rank: int, size: int, store: dist.Store) -> None:
     comm, (x, ids, weights) = make(store, rank, size), drawn(2)
-    assert comm.begin_step(x, ids, weights, 2) is None, "gradients are recorded"
+    assert comm.begin_step(comm.step_inputs(x, ids, weights), 2) is None, "gradients are recorded"
     with torch.no_grad():
         pending = comm.dispatch_async(x, ids, weights)
-        assert comm.begin_step(x, ids, weights, 2) is None
+        assert comm.begin_step(comm.step_inputs(x, ids, weights), 2) is None
         pending.wait()
-        step = comm.begin_step(x, ids, weights, 2)
+        step = comm.begin_step(comm.step_inputs(x, ids, weights), 2)
         assert step is not None
         step.y.copy_(step.tokens)
         for out in (torch.empty(3, H), torch.empty(2, H).double(), comm.rank, step.y[:0] if rank else step.y[:2]):
@@ -170,14 +197,14 @@ def no_kept_steps(rank: int, size: int, store: dist.Store) -> None:
         comm.end_step(step, torch.empty(2, H))
         with pytest.raises(HandleError):
             comm.end_step(step, torch.empty(2, H))
-        step = comm.begin_step(x, ids, weights, 2)
+        step = comm.begin_step(comm.step_inputs(x, ids, weights), 2)
         assert step is not None
         later = [comm.dispatch(x, ids, weights) for _ in range(comm.config.max_in_flight)]
         with pytest.raises(HandleError, match="before the next dispatch"):
             comm.end_step(step, torch.empty(2, H))
         for out, handle in later:
             comm.combine(out.tokens.clone(), handle)
-        step = comm.begin_step(x, ids, weights, 2)
+        step = comm.begin_step(comm.step_inputs(x, ids, weights), 2)
         assert step is not None
         comm.set_active([True] * size, 1)
         with pytest.raises(HandleError):
@@ -185,15 +212,15 @@ def no_kept_steps(rank: int, size: int, store: dist.Store) -> None:
         assert in_step(comm, (x, ids, weights), 2).isfinite().all()
         comm.barrier()
         comm.count_received()
-        assert comm.begin_step(x, ids, weights, 2) is None
+        assert comm.begin_step(comm.step_inputs(x, ids, weights), 2) is None
     comm.close()
-    assert comm.begin_step(x, ids, weights, 2) is None
+    assert comm.begin_step(comm.step_inputs(x, ids, weights), 2) is None
     with pytest.raises(ClosedError):
         comm.end_step(step, torch.empty(2, H))
     for overrides in ({"max_recv_rows": 3}, {"validate": True}):
         comm = make(dist.PrefixStore(str(overrides), store), rank, size, **overrides)
         with torch.no_grad():
-            assert comm.begin_step(x, ids, weights, 2) is None
+            assert comm.begin_step(comm.step_inputs(x, ids, weights), 2) is None
         comm.close()
 
 
@@ -204,7 +231,7 @@ def fixed_shapes(rank: int, size: int, store: dist.Store) -> None:
             given = drawn(tokens)
             out, handle = comm.dispatch(*given, step_tokens=5)
             expected = comm.combine(out.tokens * (rank + 2), handle)
-            step = comm.begin_step(*given, 5)
+            step = comm.begin_step(comm.step_inputs(*given), 5)
             assert step is not None
             assert step.tokens.shape == out.tokens.shape
             torch.mul(step.tokens, rank + 2, out=step.y)
@@ -226,7 +253,7 @@ def overwritten(rank: int, size: int, store: dist.Store) -> None:
         z = torch.empty(4, H)
         losses += [(out.tokens @ weight).sum(), (comm.combine(out.tokens.clone(), handle, out=z) @ weight).sum()]
     with torch.no_grad():
-        step = comm.begin_step(*given, 4)
+        step = comm.begin_step(comm.step_inputs(*given), 4)
         assert step is not None
         step.y.copy_(step.tokens)
         comm.end_step(step, z)
@@ -244,7 +271,7 @@ def closed(rank: int, size: int, store: dist.Store) -> tuple[int, int]:
     with torch.no_grad():
         for _ in range(comm.config.max_in_flight):
             in_step(comm, drawn(3), 3)
-        assert comm.begin_step(*drawn(3), 3) is not None
+        assert comm.begin_step(comm.step_inputs(*drawn(3)), 3) is not None
     comm.barrier()
     before = _regions()
     comm.close()

@@ -22,7 +22,12 @@ from tests.transports.faults import SLACK_S, silent_case
 from tests.transports.lines import LONG_S, PATIENCE_S, Apart, Story
 from tests.worlds import RankDied, World
 
-OF_TCP = ("test_one_side_believes_that_connections_stand",)
+OF_TCP = (
+    "test_a_line_that_is_cut_one_way",
+    "test_one_side_believes_that_connections_stand",
+    "test_a_host_that_comes_back_with_another_address",
+    "test_a_ticket_with_a_wrong_secret",
+)
 """Tests of the control connections, which are equal whatever carries the bytes."""
 HANG_S = 60.0
 PROMPT_S = 0.1

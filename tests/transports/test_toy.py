@@ -26,11 +26,14 @@ from tests.compare import same_bits
 from tests.compiled import How, compiled_gradients, compiled_layers
 from tests.groups import LonelyGroup
 from tests.house.tree import ROOT
-from tests.transports import test_contract, test_contract_calls, test_contract_faults
+from tests.transports import faults, test_contract, test_contract_calls, test_contract_faults
 from tests.transports.steps import Inputs
 from tests.worlds import RankFailed
 
-TRANSPORTS = ["threads"]
+TRANSPORTS, MODE = ["threads"], Mode.HT
+"""It has one algorithm."""
+PATIENCE_S = 1.0
+"""Of threads of one process."""
 CASE = RoutingCase(5, 2, 64, (4,), "uniform", 7, max_tokens=6)
 FOLDER = ROOT / "tests/toy/threads"
 NOT_HERE = {
@@ -70,6 +73,7 @@ def world() -> Callable[[int], Threads]:
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder is the registry."""
     monkeypatch.setattr(transports, "__path__", [*transports.__path__, str(FOLDER.parent)])
+    monkeypatch.setattr(faults, "PATIENCE_S", PATIENCE_S)
 
 
 def _is_for_threads(name: str, value: Any) -> bool:
@@ -115,8 +119,7 @@ def test_what_others_must_know_of_it_is_what_it_can() -> None:
     assert (said.device_type, said.cross_host) == (can.device_type, can.cross_host)
 
 
-@pytest.mark.parametrize("layout", [Layout.GROUPED, Layout.FLAT])
-@pytest.mark.parametrize("story", [compiled_layers, compiled_gradients])
+@pytest.mark.parametrize(("story", "layout"), [(compiled_layers, Layout.FLAT), (compiled_gradients, Layout.GROUPED)])
 def test_compiled(story: Callable[..., None], layout: Layout) -> None:
     with lonely(layout, dtype=torch.float32) as comm:
         story(comm, CASE, How(backend="aot_eager", calls=2))

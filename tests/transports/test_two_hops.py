@@ -91,7 +91,7 @@ def test_rows_that_are_dropped_count_as_zeros(world: Worlds, layout: Layout, pay
 @pytest.mark.parametrize("fields", [{"layout": Layout.GROUPED}, {"layout": Layout.FLAT, "combine_dtype": FP8}])
 @pytest.mark.parametrize("zero_copy", [False, True])
 def test_rows_of_many_chunks(world: Worlds, fields: dict[str, Any], zero_copy: bool) -> None:
-    steps = [RoutingCase(7, 4, 2064, (700, 0, 640, 300), kind, draw_seed()) for kind in ("uniform", "zipf")]
+    steps = [RoutingCase(7, 4, 2064, (330, 0, 300, 140), kind, draw_seed()) for kind in ("uniform", "zipf")]
     overrides = {"mode": Mode.HT, **fields, **TWO_HOPS}
     world(4).run(run_cases, HALVES, steps, overrides, (None,), zero_copy)
 

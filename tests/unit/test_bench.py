@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,7 +261,16 @@ def floors(scale: float = 1.0) -> list[report.Floor]:
 def folder_of(path: Path, scale: float = 1.0, **facts: object) -> Path:
     """A result folder as a run would leave it."""
     path.mkdir()
-    report.write(path, "floor", [floor.line() for floor in floors(scale)])
+    for name, lines in tables_of(scale).items():
+        report.write(path, name, lines)
+    (path / "run.json").write_text(json.dumps(FACTS | facts))
+    return path
+
+
+@cache
+def tables_of(scale: float) -> dict[str, list[report.Line]]:
+    """The lines of each table, times `scale`."""
+    tables = {"floor": [floor.line() for floor in floors(scale)]}
     for name in TABLES:
         lines: list[report.Line] = []
         for measured in cases_of(name, 4, "quick"):
@@ -281,9 +291,8 @@ def folder_of(path: Path, scale: float = 1.0, **facts: object) -> Path:
                     for b in ("crossdock", *(("nccl",) if not measured.backends else ()))
                 ]
         floor = report.floor_us(floors(scale)) if name in WANT_FLOOR else None
-        report.write(path, name, [report.above_floor(line, floor) for line in lines])
-    (path / "run.json").write_text(json.dumps(FACTS | facts))
-    return path
+        tables[name] = [report.above_floor(line, floor) for line in lines]
+    return tables
 
 
 def test_a_line_of_the_csv() -> None:

@@ -186,7 +186,7 @@ def test_different_routings_are_heard_when_all_rows_have_come(join: Joined, monk
     boxes = WithoutSlices(3)
     monkeypatch.setattr(remote.launch, "library", lambda: boxes)
     case = RoutingCase(9, 3, 520, (33, 4, 20, 9), "uniform", draw_seed(), max_tokens=34)
-    loop = join(case, blocks=16, mode=Mode.LL, layout=Layout.RANK_MAJOR, timeout_s=3.0)
+    loop = join(case, blocks=16, mode=Mode.LL, layout=Layout.RANK_MAJOR, timeout_s=0.4)
     handles = [check(loop, each, Mode.LL) for each in (case, replace(case, seed=draw_seed()))]
     xs = [case.x(r, torch.bfloat16) for r in range(4)]
     ids, weights = [case.topk_ids(r) for r in range(4)], [case.topk_weights(r) for r in range(4)]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from crossdock.worker.steps.batcher import Head
-from crossdock.worker.steps.steps import NO_LAYER, Departure, DesyncError, Idle, Proposal, Step, choose_step
+from crossdock.worker.steps.steps import NO_LAYER, NOTHING, Departure, DesyncError, Idle, Proposal, Step, choose_step
 
 M = 64
 
@@ -39,9 +39,8 @@ def test_words_carry_everything() -> None:
 
 
 def test_a_proposal_is_made_of_a_head_or_of_nothing() -> None:
-    flags = {"draining": True, "leaving": False, "failed": True}
-    assert Proposal.of(Head(3, 10, 5), 2, **flags) == Proposal(2, 3, 10, 5, draining=True, failed=True)
-    assert Proposal.of(None, 2, **flags) == Proposal(2, draining=True, failed=True)
+    assert Proposal(2, *Head(3, 10, 5), failed=True) == Proposal(2, layer=3, waited_ns=10, num_tokens=5, failed=True)
+    assert Proposal(2, *NOTHING, failed=True) == Proposal(2, failed=True)
 
 
 @pytest.mark.parametrize(

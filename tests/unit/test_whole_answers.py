@@ -12,7 +12,7 @@ import pytest
 from crossdock.worker.experts.expert_tables import ExpertTables
 from crossdock.worker.experts.placement import Placement
 from crossdock.worker.steps.batcher import Batcher
-from crossdock.worker.steps.steps import Proposal, Step, choose_step
+from crossdock.worker.steps.steps import NOTHING, Proposal, Step, choose_step
 from crossdock.worker.steps.work import Work
 from tests.unit.test_batcher import work
 
@@ -28,7 +28,7 @@ class Rank:
     def propose(self, step: int, now_ns: int) -> Proposal:
         word, loaded = self.tables.progress((lambda layer: False) if self.cuts else self.batcher.has_cut)
         head = self.batcher.head(now_ns)
-        return Proposal.of(head, step, draining=False, leaving=False, failed=False, placement=word, loaded=loaded)
+        return Proposal(step, *(head or NOTHING), placement=word, loaded=loaded)
 
     def weights(self, layer: int) -> int:
         return self.tables.weights()[LAYERS.index(layer)].number

@@ -22,7 +22,7 @@ from ep_kernels.lazy_output import lazy_output, recycle
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.network.network import Channel, ChannelMemory, Network, settled
-from ep_kernels.transports.base import CombineArgs, DispatchArgs, Transport
+from ep_kernels.transports.base import CombineArgs, DispatchArgs, StepInputs, Transport
 from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm, SlotBuffers
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
@@ -61,16 +61,15 @@ class CpuStep:
         self._capacity = self._rows.shape[0]
         self.tokens, self.y = self._view(0)
 
-    def dispatch(self, args: DispatchArgs) -> int:
+    def dispatch(self, inputs: StepInputs, mode: Mode) -> int:
         """Both phases, and peers no longer read y. The native status."""
-        op, comm, x, ids = self._dispatch, self._comm, args.x, args.topk_ids
-        tokens, mode, exact = x.shape[0], args.mode is not _LL, self._buffers.exact_shapes
-        wide, weights = ids.dtype is torch.int64, args.topk_weights.data_ptr()
-        _GIVEN.pack_into(op, _GIVEN_AT, tokens, mode, x.data_ptr(), 0, ids.data_ptr(), weights, 1, exact, wide, 0)
+        op, comm, exact = self._dispatch, self._comm, self._buffers.exact_shapes
+        tokens, is_ht, (x, ids, weights) = inputs.num_tokens, mode is not _LL, inputs.addresses
+        _GIVEN.pack_into(op, _GIVEN_AT, tokens, is_ht, x, 0, ids, weights, 1, exact, inputs.wide_ids, 0)
         recycle(self._rows)
         status: int = comm.lib.cd_dispatch(comm.pointer, self._at[0], native.STEP)
         if not status:
-            self.num_tokens, self._mode = tokens, mode
+            self.num_tokens, self._mode = tokens, is_ht
             self._num_rows = num_rows = op.num_rows if exact else self._capacity
             self.tokens, self.y = self._views.get(num_rows) or self._view(num_rows)
         return status
@@ -238,7 +237,7 @@ class CpuTransport(CpuMember[NativeComm], Transport):
             self._combines[pending.slot] = pending
         return pending
 
-    def begin_step(self, args: DispatchArgs) -> CpuStep:
+    def begin_step(self, inputs: StepInputs, mode: Mode) -> CpuStep:
         comm = self.comm
         if comm is None or self.reason is not None:
             comm = self.native()
@@ -247,7 +246,7 @@ class CpuTransport(CpuMember[NativeComm], Transport):
         if step is None:
             with torch.inference_mode(False):
                 step = self._steps[slot] = CpuStep(comm, slot)
-        if status := step.dispatch(args):
+        if status := step.dispatch(inputs, mode):
             self.judge(status)
         return step
 

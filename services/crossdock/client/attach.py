@@ -33,6 +33,9 @@ class Attached:
     """A model whose experts are remote: saved, copied or pickled it raises ClientError. Use `attach`.
 
     Attributes:
+        model: the model.
+        client: of its experts.
+        description: of the service.
         layers: numbers of the layers whose experts are remote.
         num_freed_bytes: bytes of freed local expert weights (0 with keep_local).
     """

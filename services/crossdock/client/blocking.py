@@ -98,6 +98,7 @@ class Client:
 
     @property
     def target(self) -> str:
+        """The target it was made with."""
         return self._requests.target
 
     def describe(self, timeout_s: float = 60.0) -> expert_pb2.DescribeResponse:

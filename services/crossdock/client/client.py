@@ -188,6 +188,7 @@ class Requests:
         return batch.y
 
     async def close(self) -> None:
+        """Close all connections."""
         self._closed = True
         await end_tasks(*self._dialling.values(), *self._probing.values())
         connections, self._connections = list(self._connections.values()), {}
@@ -426,6 +427,7 @@ class AsyncClient:
 
     @property
     def target(self) -> str:
+        """The target it was made with."""
         return self._requests.target
 
     async def describe(self, timeout_s: float = 60.0) -> expert_pb2.DescribeResponse:

@@ -25,8 +25,10 @@ class RemoteExperts(nn.Module):
     """Remote experts of one layer. Inference only: a backward pass raises.
 
     Args:
+        client: connected to the service.
         layer: the layer's number in the model.
         num_experts: E; ids from E on (padding of some routers) count as no expert.
+        timeout_s: deadline of one call.
         topk: K of the service; None: that of the calls.
     """
 
@@ -86,6 +88,7 @@ class RemoteExperts(nn.Module):
         )
 
     def extra_repr(self) -> str:
+        """For print(model)."""
         return f"layer={self.layer}, target={self._client.target if self._client else None}"
 
 

@@ -192,7 +192,7 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Computation dtype: float32 | bfloat16 | float16. Empty: the checkpoint's own."""
     expert_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    """Hold experts in `dtype`, or float32 on a CPU. Empty: as stored if quantised (fp8, MXFP4), else in `dtype`."""
+    """Hold experts in `dtype`, or float32 on a CPU. Empty: as stored if quantised, else in `dtype`."""
     combine_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Dtype of rows in combine. Empty: float32 on a CPU; on GPUs `dtype`: half the bytes, partial sums are rounded."""
     combine_order: Literal["rank", "domain"] = "rank"

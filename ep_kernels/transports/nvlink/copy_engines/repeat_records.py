@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 from array import array
-from collections.abc import Callable
 from ctypes import c_int64, c_uint64, c_void_p
 from typing import Any
 
 from ep_kernels.transports.nvlink.copy_engines.copy_times import TimedKind
-from ep_kernels.transports.nvlink.gpu.copy_schedule import FLAG_BYTES, SEEN_SLOTS, CopyMarks, CopyPlaces, StreamOp
+from ep_kernels.transports.nvlink.gpu import copy_schedule
+from ep_kernels.transports.nvlink.gpu.copy_schedule import FLAG_BYTES, SEEN_SLOTS, CopyMarks, CopyPlaces
 from ep_kernels.transports.nvlink.gpu.launch import Quiet
 
 DISTURBED = -2
@@ -39,7 +39,7 @@ class CopyRepeat(ctypes.Structure):
 
 
 class PushTemplate:
-    """A push for any number and events: what changes is told apart once.
+    """`copy_schedule.push_by_graphs` for any number and events: what changes is told apart once.
 
     Attributes:
         address: of the `CopyRepeat`. Its events are those of `CopyMarks.listed`.
@@ -47,7 +47,7 @@ class PushTemplate:
     Args:
         places, signature: as in `push`.
         kind: for its records, with those whose shards are marked.
-        steps_of: the steps of a push with that `seq` and those `marks`.
+        graphs: (of `ready_flags`, of `all_shards`).
         stream: CUstream.
         quiet: what it looks at first.
     """
@@ -57,13 +57,13 @@ class PushTemplate:
         places: CopyPlaces,
         kind: TimedKind,
         signature: int,
-        steps_of: Callable[..., list[StreamOp]],
+        graphs: tuple[int, int],
         stream: int,
         quiet: Quiet,
     ) -> None:
         self.signature, self.kind = signature, kind
         marks = CopyMarks.of(range(_ANY_EVENT, _ANY_EVENT + 2 + len(kind.arrivals)), kind.arrivals)
-        steps = steps_of(seq=_ANY_SEQ, marks=marks)
+        steps = copy_schedule.push_by_graphs(places, _ANY_SEQ, signature, *graphs, marks)
         words = array("Q", itertools.chain.from_iterable(steps))
         numbers = array("q", (i for i, word in enumerate(words) if word == _ANY_SEQ))
         marked = array("q", (words.index(event) for event in marks.listed()))

@@ -156,7 +156,7 @@ class Checkpoint:
         fields["moe_layers"] = tuple(names)
         shape = fields["num_experts"], fields["hidden_size"], fields["intermediate_size"]
         sizes, fp8 = LayerSizes(*shape, fields["gating"].halves, fields["bias"]), config.fp8_formats()
-        turned = {"alternates": family.interleaved, "transposed": family.transposed}
+        turned = {"alternates": family.interleaved, "transposed": family.transposed, "one_less": config.one_less()}
         return {layer: StoredLayer(shards, each, sizes, fp8, **turned) for layer, each in names.items()}
 
     def _fingerprint(self, fields: dict[str, Any], tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> str:

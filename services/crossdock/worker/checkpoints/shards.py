@@ -28,6 +28,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
 }
 """Element types that expert weights and their scales may have, by safetensors' name."""
 

@@ -62,8 +62,7 @@ class Backend:
         if isinstance(tokens, RequestSlot):
             return Work(
                 client, request.layer, tokens.x, tokens.ids, tokens.weights, deadline_ns, now_ns, reply, stream,
-                y=tokens.x, first_column=tokens.first_column, ids_bytes=tokens.ids_bytes, trace=trace,
-                model=request.model, num_tokens=tokens.num_tokens,
+                y=tokens.x, kept=tokens.kept, trace=trace, model=request.model, num_tokens=tokens.num_tokens,
             )  # fmt: skip
         about = client, request.layer, *tokens, deadline_ns, now_ns, reply, stream
         return Work(*about, trace=trace, model=request.model)

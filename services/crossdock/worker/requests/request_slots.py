@@ -17,6 +17,7 @@ from crossdock.common import log
 from crossdock.protocol import native
 from crossdock.protocol.frames import request_bytes
 from crossdock.protocol.shared_memory import SharedMemory
+from crossdock.worker.steps.work import Kept
 
 _log = log.get(__name__)
 
@@ -34,17 +35,16 @@ class RequestSlot:
         shared: bytes that begin where the rows are; None: memory of its own.
 
     Attributes:
-        x: [T, H], then y; first_column: y [:, 0].
+        x: [T, H], then y; kept: made of it and of ids.
         ids, weights: int32, float32 [T, K]: what was checked, in memory that no client shares.
         memory: uint8 [num_bytes], with all rows as they come; address: of it.
         answered: bytes of y to be sent: none where a client shares the memory.
         is_shared: it does. num_tokens, hidden, dtype: T, H, dtype of x.
-        ids_bytes: those of ids.
     """
 
     __slots__ = (
-        "_came", "_checked", "_num_ids", "address", "answered", "dtype", "first_column", "hidden", "ids",
-        "ids_bytes", "is_shared", "memory", "num_bytes", "num_tokens", "weights", "x",
+        "_came", "_checked", "_num_ids", "address", "answered", "dtype", "hidden", "ids", "is_shared", "kept",
+        "memory", "num_bytes", "num_tokens", "weights", "x",
     )  # fmt: skip
 
     def __init__(
@@ -58,10 +58,10 @@ class RequestSlot:
             self.x = memory[:x_bytes].view(dtype).view(num_tokens, hidden)
             self.ids = checked[: middle - x_bytes].view(torch.int32).view(num_tokens, topk)
             self.weights = checked[middle - x_bytes :].view(torch.float32).view(num_tokens, topk)
-            self.first_column = self.x[:, 0]
+            self.kept = Kept(self.x[:, 0], self.ids.view(-1).numpy().data)
         self.memory, self.address, self.num_bytes = memory, memory.data_ptr(), num_bytes
         self.num_tokens, self.hidden, self.dtype, self.is_shared = num_tokens, hidden, dtype, shared is not None
-        self._num_ids, self.ids_bytes = num_tokens * topk, self.ids.view(-1).numpy().data
+        self._num_ids = num_tokens * topk
         self.answered = memory[:x_bytes].numpy().data if shared is None else memoryview(b"")
         self._came = self.address + x_bytes, self.address + middle
         self._checked = self.ids.data_ptr(), self.weights.data_ptr()

@@ -38,7 +38,7 @@ from crossdock.worker.steps.batcher import Batcher
 from crossdock.worker.steps.device_stream import stream_of
 from crossdock.worker.steps.request_sockets import RequestSockets
 from crossdock.worker.steps.stepper import Batch, Stepper
-from crossdock.worker.steps.steps import Departure, DesyncError, Proposal, Step, choose_step
+from crossdock.worker.steps.steps import NOTHING, Departure, DesyncError, Proposal, Step, choose_step
 from crossdock.worker.steps.work import Done, Failure, Fault, Left, Refused, Timing, Work
 from crossdock.worker.telemetry.worker_telemetry import WorkerTelemetry
 from ep_kernels import AbortedError, EpError, MoECommunicator, PeerTimeout
@@ -297,15 +297,8 @@ class Engine:
         with self._lock:
             expired = self._batcher.expire(now_ns)
             progress = self._tables.progress(self._batcher.has_cut) if self._tables is not None else (0, False)
-            proposal = Proposal.of(
-                self._batcher.head(now_ns),
-                self._num_steps,
-                draining=self._draining,
-                leaving=self._leaving,
-                failed=batch is not None and bool(batch.error),
-                placement=progress[0],
-                loaded=progress[1],
-            )
+            head, failed = self._batcher.head(now_ns) or NOTHING, batch is not None and bool(batch.error)
+            proposal = Proposal(self._num_steps, *head, self._draining, self._leaving, failed, *progress)
         if expired:
             self._answer(expired, Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline passed in the queue"))
         return proposal

@@ -94,6 +94,7 @@ class Stepper:
         )
         self._wire_bytes: dict[int, tuple[int, int]] = {}
         self._none_on_device = [part.to(stream.device) for part in self._none]
+        self._no_inputs = comm.step_inputs(*self._none_on_device)
         owners = ExpertMap.contiguous(config.num_experts, comm.size).replicas
         self._rank_of_slot = np.array([copies[0][0] for copies in owners] + [comm.rank])
 
@@ -148,11 +149,16 @@ class Stepper:
         route = self._tables.route(layer) if self._tables is not None else None
         if route is not None:
             ids = route.slots(ids, self._rank)
-        kept = slices[0].work.ids_bytes if slices and route is None else None
-        told = bytes(kept) if kept is not None else _bytes_of(ids) if slices else b""
+        kept = slices[0].work.kept if slices and route is None else None
+        told = bytes(kept.ids_bytes) if kept is not None else _bytes_of(ids) if slices else b""
         z, start_ns = self._own_output(slices), time.monotonic_ns()  # nothing that may fail while peers wait
         # Dispatch.
-        step = self._comm.begin_step(x, ids, weights, max_tokens)
+        inputs = kept.inputs if kept is not None else None if slices else self._no_inputs
+        if inputs is None or inputs.owner != self._no_inputs.owner:
+            inputs = self._comm.step_inputs(x, ids, weights)
+            if kept is not None:
+                kept.inputs = inputs
+        step = self._comm.begin_step(inputs, max_tokens)
         if step is None:
             return None
         sent_ns = time.monotonic_ns()
@@ -264,4 +270,4 @@ def _parts(slices: Sequence[Slice]) -> list[list[torch.Tensor]]:
 def _first_column(slices: Sequence[Slice], z: torch.Tensor) -> torch.Tensor:
     """z [:, 0]; a view that a request has of it is there already."""
     work = slices[0].work if len(slices) == 1 else None
-    return work.first_column if work is not None and work.first_column is not None and z is work.y else z[:, 0]
+    return work.kept.first_column if work is not None and work.kept is not None and z is work.y else z[:, 0]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from crossdock.worker.steps.batcher import Head
 
 NO_LAYER = -1
+NOTHING = Head(NO_LAYER, 0, 0)
 _DRAINING, _LEAVING, _FAILED, _LOADED = 1, 2, 4, 8
 
 
@@ -45,20 +46,6 @@ class Proposal(NamedTuple):
     failed: bool = False
     placement: int = 0
     loaded: bool = False
-
-    @staticmethod
-    def of(
-        head: Head | None,
-        step: int,
-        *,
-        draining: bool,
-        leaving: bool,
-        failed: bool,
-        placement: int = 0,
-        loaded: bool = False,
-    ) -> Proposal:
-        layer, waited_ns, num_tokens = (NO_LAYER, 0, 0) if head is None else head
-        return Proposal(step, layer, waited_ns, num_tokens, draining, leaving, failed, placement, loaded)
 
     def words(self) -> tuple[int, ...]:
         """The 8 int64 that travel."""

@@ -13,6 +13,7 @@ import grpc
 import torch
 
 from crossdock.common.tracing import RequestTrace
+from ep_kernels.transports.base import StepInputs
 
 
 class Timing(NamedTuple):
@@ -64,6 +65,16 @@ class Refused(Exception):
 
 
 @dataclass(slots=True, eq=False)
+class Kept:
+    """What is made once of memory that requests have in turn: y [:, 0]; bytes of topk_ids, which may be others after
+    the answer; the tensors as the communicator of the last step has checked them."""
+
+    first_column: torch.Tensor
+    ids_bytes: memoryview
+    inputs: StepInputs | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Work:
     """One request in the engine. Only the batcher and the engine change it, under the engine's lock.
 
@@ -76,7 +87,7 @@ class Work:
         arrived_ns: monotonic time of admission.
         num_taken: tokens that were given to steps so far.
         y: [T, H] filled by the steps: where its sender wants it, or None until the first one has made it.
-        first_column: y [:, 0], where its sender gave y; ids_bytes: of topk_ids, which may be others after the answer.
+        kept: of the memory of its tensors and of y, where its sender gave that.
         stream: of the client; its requests are served in order within a layer, streams of one client take turns.
         answered: True once `reply` was called (or must not be any more).
         trace: of the request; None: not traced.
@@ -94,8 +105,7 @@ class Work:
     stream: Hashable = None
     num_taken: int = 0
     y: torch.Tensor | None = None
-    first_column: torch.Tensor | None = None
-    ids_bytes: memoryview | None = None
+    kept: Kept | None = None
     timing: Timing = _NO_TIME
     answered: bool = False
     trace: RequestTrace | None = None
