@@ -26,6 +26,7 @@ class ExpertMap:
 
     Attributes:
         replicas: for each logical expert its copies as (rank, slot), in the order in which they are chosen.
+        num_ranks: R.
 
     Raises ConfigError unless every expert has a copy, no (rank, slot) is used twice and the slots of each rank are
     0 .. L-1 without a hole (L may be 0).
@@ -69,6 +70,7 @@ class ExpertMap:
 
     @property
     def num_experts(self) -> int:
+        """E."""
         return len(self.replicas)
 
     @property
@@ -77,9 +79,11 @@ class ExpertMap:
         return max(self.num_local_experts(rank) for rank in range(self.num_ranks))
 
     def num_local_experts(self, rank: int) -> int:
+        """L of that rank."""
         return sum(owner == rank for copies in self.replicas for owner, _ in copies)
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
+        """The logical experts of that rank, by slot."""
         held = {slot: e for e, copies in enumerate(self.replicas) for owner, slot in copies if owner == rank}
         return tuple(held[slot] for slot in range(len(held)))
 

@@ -39,6 +39,8 @@ class Work(Generic[T]):
     """A collective under way. Its x and out are not the caller's until `wait` has returned.
 
     Args:
+        result: what `wait` returns.
+        pending: the operation.
         finish: called once with it, by the first `wait`.
     """
 

@@ -89,10 +89,12 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def is_shuffled(self) -> bool:
+        """Whether writes are delayed and reordered."""
         return self.provider.startswith("shuffle(")
 
     @property
     def carrier(self) -> str:
+        """The provider without `shuffle`."""
         return self.provider[len("shuffle(") : -1] if self.is_shuffled else self.provider
 
     @property

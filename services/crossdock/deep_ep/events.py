@@ -30,6 +30,7 @@ class EventOverlap:
 
     Args:
         event: the point, or None: nothing to wait for.
+        extra_tensors: kept alive as long as this object.
     """
 
     event: EventHandle | None = None
