@@ -94,11 +94,11 @@ def dispatch(
     scales: Tensors | None = None,
     active: Sequence[bool] | None = None,
 ) -> tuple[list[DispatchOutput], ReferenceStep]:
-    """Deliver x [T, H] of every rank (with its own scales [T, S], if any). Inactive ranks send and receive nothing."""
+    """Deliver x [T, H] of every rank (with its own scales [T, S], or NVFP4's global scale [1], if any). Inactive ranks
+    send and receive nothing."""
     step = routed(config, topk_ids, topk_weights, active)
     if config.quantize:
-        packed = config.scale_format is ScaleFormat.UE8M0_PACKED
-        pairs = [quant.quantize(x, ScaleFormat.UE8M0 if packed else config.scale_format) for x in xs]
+        pairs = [quant.quantize_for(config, x, scales[rank] if scales else None) for rank, x in enumerate(xs)]
         xs, scales = [q for q, _ in pairs], [scale for _, scale in pairs]
     return [_receive(step, xs, scales, rank) for rank in range(config.group.size)], step
 

@@ -139,6 +139,7 @@ class CpuTransport(CpuMember[NativeComm], Transport):
             wide_ids=True,
             abi=f"cpu-{self.lib.cd_abi():016x}",
             samples=True,
+            quantize=(False, True, "mxfp8", "nvfp4"),
         )
 
     # Life.
