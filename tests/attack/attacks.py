@@ -37,7 +37,7 @@ from tests.services.cluster import Batch, E, H, K
 
 WATCH, REGISTER = "/crossdock.v1.ControlPlane/Watch", "/crossdock.v1.ControlPlane/Register"
 FORWARD = "/crossdock.v1.ExpertService/Forward"
-CALL_S, HOLD_S, UNREAD_S = 10.0, 2.0, 10.0
+CALL_S, HOLD_S, UNREAD_S = 10.0, 1.3, 10.0
 MIB = 1 << 20
 RATE, BURST = 400, 850
 """Calls a second of all names at one host, by default, and those that may come at once."""

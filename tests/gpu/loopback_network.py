@@ -86,7 +86,7 @@ def different_routings_break_nothing(layout: Layout, mode: Mode, join: Join, exa
 
 def silence_is_named(op: str, join: Join) -> None:
     """Rank 3, of the other host, does not come; those who wait for it say so, and all go on together later."""
-    mode, patience_s = Mode.LL, 0.3
+    mode, patience_s = Mode.LL, 0.2
     loop, case = four(Layout.RANK_MAJOR, mode, join, timeout_s=patience_s, max_in_flight=1)
     handles = check(loop, case, mode)
     xs = [case.x(r, torch.bfloat16) for r in range(4)]
@@ -112,7 +112,7 @@ def silence_is_named(op: str, join: Join) -> None:
 def a_full_ring_is_survived(join: Join) -> None:
     """Kernels that find no room in the ring until their deadline leave places of it empty, which the proxy would wait
     for; the group goes on with an empty ring."""
-    loop, case = four(Layout.RANK_MAJOR, Mode.LL, join, timeout_s=0.3)
+    loop, case = four(Layout.RANK_MAJOR, Mode.LL, join, timeout_s=0.2)
     handles = check(loop, case, Mode.LL)
     state, tail = loop.engines[0].tables.state, abi.State.network.offset + abi.Network.tail.offset
     state[tail // state.itemsize] += 2 * abi.RING_SIZE  # of others that gave up

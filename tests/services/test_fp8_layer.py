@@ -23,6 +23,7 @@ from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from crossdock.worker.checkpoints.gating import Gating
 from crossdock.worker.checkpoints.weights import Format, Stack
 from tests.services.cluster import ANSWER_S, FORM_S, STEP_S, TEST_S
+from tests.services.forked import forked_children
 
 pytestmark = pytest.mark.timeout(TEST_S)
 RANKS, EXPERTS, TOPK, BLOCK = 4, 256, 8, 128
@@ -152,7 +153,7 @@ def serving(layer: Layer, folder: Path, ranks: int, **options: str) -> Superviso
 
 def test_four_ranks_serve_it(layer: Layer, told: dict[str, int], tmp_path: Path) -> None:
     began = time.monotonic()
-    with serving(layer, tmp_path, RANKS) as supervisor:
+    with forked_children(), serving(layer, tmp_path, RANKS) as supervisor:
         supervisor.wait_serving(FORM_S)
         formed = time.monotonic()
         error, took = ask(layer, supervisor)

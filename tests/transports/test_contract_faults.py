@@ -143,7 +143,7 @@ def test_rank_missing_at_bring_up(transport: str) -> None:
 def test_slow_rank_is_waited_for(world: Worlds, transport: str, capabilities: Capabilities, size: int) -> None:
     if not capabilities.samples:
         pytest.skip("leaves no samples")
-    assert all(world(size).run(faults.late_but_in_time, transport, faults.silent_case(size, draw_seed()), 0.5))
+    assert all(world(size).run(faults.late_but_in_time, transport, faults.silent_case(size, draw_seed()), 0.3))
 
 
 @pytest.mark.parametrize("overrides", LEAVING, ids=["ll", "ht", "exact"])
