@@ -7,7 +7,7 @@ import random
 import pytest
 
 from crossdock.worker.steps.batcher import Head
-from crossdock.worker.steps.steps import NO_LAYER, NOTHING, Departure, DesyncError, Idle, Proposal, Step, choose_step
+from crossdock.worker.steps.steps import NO_LAYER, NOTHING, Departure, DesyncError, Proposal, Step, choose_step
 
 M = 64
 
@@ -46,7 +46,7 @@ def test_a_proposal_is_made_of_a_head_or_of_nothing() -> None:
 @pytest.mark.parametrize(
     ("proposals", "expected"),
     [
-        (ranks(Proposal(0), Proposal(0)), Idle()),
+        (ranks(Proposal(0), Proposal(0)), None),
         (ranks(Proposal(0), want(3, 5, 7)), Step(3, 7)),
         (ranks(want(3, 5, 7), want(3, 1, 9)), Step(3, 9)),
         (ranks(want(3, 5, 7), want(3, 1, 900)), Step(3, M)),
@@ -68,7 +68,7 @@ def test_choose(proposals: dict[int, Proposal], expected: object) -> None:
         (ranks(want(3, 5, draining=True), Proposal(0, draining=True, leaving=True)), Step(3, 1)),
         (ranks(Proposal(0, draining=True), Proposal(0, draining=True, leaving=True)), Departure((1,))),
         (ranks(Proposal(0, leaving=True), Proposal(0), Proposal(0, leaving=True)), Departure((0, 2))),
-        (ranks(Proposal(0, draining=True), Proposal(0)), Idle()),
+        (ranks(Proposal(0, draining=True), Proposal(0)), None),
     ],
     ids=["idle", "others have work", "a draining rank has work", "only who asked", "two", "draining is not leaving"],
 )

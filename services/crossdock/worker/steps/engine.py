@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from operator import attrgetter
 
 import grpc
 import torch
@@ -308,7 +307,7 @@ class Engine:
         with self._lock:
             whole = self._tables is not None and self._tables.closing == plan.layer
             slices = self._batcher.take(plan.layer, plan.max_tokens, now_ns, whole=whole)
-            self._running = list(map(_work_of, slices))
+            self._running = [piece.work for piece in slices]
             self._num_steps += 1
         for piece in slices:
             work = piece.work
@@ -377,9 +376,6 @@ class Engine:
         with self._lock:
             self._running = []
             self._emptied.notify_all()
-
-
-_work_of = attrgetter("work")
 
 
 def _postmortem(record: dict[str, object], rank: int, epoch: int, num_steps: int) -> str:

@@ -56,7 +56,7 @@ def _step(batch: Batch, rank: int, epoch: int, number: int, now_ns: int) -> Pend
         "crossdock.rank": rank,
         "crossdock.epoch": epoch,
         "crossdock.step": number,
-        "crossdock.step.tokens": batch.num_tokens,
+        "crossdock.step.tokens": sum(piece.num_tokens for piece in batch.slices),
         "crossdock.step.requests": len(batch.slices),
     }
     return PendingSpan("step", batch.start_ns, max(now_ns, at_ns), attributes, parts)

@@ -57,10 +57,6 @@ class Batch:
     unconfirmed: bool
     start_ns: int
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(piece.num_tokens for piece in self.slices)
-
 
 class Stepper:
     """Steps of one epoch. Make and use it in one thread.

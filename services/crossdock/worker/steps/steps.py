@@ -1,4 +1,4 @@
-"""Agreement on the next step: each rank sends one `Proposal`, and each computes the same `Decision`. Pure.
+"""Agreement on the next step: each rank sends one `Proposal`, and each computes the same decision. Pure.
 
 One exchange of 8 int64 per rank carries the proposals *and* the outcome of the step before, so a busy group pays one
 exchange per step. A rank whose experts fail sends NaN and says so in the next exchange. A rank that got NaN answers
@@ -77,16 +77,8 @@ class Departure:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """No rank has work."""
-
-
-Decision = Step | Departure | Idle
-
-
-def choose_step(proposals: Mapping[int, Proposal], max_tokens_per_step: int) -> Decision:
-    """Decide what the group does next; the same on every rank, since all are given the same proposals.
+def choose_step(proposals: Mapping[int, Proposal], max_tokens_per_step: int) -> Step | Departure | None:
+    """What the group does next, None: no rank has work. The same on every rank, since all are given the same proposals.
 
     The layer with the longest wait wins (ties: the lowest layer). When all ranks with work want that layer, the
     longest queue among them bounds the step, so that AUTO can choose the algorithm; else the full step size does.
@@ -109,7 +101,7 @@ def choose_step(proposals: Mapping[int, Proposal], max_tokens_per_step: int) -> 
     if leaving and not any(proposal.draining for proposal in working):
         return Departure(tuple(sorted(leaving)))
     if not working:
-        return Idle()
+        return None
     if len(working) == 1:
         return Step(working[0].layer, min(working[0].num_tokens, max_tokens_per_step))
     layer = min(working, key=lambda proposal: (-proposal.waited_ns, proposal.layer)).layer
