@@ -273,6 +273,15 @@ struct CombineArgs {
   f32* z_weights;  // [T, K] out, or null
 };
 static_assert(sizeof(CombineArgs) == 1136, "CombineArgs: host and GPU differ");
+struct QuantizeArgs {
+  i32 num_tokens;  // T
+  i32 hidden;  // H, a multiple of 16
+  u8* x;  // [T, H] of the variant's type, 16-byte aligned
+  f32* global_scale;  // [1] NVFP4's
+  u8* rows;  // [T, H] or [T, H / 2] out
+  u8* scales;  // [T, ceil(H / 32)] or [T, H / 16] out
+};
+static_assert(sizeof(QuantizeArgs) == 40, "QuantizeArgs: host and GPU differ");
 struct BarrierArgs {
   World world;
   u64 left_out_epoch;  // 0 = meet; else only leave out ranks that take no part: the others go on in this epoch

@@ -10,9 +10,11 @@ struct f16;
 struct e4m3;
 constexpr i32 EXPERT_MAJOR = 0, GROUPED = 1, RANK_MAJOR = 2, FLAT = 3;  // LAYOUT
 constexpr i32 PER_EXPERT = 0, PER_RANK = 1, EXACT = 2;                  // KIND
+constexpr i32 MXFP8 = 0, NVFP4 = 1;                                     // FORMAT
 constexpr i32 LAYOUT = 1;
 using X = bf16;
 constexpr i32 KIND = 0;
 using Y = bf16;
 using C = bf16;
+constexpr i32 FORMAT = 0;
 }  // namespace ep

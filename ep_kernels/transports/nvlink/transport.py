@@ -47,7 +47,9 @@ class NvlinkTransport(NvlinkMember, Transport):
         # AUTO's crossover sizes its buffers
         super().__init__(config, abi.fingerprint(jit.all_sources() + str(plan.LL_MAX_TOKENS)))
         joined = config.network is not None
-        self.capabilities = Capabilities("cuda", joined, DTYPES, (Mode.LL, Mode.HT), True, self._abi, True)
+        self.capabilities = Capabilities(
+            "cuda", joined, DTYPES, (Mode.LL, Mode.HT), True, self._abi, True, quantize=(False, True, *jit.FORMATS)
+        )
         local = config.resolved_expert_map.num_local_experts(config.group.rank)
         self._raises = config.overflow is Overflow.RAISE and may_overflow(config, local)
         compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
@@ -118,7 +120,8 @@ class NvlinkTransport(NvlinkMember, Transport):
 
     def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> NvlinkQuickCalls | None:
         library, mailbox, host = launch.load(), self._domain.mailbox, self._tables.host
-        if self.config.network is not None or not is_offered(library):
+        launches_two = isinstance(self.config.quantize, str)
+        if self.config.network is not None or launches_two or not is_offered(library):
             return None
         from ep_kernels.transports.nvlink.gpu import driver
 
@@ -148,6 +151,10 @@ class NvlinkTransport(NvlinkMember, Transport):
             raise ArgumentError(
                 "overflow", "Overflow.DROP, or no max_recv_rows, under graph capture (RAISE reads the device)", "RAISE"
             )
+        made = self._engine.quantized(args)
+        if made is not None:
+            quantise, args = made
+            self._launch(quantise)
         step = self._engine.dispatch(args)
         if not args.at_once:
             self._launch(step.call, SEND)

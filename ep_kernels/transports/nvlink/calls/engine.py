@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ep_kernels import checks, jit
+from ep_kernels import checks, jit, quant
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
 from ep_kernels.lazy_output import recycle
@@ -148,7 +148,7 @@ class LaunchEngine:
         self.sizes = plan.sizes_of(config)
         self.tables = Tables(config, self.sizes, device, dispatch_sms)
         self.outputs = Outputs(config, self.sizes, device)
-        self._state_map = plan.state_map(config, self.sizes)
+        self._state_map, self._quantiser = plan.state_map(config, self.sizes), _quantiser(config, dispatch_sms)
         # Kernels of both operations, for each mode.
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
         self.dispatch_operations = {
@@ -247,6 +247,8 @@ class LaunchEngine:
         chosen = (*self.dispatch_operations.values(), *self.combine_operations.values())
         barrier = self._of_group(jit.Variant("barrier"))
         general = {barrier: plan.Launch(1, 0, 0, 0), jit.NARROW: plan.narrow_launch(self.config)}
+        if self._quantiser is not None:
+            general[self._quantiser.variant] = self._quantiser.launch
         return {each.variant: each.launch for each in chosen} | general
 
     def _of_group(self, variant: jit.Variant) -> jit.Variant:
@@ -254,7 +256,7 @@ class LaunchEngine:
 
     def _dispatch_variant(self, mode: Mode) -> jit.Variant:
         c = self.config
-        quantized = plan.CPP_TYPES[c.dtype] if c.quantize else "u8"
+        quantized = plan.CPP_TYPES[c.dtype] if c.quantize is True else "u8"
         name = plan.algorithm(c, mode).value
         return self._of_group(jit.dispatch_variant(name, plan.LAYOUTS[c.resolved_layout], quantized))
 
@@ -271,6 +273,22 @@ class LaunchEngine:
         return Call(self._of_group(jit.Variant("barrier")), plan.Launch(1, 0, 0, 0), args)
 
     # Dispatch.
+
+    def quantized(self, args: DispatchArgs) -> tuple[Call, DispatchArgs] | None:
+        """MXFP8 and NVFP4: the launch that makes their rows, and the dispatch of these. Else None."""
+        if self._quantiser is None:
+            return None
+        x, tokens, of_all = _aligned(args.x), args.x.shape[0], args.scales
+        columns, dtype = quant.delivered_scales(self.config)
+        rows = self._empty((tokens, self.config.payload_columns), self.config.payload_dtype)
+        scales = self._empty((tokens, columns), dtype)
+        record = abi.QuantizeArgs(
+            tokens, self._width, x.data_ptr(), pointer(of_all), rows.data_ptr(), scales.data_ptr()
+        )
+        operation = self._quantiser
+        keep = [x, of_all, rows, scales]
+        call = Call(operation.variant, operation.launch, record, keep, BOTH, operation)
+        return call, replace(args, x=rows, scales=scales)
 
     def dispatch(self, args: DispatchArgs) -> Dispatch:
         """Prepare a dispatch up to its launch."""
@@ -397,6 +415,14 @@ class LaunchEngine:
     def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
         """int32 [R], a view of the routing."""
         return routing_state.source_rows(handle, self.config, self._state_map)
+
+
+def _quantiser(config: MoEConfig, num_sms: int) -> Operation | None:
+    """What runs in front of a dispatch that moves MXFP8 or NVFP4."""
+    if not isinstance(config.quantize, str):
+        return None
+    variant = jit.quantize_variant(plan.CPP_TYPES[config.dtype], config.quantize)
+    return Operation(variant, plan.quantize_launch(config, num_sms))
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
