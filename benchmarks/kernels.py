@@ -153,7 +153,7 @@ def expected_instructions(variant: jit.Variant) -> tuple[str, ...]:
     mbarrier that loads complete on; dispatch: the release of a share at a peer, which is one reduction, ordered after
     all stores; combine: words of progress behind a fence. Collectives: flags behind a fence; all-gather the copy
     engine, one-shot all-reduce lines."""
-    if variant == jit.NARROW or variant.kernel == "add_terms":
+    if variant.kernel in ("narrow", "quantize", "add_terms"):
         return ()
     if variant.kernel == "barrier":
         return (_FENCE, "STG.E.64.STRONG.SYS")
@@ -197,7 +197,7 @@ def serving_config(variant: jit.Variant) -> MoEConfig:
 
 def dynamic_bytes(variant: jit.Variant) -> int:
     """Dynamic shared memory of one block in `serving_config`."""
-    if variant in jit.GENERAL:
+    if variant in jit.GENERAL or variant.kernel == "quantize":
         return 0
     if variant in jit.collective_variants():
         return collective_plan.launch_of(variant, 8).shared_bytes

@@ -27,7 +27,7 @@ from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, KeptS
 
 T = TypeVar("T")
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""x [T, H], or (x, scales [T, S])."""
+"""x [T, H], or (x, scales [T, S]), or (x, NVFP4's global scale [1])."""
 Delivered = tuple[DispatchOutput, DispatchHandle]
 
 
@@ -133,7 +133,8 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
         Args:
             x: [T, H] `config.dtype`, contiguous, T <= M, T may be 0 and may differ between ranks; or the pair
-                (x, scales [T, S]) where `config.scale_columns` = S.
+                (x, scales [T, S]) where `config.scale_columns` = S, or (x, global scale float32 [1], above 0) where
+                `config.quantize` is "nvfp4"; it may differ from rank to rank, and does not travel.
             topk_ids: [T, K] int32 or int64, logical ids; -1 = no expert. Others out of range act as -1 and are counted
                 in `num_invalid_ids` (`validate`: refused).
             topk_weights: [T, K] float32. NaN propagates into the token's result (`validate`: refused).

@@ -69,8 +69,8 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """torch.dtype of x as the caller gives it. For pass-through of packed formats: torch.uint8 with H bytes per row."""
     quantize: bool | str = False
     """Quantise x, bfloat16 or float16, inside dispatch. True: to fp8 e4m3 with a scale per 128 columns; "mxfp8": to
-    e4m3 with a power of two per 32; "nvfp4": to e2m1 with an e4m3 scale per 16 and the caller's scale of all (cpu).
-    `quant.py` has the bits."""
+    e4m3 with a power of two per 32; "nvfp4": to e2m1 with an e4m3 scale per 16 and the caller's scale of all.
+    `quant.py` has the bits. On GPUs the last two take a launch in front of the dispatch."""
     scale_format: ScaleFormat = ScaleFormat.FP32
     """Rounding and layout of the scales of fp8 that `quantize` makes."""
     scale_columns: int = 0

@@ -46,6 +46,7 @@ KERNELS: Mapping[str, str] = {
     "ht_combine": "ht/combine.cuh",
     "barrier": "barrier.cuh",
     "narrow": "narrow.cuh",
+    "quantize": "quantize.cuh",
     "all_gather": "collectives/all_gather.cuh",
     "reduce_scatter": "collectives/reduce_scatter.cuh",
     "all_reduce": "collectives/all_reduce.cuh",
@@ -133,7 +134,7 @@ class Variant:
     def num_threads(self) -> int:
         if self.kernel == "copy_wait":
             return FEW_THREADS
-        return NUM_THREADS if self.kernel in ("ht_dispatch", "barrier", "narrow") else WIDE_THREADS
+        return NUM_THREADS if self.kernel in ("ht_dispatch", "barrier", "narrow", "quantize") else WIDE_THREADS
 
     @property
     def name(self) -> str:
@@ -142,6 +143,8 @@ class Variant:
         return "-".join([*parts, *(["network"] if self.network else []), *(["loopback"] if self.loopback else [])])
 
 
+FORMATS = ("mxfp8", "nvfp4")
+"""Values of `MoEConfig.quantize` whose rows a launch of its own makes, in front of the dispatch."""
 NARROW = Variant("narrow")
 GENERAL = Variant("barrier"), NARROW
 """Variants that every configuration launches."""
@@ -152,6 +155,11 @@ def dispatch_variant(mode: str, layout: int, quantized: str = "u8") -> Variant:
     fp8.
     """
     return Variant(f"{mode}_dispatch", (("LAYOUT", str(layout)), ("X", quantized)))
+
+
+def quantize_variant(dtype: str, to: str) -> Variant:
+    """What runs in front of a dispatch. dtype: bf16 | f16; to: of FORMATS."""
+    return Variant("quantize", (("X", dtype), ("FORMAT", str(FORMATS.index(to)))))
 
 
 def combine_variant(mode: str, kind: int, output: str, moved: str) -> Variant:
@@ -182,6 +190,8 @@ def _token_variants(rows: Sequence[str], outputs: Sequence[str]) -> Iterator[Var
                 yield combine_variant(mode, kind, output, output)
             for kind in (0, 1):
                 yield combine_variant(mode, kind, output, "e4m3")
+    for dtype in rows:
+        yield from (quantize_variant(dtype, to) for to in FORMATS if dtype != "u8")
     yield from GENERAL
 
 
@@ -258,6 +268,7 @@ def variant_header(variant: Variant) -> str:
         "struct e4m3;",
         "constexpr i32 EXPERT_MAJOR = 0, GROUPED = 1, RANK_MAJOR = 2, FLAT = 3;  // LAYOUT",
         "constexpr i32 PER_EXPERT = 0, PER_RANK = 1, EXACT = 2;                  // KIND",
+        "constexpr i32 MXFP8 = 0, NVFP4 = 1;                                     // FORMAT",
         *(
             f"constexpr i32 {name} = {value};" if value.isdigit() else f"using {name} = {value};"
             for name, value in variant.constants

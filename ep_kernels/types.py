@@ -83,9 +83,11 @@ class DispatchOutput:
     Attributes:
         layout: what the rows are.
         tokens: [L, slots, H] | [N, H] | [R, M, H] | [N, H] for EXPERT_MAJOR | GROUPED | RANK_MAJOR | FLAT;
-            dtype of the payload (float8_e4m3fn when quantised, the caller's dtype when passed through). May be a view
-            of a registered buffer, which is recycled `max_in_flight` dispatches later: see `HandleError`.
-        scales: block scales beside `tokens` (same leading shape; see ScaleFormat), or None; a view, too, maybe.
+            dtype of the payload (float8_e4m3fn when quantised, the caller's dtype when passed through; NVFP4: uint8,
+            H/2 columns, the even column in the low half of a byte). May be a view of a registered buffer, which is
+            recycled `max_in_flight` dispatches later: see `HandleError`.
+        scales: block scales beside `tokens` (same leading shape; fp8: see ScaleFormat; MXFP8: float8_e8m0fnu
+            [.., ceil(H/32)]; NVFP4: float8_e4m3fn [.., H/16]), or None; a view, too, maybe.
         counts: int32; [L] rows per local expert (EXPERT_MAJOR, GROUPED, without padding) or [R] rows per source rank.
         offsets: int32 [L+1], start row of each expert's group with padding included (GROUPED), else None.
         topk_ids: local expert ids, -1 = not here (`absent_id`: global ones); int32 [R, M, K] | [N, K] (RANK_MAJOR |

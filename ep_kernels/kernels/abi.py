@@ -325,6 +325,15 @@ CombineArgs = _record(
     ("z", "u8*", "[T, H] out, output dtype"),
     ("z_weights", "f32*", "[T, K] out, or null"),
 )
+QuantizeArgs = _record(
+    "QuantizeArgs",
+    ("num_tokens", "i32", "T"),
+    ("hidden", "i32", "H, a multiple of 16"),
+    ("x", "u8*", "[T, H] of the variant's type, 16-byte aligned"),
+    ("global_scale", "f32*", "[1] NVFP4's"),
+    ("rows", "u8*", "[T, H] or [T, H / 2] out"),
+    ("scales", "u8*", "[T, ceil(H / 32)] or [T, H / 16] out"),
+)
 BarrierArgs = _record(
     "BarrierArgs",
     ("world", "World", ""),

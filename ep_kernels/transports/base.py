@@ -57,7 +57,7 @@ class DispatchArgs:
 
     Attributes:
         x: [T, H] contiguous payload.
-        scales: [T, S] contiguous, the caller's own, or None.
+        scales: [T, S] contiguous, the caller's own, or NVFP4's global scale [1], or None.
         topk_ids: int32 (`Capabilities.wide_ids`: or int64) [T, K] contiguous, logical ids; -1 or out of range = no
             expert.
         topk_weights: float32 [T, K] contiguous; with `previous`, they may differ from those of the first dispatch.

@@ -29,7 +29,8 @@ MADE = FOLDER.parents[1] / "build" / "emulated"
 """Libraries, those of earlier runs too, by all that they are made of."""
 _KEPT_S = 7 * 24 * 3600
 """After the last use of one."""
-_ARGUMENTS = {"dispatch": "ep::DispatchArgs", "combine": "ep::CombineArgs", "barrier": "ep::BarrierArgs"}
+_ARGUMENTS = {"dispatch": "ep::DispatchArgs", "combine": "ep::CombineArgs", "barrier": "ep::BarrierArgs",
+              "quantize": "ep::QuantizeArgs"}  # fmt: skip
 _COLLECTIVE = "ep::CollectiveArgs"
 _FLAGS_LAST = """  for (int turn = 0; turn < 2; ++turn) {{
     if (is_flag_lane() == (turn == {when})) {{ {body} }}

@@ -216,20 +216,23 @@ class Loopback:
         scales: Sequence[torch.Tensor] | None = None,
         previous: Sequence[DispatchHandle | None] | None = None,
     ) -> list[Filled]:
-        """All ranks' dispatch, ready to be launched."""
-        return [
-            engine.dispatch(
-                DispatchArgs(
-                    x=self.put(xs[r]),
-                    scales=None if scales is None else self.put(scales[r]),
-                    topk_ids=self.put(ids[r]),
-                    topk_weights=self.put(weights[r]),
-                    mode=mode,
-                    previous=None if previous is None else previous[r],
-                )
+        """All ranks' dispatch, ready to be launched; rows are quantised where a launch of its own does it."""
+        args = [
+            DispatchArgs(
+                x=self.put(xs[r]),
+                scales=None if scales is None else self.put(scales[r]),
+                topk_ids=self.put(ids[r]),
+                topk_weights=self.put(weights[r]),
+                mode=mode,
+                previous=None if previous is None else previous[r],
             )
-            for r, engine in enumerate(self.engines)
+            for r in range(self.size)
         ]
+        made = [found for engine, each in zip(self.engines, args, strict=True) if (found := engine.quantized(each))]
+        if made:
+            self.launch([call for call, _ in made])
+            args = [each for _, each in made]
+        return [engine.dispatch(each) for engine, each in zip(self.engines, args, strict=True)]
 
     def finish(self, steps: Sequence[Filled]) -> list[tuple[DispatchOutput, DispatchHandle]]:
         """What all ranks' callers get."""

@@ -32,6 +32,8 @@ def check(
     xs = [fresh.x(r, config.dtype) for r in ranks]
     columns = config.scale_columns
     scales = [fresh.scales(r, columns, config.scale_dtype) for r in ranks] if columns else None
+    if config.quantize == "nvfp4":
+        scales = [torch.tensor([448 * 6 / 2.0**r]) for r in ranks]
     ids, weights = [case.topk_ids(r) for r in ranks], [fresh.topk_weights(r) for r in ranks]
     wanted, step = reference.dispatch(config, xs, ids, weights, scales=scales)
     looked_at = ids if previous is None else [torch.full_like(i, -1) for i in ids]

@@ -80,6 +80,10 @@ PAYLOADS: dict[str, dict[str, Any]] = {
     "given fp8, finer": {"dtype": FP8, "scale_columns": 132},
     "given mxfp8": {"dtype": torch.uint8, "scale_columns": 9, "scale_dtype": torch.uint8},
     "fp8 both ways": {"quantize": True, "combine_dtype": FP8},
+    "mxfp8": {"quantize": "mxfp8"},
+    "mxfp8 of fp16": {"quantize": "mxfp8", "dtype": torch.float16},
+    "nvfp4": {"quantize": "nvfp4"},
+    "nvfp4 of fp16": {"quantize": "nvfp4", "dtype": torch.float16},
 }
 
 
@@ -88,7 +92,8 @@ PAYLOADS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
 def test_payloads(mode: Mode, layout: Layout, payload: str) -> None:
     kinds = ("uniform", "single_none", "one_expert", "uniform")
-    steps = [RoutingCase(7, 3, 272, (5, 0, 6), kind, draw_seed(), max_tokens=6) for kind in kinds]
+    hidden = 2880 if payload.startswith("nvfp4") else 272
+    steps = [RoutingCase(7, 3, hidden, (5, 0, 6), kind, draw_seed(), max_tokens=6) for kind in kinds]
     run(steps, mode, {"mode": mode, "layout": layout, **PAYLOADS[payload]})
 
 

@@ -64,6 +64,8 @@ PAYLOADS: dict[str, dict[str, Any]] = {
     "given fp8": {"dtype": FP8, "scale_columns": 3},
     "given mxfp8": {"dtype": torch.uint8, "scale_columns": 9, "scale_dtype": torch.uint8},
     "fp8 both ways": {"quantize": True, "combine_dtype": FP8},
+    "mxfp8": {"quantize": "mxfp8"},
+    "nvfp4": {"quantize": "nvfp4"},
 }
 
 
@@ -72,7 +74,8 @@ PAYLOADS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 def test_payloads(mode: Mode, layout: Layout, payload: str, join: Joined) -> None:
     kinds = ("uniform", "single_none", "one_expert")
-    steps = [RoutingCase(7, 3, 272, (5, 0, 6, 1), kind, draw_seed(), max_tokens=6) for kind in kinds]
+    hidden = 2880 if payload == "nvfp4" else 272
+    steps = [RoutingCase(7, 3, hidden, (5, 0, 6, 1), kind, draw_seed(), max_tokens=6) for kind in kinds]
     loop = join(steps[0], mode=mode, layout=layout, **PAYLOADS[payload])
     for case in steps:
         check(loop, case, mode)

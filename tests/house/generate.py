@@ -82,7 +82,8 @@ def generated() -> dict[Path, str]:
 def editor_headers() -> dict[Path, str]:
     """For editors, beside the kernels and not in git: `types.h` and a `variant.h` that every file can be read with."""
     dispatch, combine = jit.dispatch_variant("ll", 1, "bf16"), jit.combine_variant("ll", 0, "bf16", "bf16")
-    variant = jit.Variant("ll_dispatch", dispatch.constants + combine.constants)
+    quantize = jit.quantize_variant("bf16", "mxfp8")
+    variant = jit.Variant("ll_dispatch", dispatch.constants + combine.constants + quantize.constants[1:])
     return {
         jit.SOURCES / "types.h": abi.header(),
         jit.SOURCES / "collective_types.h": collective_abi.header(),

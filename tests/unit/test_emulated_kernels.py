@@ -128,6 +128,16 @@ def test_scales_of_the_caller(mode: Mode, layout: Layout, columns: int) -> None:
     run(steps, mode, layout, dtype=FP8, scale_columns=columns)
 
 
+@pytest.mark.parametrize("to", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_that_are_quantised_in_front(mode: Mode, layout: Layout, to: str) -> None:
+    """Special values are in the rows; of MXFP8 the last block is short."""
+    steps = cases(3, 6, hidden_size=144 if to == "mxfp8" else 160, num_experts=7, topk=3)
+    dtype = torch.float16 if layout is Layout.RANK_MAJOR else torch.bfloat16
+    run(steps, mode, layout, quantize=to, dtype=dtype, output_dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
 def test_phases_and_backward(mode: Mode, layout: Layout) -> None:

@@ -124,6 +124,14 @@ def test_scales_of_the_caller(layout: Layout, mode: Mode, join: Joined) -> None:
         check(loop, replace(case, seed=draw_seed()), algorithm)
 
 
+@pytest.mark.parametrize("to", jit.FORMATS)
+def test_rows_that_are_quantised_in_front(to: str, join: Joined) -> None:
+    case = RoutingCase(6, 6, 160, (7, 2), "uniform", draw_seed())
+    loop = join(case, mode=Mode.AUTO, layout=Layout.RANK_MAJOR, quantize=to, network=SHUFFLED)
+    for algorithm in (Mode.LL, Mode.HT):
+        check(loop, replace(case, seed=draw_seed()), algorithm)
+
+
 @pytest.mark.parametrize(("mode", "said"), [(Mode.LL, "ll"), (Mode.HT, "ht"), (Mode.AUTO, "ll")])
 def test_records_name_the_mode_that_was_asked_for(mode: Mode, said: str, join: Joined) -> None:
     """Of AUTO, that of the kernels."""

@@ -154,6 +154,7 @@ def test_all_variants_are_all_that_can_be_launched() -> None:
         engine.config = config
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
         wanted |= {make(mode) for make in (engine._combine_variant, engine._dispatch_variant) for mode in modes}
+    wanted |= {jit.quantize_variant(dtype, to) for dtype in ("bf16", "f16") for to in jit.FORMATS}
     assert wanted | {*jit.GENERAL, *jit.collective_variants()} == set(jit.all_variants())
 
 
@@ -169,7 +170,7 @@ def test_all_collective_variants_are_all_that_can_be_launched() -> None:
 def test_what_is_shipped_can_be_launched() -> None:
     assert set(jit.shipped_variants()) <= set(jit.all_variants())
     for variant in jit.all_variants():
-        if variant not in jit.GENERAL and variant not in jit.collective_variants():
+        if variant.kernel not in ("barrier", "narrow", "quantize") and variant not in jit.collective_variants():
             engine = LaunchEngine.__new__(LaunchEngine)
             engine.config = config = kernels.serving_config(variant)
             assert variant in (engine._dispatch_variant(config.mode), engine._combine_variant(config.mode))

@@ -46,7 +46,9 @@ class NvlinkTransport(NvlinkMember, Transport):
         # AUTO's crossover sizes its buffers
         super().__init__(config, abi.fingerprint(jit.all_sources() + str(plan.LL_MAX_TOKENS)))
         joined = config.network is not None
-        self.capabilities = Capabilities("cuda", joined, DTYPES, (Mode.LL, Mode.HT), True, self._abi, True)
+        self.capabilities = Capabilities(
+            "cuda", joined, DTYPES, (Mode.LL, Mode.HT), True, self._abi, True, quantize=(False, True, *jit.FORMATS)
+        )
         local = config.resolved_expert_map.num_local_experts(config.group.rank)
         self._raises = config.overflow is Overflow.RAISE and may_overflow(config, local)
         self._made: NvlinkOperations | None = None
@@ -126,7 +128,7 @@ class NvlinkTransport(NvlinkMember, Transport):
         return self._made
 
     def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> NvlinkOperations | None:
-        if self.config.network is not None:  # whose proxy Python wakes
+        if self.config.network is not None or isinstance(self.config.quantize, str):  # Python wakes, or launches two
             return None
         self._operations.offer(number, mode, ll_max_tokens)
         return self._operations
@@ -152,6 +154,10 @@ class NvlinkTransport(NvlinkMember, Transport):
             raise ArgumentError(
                 "overflow", "Overflow.DROP, or no max_recv_rows, under graph capture (RAISE reads the device)", "RAISE"
             )
+        made = self._engine.quantized(args)
+        if made is not None:
+            quantise, args = made
+            self._launch(quantise)
         return self._operations.begin_dispatch(args)
 
     def combine(self, args: CombineArgs) -> NvlinkCombine:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ep_kernels import jit
+from ep_kernels import jit, quant
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
+from ep_kernels.transports.base import DispatchArgs
 from ep_kernels.transports.nvlink.calls import plan, routing_state
 from ep_kernels.transports.nvlink.calls.left_out import Unsent, unsent_in
 from ep_kernels.transports.nvlink.calls.outputs import Memory, Outputs, RecordAddresses
@@ -21,6 +22,8 @@ from ep_kernels.transports.nvlink.calls.tables import Tables
 from ep_kernels.types import DispatchHandle, Layout, Mode
 
 SEND, RECEIVE, BOTH = 1, 2, 3
+ROW_BYTES = 16
+"""Of which the address of rows is a multiple, as the copy engine requires."""
 
 
 class Operation(NamedTuple):
@@ -64,7 +67,7 @@ class LaunchEngine:
         self.sizes = plan.sizes_of(config)
         self.tables = Tables(config, self.sizes, device, dispatch_sms)
         self.outputs = Outputs(config, self.sizes, device)
-        self._state_map = plan.state_map(config, self.sizes)
+        self._state_map, self._quantiser = plan.state_map(config, self.sizes), _quantiser(config, dispatch_sms)
         # Kernels of both operations, for each mode.
         modes = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
         self.dispatch_operations = {
@@ -148,6 +151,8 @@ class LaunchEngine:
         chosen = (*self.dispatch_operations.values(), *self.combine_operations.values())
         barrier = self._of_group(jit.Variant("barrier"))
         general = {barrier: plan.Launch(1, 0, 0, 0), jit.NARROW: plan.narrow_launch(self.config)}
+        if self._quantiser is not None:
+            general[self._quantiser.variant] = self._quantiser.launch
         return {each.variant: each.launch for each in chosen} | general
 
     def _of_group(self, variant: jit.Variant) -> jit.Variant:
@@ -155,7 +160,7 @@ class LaunchEngine:
 
     def _dispatch_variant(self, mode: Mode) -> jit.Variant:
         c = self.config
-        quantized = plan.CPP_TYPES[c.dtype] if c.quantize else "u8"
+        quantized = plan.CPP_TYPES[c.dtype] if c.quantize is True else "u8"
         name = plan.algorithm(c, mode).value
         return self._of_group(jit.dispatch_variant(name, plan.LAYOUTS[c.resolved_layout], quantized))
 
@@ -170,6 +175,19 @@ class LaunchEngine:
         that epoch."""
         args = abi.BarrierArgs(self.tables.world, left_out_epoch)
         return Call(self._of_group(jit.Variant("barrier")), plan.Launch(1, 0, 0, 0), args)
+
+    def quantized(self, args: DispatchArgs) -> tuple[Call, DispatchArgs] | None:
+        """MXFP8 and NVFP4: the launch that makes their rows, and the dispatch of these. Else None."""
+        if self._quantiser is None:
+            return None
+        x, tokens, of_all = aligned(args.x), args.x.shape[0], args.scales
+        columns, dtype = quant.delivered_scales(self.config)
+        rows = self._empty((tokens, self.config.payload_columns), self.config.payload_dtype)
+        scales = self._empty((tokens, columns), dtype)
+        record = abi.QuantizeArgs(
+            tokens, self.config.hidden_size, x.data_ptr(), pointer(of_all), rows.data_ptr(), scales.data_ptr()
+        )
+        return Call(*self._quantiser, record, [x, of_all, rows, scales]), replace(args, x=rows, scales=scales)
 
     # What users of a handle see.
 
@@ -192,3 +210,21 @@ class LaunchEngine:
 
     def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
         return routing_state.source_rows(handle, self.config, self._state_map)
+
+
+def _quantiser(config: MoEConfig, num_sms: int) -> Operation | None:
+    """What runs in front of a dispatch that moves MXFP8 or NVFP4."""
+    if not isinstance(config.quantize, str):
+        return None
+    variant = jit.quantize_variant(plan.CPP_TYPES[config.dtype], config.quantize)
+    return Operation(variant, plan.quantize_launch(config, num_sms))
+
+
+def aligned(rows: torch.Tensor) -> torch.Tensor:
+    """The rows, copied if they do not start at a multiple of 16 bytes, which the copy engine requires."""
+    return rows if rows.data_ptr() % ROW_BYTES == 0 else rows.clone()
+
+
+def pointer(tensor: torch.Tensor | None) -> int:
+    """The address of a tensor; 0: there is none."""
+    return 0 if tensor is None else tensor.data_ptr()

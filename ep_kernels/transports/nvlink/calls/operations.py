@@ -21,7 +21,7 @@ from ep_kernels.kernels import abi
 from ep_kernels.lazy_output import lazy_output, recycle
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink.calls import plan
-from ep_kernels.transports.nvlink.calls.engine import BOTH, RECEIVE, SEND, LaunchEngine
+from ep_kernels.transports.nvlink.calls.engine import BOTH, RECEIVE, ROW_BYTES, SEND, LaunchEngine, aligned, pointer
 from ep_kernels.transports.nvlink.calls.operation_plan import ROWS, TOKENS, ExpectedTensor, OperationPlan, Surroundings
 from ep_kernels.transports.nvlink.calls.outputs import part
 from ep_kernels.transports.nvlink.calls.routing_state import DispatchState, Origin, StateParts, ends, with_rows
@@ -30,8 +30,6 @@ from ep_kernels.types import DispatchHandle, DispatchOutput, Mode
 
 _RUNS = ("num_tokens", "op")
 """The first of a record's numbers, and of its addresses."""
-_ROW = 16
-"""Bytes of which the address of rows is a multiple, as the copy engine requires."""
 Delivered = tuple[DispatchOutput, DispatchHandle]
 
 
@@ -396,12 +394,12 @@ class NvlinkOperations:
         if former is not None:
             again = with_rows(former.words, self._fixed[0] if not trims else -1 if known is None else known)
         # Memory.
-        x, slot = _aligned(args.x), engine.num_dispatches % self._slots[0]
+        x, slot = aligned(args.x), engine.num_dispatches % self._slots[0]
         block = checks.made(torch.empty_like(engine.blanks[former is None]))
         rows, scales = self._outputs.slot_rows(slot), self._outputs.scales(slot, trims)[0]
         ids, weights = args.topk_ids, args.topk_weights
         # The record.
-        words = by.fill(slot, again, tokens, *map(_pointer, (x, ids, weights, block, args.scales, scales)))
+        words = by.fill(slot, again, tokens, *map(pointer, (x, ids, weights, block, args.scales, scales)))
         seq = engine.num_dispatches + 1
         state = DispatchState(self._origin, seq, args.mode, words, block, former, rows, scales, ids, weights)
         if self._weighs:
@@ -430,8 +428,8 @@ class NvlinkOperations:
         returns, tokens = numbers is not None, handle.num_tokens
         by = self._plan("combine", handle.mode, not args.at_once, given is not None, returns, args.apply_weights)
         # Memory.
-        y, z, weights = _aligned(args.y), args.out, None
-        if z is None or z.data_ptr() % _ROW:
+        y, z, weights = aligned(args.y), args.out, None
+        if z is None or z.data_ptr() % ROW_BYTES:
             z = checks.made(torch.empty_like(self._room(tokens)))
         tensors = [y, z] if args.at_once else [y, z, torch.empty_like(self._op)]
         if given is not None:
@@ -441,7 +439,7 @@ class NvlinkOperations:
             tensors += [numbers, weights]
         # The record.
         slot = self._engine.num_combines % self._slots[1]
-        words = by.fill(slot, state.words, tokens, *map(_pointer, tensors))
+        words = by.fill(slot, state.words, tokens, *map(pointer, tensors))
         return NvlinkCombine(self, by, words, (*tensors, state), z, args.out, weights)
 
     def begin_combine(self, args: CombineArgs) -> NvlinkCombine:
@@ -526,11 +524,3 @@ class NvlinkCombine:
         if self.out is not None and self.z is not self.out:
             self.z = self.out.copy_(self.z)
         return self.z, self.weights
-
-
-def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    return rows if rows.data_ptr() % _ROW == 0 else rows.clone()
-
-
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -197,7 +197,7 @@ class Outputs:
         return number[:num_rows] if self.compact and name in ("topk_ids", "topk_weights") else number
 
     def slot_rows(self, slot: int) -> torch.Tensor:
-        return self._slot("rows", slot, self._config.hidden_size, self._config.payload_dtype)
+        return self._slot("rows", slot, self._config.payload_columns, self._config.payload_dtype)
 
     def scales(self, slot: int, trimmed: bool) -> tuple[torch.Tensor | None, Strides]:
         """(where scales will be, their strides). Row-major ones of rank-wise layouts are a view of the slot, as rows

@@ -228,7 +228,7 @@ def sizes_of(c: MoEConfig) -> Sizes:
 
 def _shape_of(c: MoEConfig, scale_bytes: int, capacity_rows: int) -> abi.Shape:
     experts, ranks = c.resolved_expert_map, c.group.size
-    row_bytes = c.hidden_size * c.payload_dtype.itemsize
+    row_bytes = c.payload_columns * c.payload_dtype.itemsize
     return abi.Shape(
         size=ranks,
         max_tokens=c.max_tokens_per_rank,
@@ -341,6 +341,12 @@ class Launch:
     def work(self, phases: int) -> Any:
         """The kernel's record: phases 1 = send, 2 = receive, 3 = both."""
         return abi.Work(self.segment_bytes, self.stage_offset, phases, self.num_senders)
+
+
+def quantize_launch(c: MoEConfig, num_sms: int) -> Launch:
+    """Launch of the kernel that makes MXFP8 or NVFP4 of M rows."""
+    blocks = c.max_tokens_per_rank * quant.delivered_scales(c)[0]
+    return Launch(min(num_sms, -(-blocks // jit.NUM_THREADS)), 0, 0, 0)
 
 
 def narrow_launch(c: MoEConfig) -> Launch:
