@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -97,7 +98,9 @@ def compiled(text: str, name: str) -> ctypes.CDLL:
         staged = MADE / f".{library.stem}.{os.getpid()}.so"
         written = staged.with_suffix(".cpp")
         written.write_text(text, encoding="utf-8")
-        command = ["g++", *FLAGS, "-include", str(_standard_headers()), str(written), "-o", str(staged)]
+        with _ONE_AT_A_TIME:
+            headers = _standard_headers()
+        command = ["g++", *FLAGS, "-include", str(headers), str(written), "-o", str(staged)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         written.unlink()
         if done.returncode:
@@ -105,6 +108,10 @@ def compiled(text: str, name: str) -> ctypes.CDLL:
         staged.replace(library)
     os.utime(library)
     return ctypes.CDLL(str(library))
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Of threads that would compile the standard headers."""
 
 
 @functools.cache
