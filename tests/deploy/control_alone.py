@@ -27,7 +27,7 @@ def main() -> None:
     for name in ("torch", "numpy", "transformers"):
         if find_spec(name) is not None:
             sys.exit(f"{name}: expected to be absent from the control plane's environment, got it")
-    for name in ("leader.kube_lease", "topology.nodes"):
+    for name in ("leader.kube", "topology.nodes"):
         import_module(f"crossdock.control.{name}")
     crossdock = Path(sys.executable).with_name("crossdock")
     ports = ["--set", "listen=127.0.0.1:0", "--set", "http_listen=127.0.0.1:0"]

@@ -22,7 +22,7 @@ from crossdock.common.metrics import ControlMetrics
 from crossdock.control import process
 from crossdock.control.group.group import new_group
 from crossdock.control.group.group_state import Group, Settings
-from crossdock.control.leader import kube_lease, leader
+from crossdock.control.leader import kube, leader
 from crossdock.control.leader.election import Lease
 from crossdock.control.placement.placement_manager import PlacementManager
 from crossdock.control.placement.placement_service import PlacementService
@@ -57,7 +57,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> LeaseStore:
     """A lease that any candidate may take at once."""
     place = LeaseStore()
     place.lease = Lease("", "", 7, 0.01, "0")
-    monkeypatch.setattr(kube_lease, "KubernetesLeaseStore", lambda config: place)
+    monkeypatch.setattr(kube, "KubernetesLeaseStore", lambda config: place)
     return place
 
 

@@ -16,7 +16,7 @@ from crossdock.common.config import ControlConfig, ElectionConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.control import process
 from crossdock.control.leader.election import Lease
-from crossdock.control.leader.kube_lease import ADDRESS, KubernetesLeaseStore
+from crossdock.control.leader.kube import ADDRESS, KubernetesLeaseStore
 from tests.services.lease_api import LeaseApi
 
 TIMEOUT_S = 60.0

@@ -13,7 +13,7 @@ import torch
 
 from ep_kernels.collectives import Algorithm, CollectiveConfig, Collectives
 from ep_kernels.collectives import collective_reference as reference
-from ep_kernels.collectives.repeats import Repeats
+from ep_kernels.collectives.collectives import Repeats
 from ep_kernels.errors import AbortedError, ArgumentError
 from ep_kernels.transports.collective_base import ReduceArgs
 from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyPlan, KernelPlan

@@ -94,7 +94,7 @@ class Leadership:
         if self._config.election is None:
             self._metrics.is_leader.set(1)
             return self._make()
-        from crossdock.control.leader.kube_lease import KubernetesLeaseStore
+        from crossdock.control.leader.kube import KubernetesLeaseStore
 
         chosen, platform = self._config.election, Identity.from_env()
         name = chosen.identity or platform.pod_name or platform.hostname

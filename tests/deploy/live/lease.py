@@ -14,7 +14,7 @@ import pytest
 
 from crossdock.common.config import ElectionConfig
 from crossdock.control.leader.election import Lease
-from crossdock.control.leader.kube_lease import KubernetesLeaseStore
+from crossdock.control.leader.kube import KubernetesLeaseStore
 from tests.deploy.bed.cluster import Cluster
 from tests.deploy.bed.release import CHART
 
