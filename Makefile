@@ -110,6 +110,9 @@ proto: $(PROTO) ## Generate services/crossdock/protocol/v1 from protos/
 proto-check: $(PROTO) ## Fail if services/crossdock/protocol/v1 is not what protos/ generates
 	$(PROTO_VENV)/bin/python protos/generate.py --check
 
+editor: $(DEV) ## Headers that clangd reads the kernels with; git ignores them
+	$(PY) -m tests.house.generate --editor
+
 schema: $(DEV) ## Generate the chart's values.schema.json and the metrics table from the types
 	$(PY) -m tests.house.generate
 
@@ -157,6 +160,9 @@ bench-scale: $(DEV) ## Forecast dispatch and combine of 8 to 512 GPUs, in one ho
 
 chaos: $(DEV) ## Kill, stop and cut off control planes and workers at random under load (3 minutes; ARGS="--seconds 600")
 	$(PY) -m tests.chaos --out docs/results/$$(date +%F)-chaos $(ARGS)
+
+test-elastic: $(DEV) ## Groups that grow and shrink under load, then under kill -9, every layout told by its bits (1 minute; ARGS="--seconds 300")
+	$(PY) -m tests.elastic $(ARGS)
 
 attack: $(DEV) ## Attack a real group, plain and with mTLS, while a client compares every answer (5 minutes; ARGS="--short")
 	$(PY) -m tests.attack --out docs/results/$$(date +%F)-attack $(ARGS)

@@ -81,6 +81,8 @@ def check_capabilities(config: MoEConfig, transport: Transport) -> None:
     can = transport.capabilities
     if config.dtype not in can.dtypes:
         raise ConfigError("dtype", f"one of {can.dtypes} with transport {config.transport!r}", config.dtype)
+    if config.quantize not in can.quantize:
+        raise ConfigError("quantize", f"one of {can.quantize} with transport {config.transport!r}", config.quantize)
     wanted = (Mode.LL, Mode.HT) if config.mode is Mode.AUTO else (config.mode,)
     for mode in wanted:
         if mode not in can.modes:

@@ -5,6 +5,7 @@ Each function raises ArgumentError (argument, expected, got) or returns what the
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 
@@ -74,11 +75,13 @@ def _unlike(
 
 
 def payload(x: object, config: MoEConfig, device_type: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [T, H], or (x, scales) where `scale_columns` > 0; T at most M."""
+    """x [T, H], or (x, scales) where `scale_columns` > 0, or (x, global scale) of NVFP4; T at most M."""
     scales: object = None
-    if config.scale_columns:
+    is_nvfp4 = config.quantize == "nvfp4"
+    if config.scale_columns or is_nvfp4:
         if not isinstance(x, tuple) or len(x) != 2:
-            raise ArgumentError("x", "a pair (x, scales), since scale_columns > 0", type(x).__name__)
+            pair = "(x, global_scale), since quantize is nvfp4" if is_nvfp4 else "(x, scales), since scale_columns > 0"
+            raise ArgumentError("x", f"a pair {pair}", type(x).__name__)
         x, scales = x
     if not isinstance(x, torch.Tensor):
         raise ArgumentError("x", "a torch.Tensor", type(x).__name__)
@@ -88,9 +91,19 @@ def payload(x: object, config: MoEConfig, device_type: str) -> tuple[torch.Tenso
     if rows > config.max_tokens_per_rank:
         raise ArgumentError("x", f"at most max_tokens_per_rank = {config.max_tokens_per_rank} rows", rows)
     body = tensor("x", x, (rows, config.hidden_size), (config.dtype,), device_type)
+    if is_nvfp4:
+        return body, global_scale(scales, device_type)
     if not config.scale_columns:
         return body, None
     return body, tensor("scales", scales, (rows, config.scale_columns), (config.scale_dtype,), device_type)
+
+
+def global_scale(value: object, device_type: str) -> torch.Tensor:
+    """float32 [1], finite and above 0; on a GPU its number is not looked at."""
+    found = tensor("global_scale", value, (1,), (torch.float32,), device_type)
+    if device_type == "cpu" and not 0 < found.item() < math.inf:
+        raise ArgumentError("global_scale", "a finite number above 0", found.item())
+    return found
 
 
 def topk_ids(value: object, rows: int, config: MoEConfig, device_type: str, wide: bool) -> torch.Tensor:
@@ -162,7 +175,6 @@ def source_weights(value: object, rows: int, config: MoEConfig, device_type: str
 
 
 def uncompiled(topk_weights: object) -> None:
-    """Refuse weights at combine while torch.compile traces."""
     if topk_weights is not None:
         raise ArgumentError("topk_weights", "None inside torch.compile", "a tensor")
 
@@ -201,7 +213,6 @@ def known_early(config: MoEConfig) -> None:
 
 
 def per_expert(config: MoEConfig) -> None:
-    """Refuse layouts of which a row is of several experts."""
     if not config.resolved_layout.per_expert:
         raise ArgumentError("layout", "a per-expert layout", config.resolved_layout.value)
 

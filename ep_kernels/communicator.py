@@ -220,7 +220,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             args = self._combine_args(y, handle, out, None, True, topk_weights, at_once=True)
             pending = self._transport.combine(args)
             self._combines.begin()
-            return pending.wait(out)[0]
+            return pending.wait()[0]
         except BaseException as error:
             self._broken(error)
             raise
@@ -253,7 +253,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         if pending is None:
             args = self._combine_args(y, handle, out, row_weights, apply_weights, topk_weights, at_once=False)
             pending = self._run(self._transport.combine, args)
-        return CombineRequest(self._finisher(self._combines, self._combines.begin(), lambda: pending.wait(out)))
+        return CombineRequest(self._finisher(self._combines, self._combines.begin(), pending.wait))
 
     def combine_now(
         self, y: torch.Tensor, handle: DispatchHandle, row_weights: torch.Tensor | None, apply_weights: bool
@@ -280,7 +280,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
             weights = checks.source_weights(weights, handle.num_tokens, self._config, self._device)
         if self._combines.pending:
             self._combines.check(self._run)
-        return base.CombineArgs(y, handle, row_weights, apply_weights, at_once, weights)
+        return base.CombineArgs(y, handle, row_weights, apply_weights, at_once, weights, out)
 
     # Steps of a layer in memory that is kept between them: a dispatch, the experts, a combine, again and again.
     #
@@ -455,7 +455,7 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
         checks.handle(handle, self._id, self._epoch)
         return self._transport.restore(handle) if type(handle.state) is tuple else handle
 
-    def _buffers(self, pending: base.PendingDispatch | base.QuickPending) -> Buffers:
+    def _buffers(self, pending: base.PendingDispatch) -> Buffers:
         checks.known_early(self._config)
         return pending.buffers()
 
@@ -496,13 +496,13 @@ class MoECommunicator(GroupMember[MoEConfig, base.Transport]):
 
     def _delivered(self, number: int, out: DispatchOutput, made: DispatchHandle, args: base.DispatchArgs) -> Delivered:
         made.owner, made.topk_ids, made.topk_weights = self._id, args.topk_ids, args.topk_weights
-        return self._noted(number, out, made, self._transport.dropped_by(out, made) if self._reads_dropped else 0)
+        return self._noted(number, out, made)
 
-    def _noted(self, number: int, out: DispatchOutput, made: DispatchHandle, dropped: int) -> Delivered:
+    def _noted(self, number: int, out: DispatchOutput, made: DispatchHandle) -> Delivered:
         """Note that the buffers of a dispatch are current. Raises CapacityError if it overflowed."""
         self._recent.append((number, made.seq))
         if self._received is not None:
             self._received += self._transport.source_rows(made)
-        if dropped and self._reads_dropped:
+        if self._reads_dropped and (dropped := self._transport.dropped_by(out, made)):
             raise CapacityError(dropped, out, made)
         return out, made

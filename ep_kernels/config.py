@@ -67,10 +67,12 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """None: EXPERT_MAJOR for LL, FLAT for HT, GROUPED for AUTO."""
     dtype: Any = torch.bfloat16
     """torch.dtype of x as the caller gives it. For pass-through of packed formats: torch.uint8 with H bytes per row."""
-    quantize: bool = False
-    """Quantise x, bfloat16 or float16, to fp8 e4m3 (block 128 along H) inside dispatch."""
+    quantize: bool | str = False
+    """Quantise x, bfloat16 or float16, inside dispatch. True: to fp8 e4m3 with a scale per 128 columns; "mxfp8": to
+    e4m3 with a power of two per 32; "nvfp4": to e2m1 with an e4m3 scale per 16 and the caller's scale of all (cpu).
+    `quant.py` has the bits."""
     scale_format: ScaleFormat = ScaleFormat.FP32
-    """Rounding and layout of the scales that `quantize` makes."""
+    """Rounding and layout of the scales of fp8 that `quantize` makes."""
     scale_columns: int = 0
     """S, columns of the caller's own scales when x comes already quantised as (x, scales); 0 = x comes alone."""
     scale_dtype: Any = torch.float32
@@ -181,7 +183,12 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def payload_dtype(self) -> torch.dtype:
         """dtype of `DispatchOutput.tokens`."""
-        return torch.float8_e4m3fn if self.quantize else self.dtype
+        return _PAYLOADS.get(self.quantize, self.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def payload_columns(self) -> int:
+        """Last dimension of `DispatchOutput.tokens`."""
+        return self.hidden_size // 2 if self.quantize == "nvfp4" else self.hidden_size
 
 
 _LAYOUTS = {
@@ -192,6 +199,8 @@ _LAYOUTS = {
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _BYTES = (torch.float8_e4m3fn, torch.uint8, torch.int8)
 _QUANTIZED = (torch.bfloat16, torch.float16)
+_PAYLOADS = {True: torch.float8_e4m3fn, "mxfp8": torch.float8_e4m3fn, "nvfp4": torch.uint8}
+"""By `quantize`."""
 
 
 def _require(ok: bool, field: str, expected: str, got: object) -> None:
@@ -224,8 +233,10 @@ def _check_kinds(c: MoEConfig) -> None:
     for name, kind in enums:
         _require(isinstance(getattr(c, name), kind), name, f"a {kind.__name__}", getattr(c, name))
     _require(c.layout is None or isinstance(c.layout, Layout), "layout", "None or a Layout", c.layout)
-    for name in ("quantize", "exact_combine", "exact_shapes", "validate"):
+    for name in ("exact_combine", "exact_shapes", "validate"):
         _require(type(getattr(c, name)) is bool, name, "a bool", getattr(c, name))
+    known = type(c.quantize) is bool or (isinstance(c.quantize, str) and c.quantize in _PAYLOADS)
+    _require(known, "quantize", f"False or one of {tuple(_PAYLOADS)}", c.quantize)
     _require(c.memory_handle in MEMORY_HANDLES, "memory_handle", f"one of {MEMORY_HANDLES}", c.memory_handle)
     limits = ("num_sms", 1), ("dispatch_sms", 1), ("combine_sms", 1)
     for name, low in (("max_recv_rows", 1), ("ll_max_tokens", 0), ("two_hop_tokens", 0), *limits):
@@ -250,10 +261,13 @@ def _check_dtypes(c: MoEConfig) -> None:
     what += " and exact_combine is on" if c.exact_combine else ""
     _require(c.combine_dtype in partials, "combine_dtype", what, c.combine_dtype)
     for name in ("dtype", "resolved_output_dtype", "payload_dtype"):
-        row = c.hidden_size * getattr(c, name).itemsize
+        columns = c.payload_columns if name == "payload_dtype" else c.hidden_size
+        row = columns * getattr(c, name).itemsize
         _require(row % ROW_ALIGN_BYTES == 0, "hidden_size", f"rows of a multiple of 16 bytes as {name}", f"{row} bytes")
     if c.scale_format is ScaleFormat.UE8M0_PACKED:
-        _require(c.quantize, "scale_format", "fp32 or ue8m0 unless quantize is on", c.scale_format.value)
+        _require(bool(c.quantize), "scale_format", "fp32 or ue8m0 unless quantize is on", c.scale_format.value)
+    fixed = not isinstance(c.quantize, str) or c.scale_format is ScaleFormat.FP32
+    _require(fixed, "scale_format", f"its default with quantize = {c.quantize!r}", c.scale_format.value)
 
 
 def _check_shapes(c: MoEConfig) -> None:

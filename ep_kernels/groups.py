@@ -171,5 +171,4 @@ class PaperGroup:
     epoch: int = 0
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
-        """There are no peers."""
         raise RuntimeError("PaperGroup: exchanges nothing, it serves to compute sizes")

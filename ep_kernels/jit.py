@@ -131,7 +131,6 @@ class Variant:
 
     @property
     def num_threads(self) -> int:
-        """Threads of a block."""
         if self.kernel == "copy_wait":
             return FEW_THREADS
         return NUM_THREADS if self.kernel in ("ht_dispatch", "barrier", "narrow") else WIDE_THREADS
@@ -267,16 +266,6 @@ def variant_header(variant: Variant) -> str:
     return "\n".join([*lines, "}  // namespace ep", ""])
 
 
-def editor_headers() -> dict[Path, str]:
-    """`types.h` and a `variant.h` that every file of `kernels/` can be read with (`python -m tests.house.generate`)."""
-    constants = dispatch_variant("ll", 1, "bf16").constants + combine_variant("ll", 0, "bf16", "bf16").constants
-    return {
-        SOURCES / "types.h": abi.header(),
-        SOURCES / "collective_types.h": collective_abi.header(),
-        SOURCES / "variant.h": variant_header(Variant("ll_dispatch", constants)),
-    }
-
-
 @functools.cache
 def _read(name: str) -> str:
     return (SOURCES / name).read_text()
@@ -288,7 +277,6 @@ class Binary:
 
     Attributes:
         cubin: machine code for one architecture.
-        log: NVRTC's and ptxas's output.
     """
 
     cubin: bytes

@@ -231,7 +231,6 @@ def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def row_weights(comm: Communicator, handle: DispatchHandle) -> torch.Tensor:
-    """As `MoECommunicator.row_weights`."""
     weights: torch.Tensor = torch.ops.crossdock.row_weights(comm._site.comm, *carried(handle))
     return weights
 
@@ -403,7 +402,7 @@ def _fake_dispatch(
     if not layout.per_expert:
         ids, weights = blank(*lead, config.topk), blank(*lead, config.topk, dtype=torch.float32)
     results = [
-        blank(*lead, config.hidden_size, dtype=config.payload_dtype),
+        blank(*lead, config.payload_columns, dtype=config.payload_dtype),
         _blank_scales(config, lead, device) if has_scales(config) else None,
         blank(2 * groups + 4 if layout is Layout.GROUPED else groups + 3),
         ids,
@@ -439,11 +438,9 @@ def _lead(config: MoEConfig, num_local: int) -> tuple[Any, ...]:
 
 
 def _blank_scales(config: MoEConfig, lead: Sequence[Any], device: torch.device) -> torch.Tensor:
-    if not config.quantize:
-        return torch.empty((*lead, config.scale_columns), dtype=config.scale_dtype, device=device)
-    columns = quant.scale_columns(config.hidden_size, config.scale_format)
+    columns, dtype = quant.delivered_scales(config)
     if config.scale_format is not ScaleFormat.UE8M0_PACKED:
-        return torch.empty((*lead, columns), device=device, dtype=torch.float32)
+        return torch.empty((*lead, columns), device=device, dtype=dtype)
     pad = (lead[-1] + quant.ROW_PAD - 1) // quant.ROW_PAD * quant.ROW_PAD
     planes = (columns * pad,) if len(lead) > 1 else ()
     return torch.empty_strided((*lead, columns), (*planes, 1, pad), dtype=torch.int32, device=device)

@@ -49,7 +49,6 @@ class ReferenceStep:
     """What combine needs of a dispatch.
 
     Attributes:
-        config, active: as given.
         weights: float32 [T, K] of each source rank.
         routes: the `Route` of each source rank.
         arrivals: by destination rank.
@@ -95,11 +94,11 @@ def dispatch(
     scales: Tensors | None = None,
     active: Sequence[bool] | None = None,
 ) -> tuple[list[DispatchOutput], ReferenceStep]:
-    """Deliver x [T, H] of every rank (with its own scales [T, S], if any). Inactive ranks send and receive nothing."""
+    """Deliver x [T, H] of every rank (with its own scales [T, S], or NVFP4's global scale [1], if any). Inactive ranks
+    send and receive nothing."""
     step = routed(config, topk_ids, topk_weights, active)
     if config.quantize:
-        packed = config.scale_format is ScaleFormat.UE8M0_PACKED
-        pairs = [quant.quantize(x, ScaleFormat.UE8M0 if packed else config.scale_format) for x in xs]
+        pairs = [quant.quantize_for(config, x, scales[rank] if scales else None) for rank, x in enumerate(xs)]
         xs, scales = [q for q, _ in pairs], [scale for _, scale in pairs]
     return [_receive(step, xs, scales, rank) for rank in range(config.group.size)], step
 
@@ -281,5 +280,4 @@ def _returned_weights(step: ReferenceStep, row_weights: Tensors, source: int) ->
 
 
 def _zeros(*shape: int) -> torch.Tensor:
-    """float32."""
     return torch.zeros(shape, dtype=torch.float32, device="cpu")

@@ -113,7 +113,6 @@ class InFlight:
 
     Args:
         kind: in errors.
-        most: requests that may be pending.
         device: type of the device that operations run on.
     """
 
@@ -123,7 +122,6 @@ class InFlight:
         self.pending: dict[int, Unreceived] = {}
 
     def has_room(self) -> bool:
-        """Whether one more may begin."""
         return not self.pending or next(iter(self.pending)) > self.num_begun - self._most
 
     def check(self, run: Callable[[Callable[[], Any]], Any]) -> None:

@@ -40,7 +40,6 @@ KINDS: Mapping[tuple[int, int], Kind] = {
 
 
 def record_bytes(ranks: int) -> int:
-    """Bytes of one record."""
     return _HEAD.size + 8 * ranks
 
 
@@ -49,7 +48,6 @@ class Samples(Sequence[LatencySample]):
 
     Args:
         records: [n * record_bytes(ranks)]; not copied.
-        ranks: R.
         kinds: by the numbers `op` and `mode` of a record.
 
     Raises:

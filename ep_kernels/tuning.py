@@ -134,7 +134,7 @@ def key_of(config: MoEConfig, device: str) -> Key:
         topk=config.topk,
         num_experts=config.num_experts,
         dtype=_name(config.dtype),
-        quantize=config.quantize,
+        quantize=bool(config.quantize),
         combine_dtype=_name(config.resolved_combine_dtype),
         exact_combine=config.exact_combine,
         num_sms=dispatch_sms if same else None,

@@ -233,6 +233,7 @@ class Capabilities:
         abi: hash of the region's byte map; ranks with different hashes must not form a group.
         samples: True if every operation leaves a LatencySample.
         wide_ids: True if dispatch takes int64 topk_ids as they are; else they are narrowed first.
+        quantize: values of `MoEConfig.quantize`.
     """
 
     device_type: str
@@ -243,3 +244,4 @@ class Capabilities:
     abi: str
     samples: bool = False
     wide_ids: bool = False
+    quantize: tuple[bool | str, ...] = (False, True)

@@ -84,6 +84,8 @@ def expert(out: DispatchOutput, dtype: torch.dtype) -> torch.Tensor:
     and sum). Undelivered rows are NaN, so that whoever reads them shows it."""
     tokens = out.tokens if out.tokens.is_floating_point() else out.tokens.view(torch.uint8).float() / 16 - 8
     tokens = tokens.float()
+    if out.scales is not None and out.scales.dtype is torch.float8_e4m3fn:  # NVFP4 has two columns in a byte
+        tokens = tokens.repeat_interleave(2, -1)
     rows = torch.arange(tokens.shape[-2], device=tokens.device)
     match out.layout:
         case Layout.EXPERT_MAJOR:

@@ -27,7 +27,7 @@ import torch
 from benchmarks import facts
 from benchmarks.parts import Parts
 from crossdock.worker.checkpoints.gating import Gating
-from crossdock.worker.checkpoints.weights import Format, Stack
+from crossdock.worker.checkpoints.weights import MXFP4, MXFP8, NVFP4, Format, Stack
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from ep_kernels.telemetry import quantile
 
@@ -39,7 +39,10 @@ FORMATS = {
     "bf16": Format(),
     "fp8 blocks": Format("fp8", (128, 128)),
     "fp8 channel": Format("fp8", (1, 0)),
-    "mxfp4": Format("mxfp4"),
+    "mxfp4": MXFP4,
+    "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
+    "int4": Format("int4", (1, 128), torch.bfloat16),
 }
 GOALS = {"fp8 blocks": ((1024, 1.6), (1 << 20, 1.3))}
 """By format: (rows up to which, ratio to bf16)."""
@@ -83,16 +86,16 @@ def drawn_stack(format: Format, num: int, rows: int, columns: int, parts: int) -
     """Random weights of about 1 / sqrt(columns)."""
     stack = Stack.empty(format, (num, rows, columns), torch.bfloat16, "cuda", parts=parts)
     size = columns**-0.5
-    if format.kind == "mxfp4":
-        assert stack.scales is not None
+    if format.element in ("e2m1", "int"):
         stack.data.random_(0, 256)
-        stack.scales.random_(119, 122)
-        return stack
-    for expert in range(num):
-        weights = torch.randn(rows, columns, device="cuda")
-        stack.data[expert].copy_(weights if format.kind == "fp8" else weights * size)
+    else:
+        for data in stack.data:
+            weights = torch.randn(rows, columns, device="cuda")
+            data.copy_(weights if format.element else weights * size)
     if stack.scales is not None:
-        stack.scales.uniform_(0.5 * size, 1.5 * size)
+        stack.scales.copy_(torch.empty(stack.scales.shape, device="cuda").uniform_(0.5 * size, 1.5 * size))
+    if stack.whole is not None:
+        stack.whole.fill_(1.0)
     return stack
 
 

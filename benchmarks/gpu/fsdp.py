@@ -33,8 +33,9 @@ from ep_kernels.collectives import CollectiveConfig, Collectives
 from ep_kernels.collectives.fsdp import AllGather
 from ep_kernels.errors import ArgumentError
 from ep_kernels.groups import TorchGroup
+from ep_kernels.kernels import collective_abi
 from ep_kernels.telemetry import quantile
-from ep_kernels.transports.collective_base import bytes_before_pool
+from ep_kernels.transports.nvlink.copy_engines import collective_plan
 
 GATHERS = ("nccl", "nccl_ce", "crossdock", "crossdock_staged")
 """The last has no registered buffers: shards are staged, a part at a time."""
@@ -44,6 +45,12 @@ BUFFERS = 2
 """Of a block's parameters, in registered memory: what FSDP2 uses at once, with one block prefetched."""
 STAGING_BYTES, STAGED_BYTES = 1 << 20, 32 << 20
 """With registered buffers, into which gathers are in place, and without."""
+
+
+def bytes_before_pool(config: CollectiveConfig) -> int:
+    """Bytes of a rank's region that are not its pool: flags and staging."""
+    sizes = collective_plan.sizes_of(config.group.size, config.pool_bytes, config.staging_bytes)
+    return int(collective_abi.collective_map(sizes).pool)
 
 
 class WindowGathers:

@@ -13,7 +13,6 @@ class CollectiveShape:
     """What a choice depends on; equal on all ranks.
 
     Attributes:
-        op: the operation.
         num_bytes: of one rank's x, over all parts.
         num_ranks: active ranks.
         num_sms: as the caller said; None: chosen.

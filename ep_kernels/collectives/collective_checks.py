@@ -22,8 +22,6 @@ class OwnRank:
     """Whose arguments these are.
 
     Attributes:
-        rank, size: in the group; R.
-        device_type: of the transport.
         inactive: whether some rank takes no part.
     """
 
@@ -122,7 +120,6 @@ def reduced(x: object, out: object, own: OwnRank) -> tuple[torch.Tensor, torch.T
 
 
 def reduction(op: object) -> str:
-    """One of REDUCTIONS."""
     if op not in REDUCTIONS:
         raise ArgumentError("op", f"one of {REDUCTIONS}", repr(op))
     return str(op)
@@ -138,7 +135,6 @@ def num_sms(value: int | None, default: int | None, least: int) -> int | None:
 
 
 def flag(name: str, value: object) -> bool:
-    """A bool."""
     if type(value) is not bool:
         raise ArgumentError(name, "a bool", repr(value))
     return value
@@ -163,7 +159,6 @@ def why_not_summed(op: str, dtype: torch.dtype) -> str:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 

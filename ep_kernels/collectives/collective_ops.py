@@ -112,12 +112,10 @@ def all_gather(
 def reduce_scatter(
     coll: Operated, x: torch.Tensor, out: torch.Tensor | None, op: str, num_sms: int | None
 ) -> torch.Tensor:
-    """As `Collectives.reduce_scatter`."""
     return _placed(_called(coll, torch.ops.crossdock.reduce_scatter, x, op, num_sms), out)
 
 
 def all_reduce(coll: Operated, x: torch.Tensor, out: torch.Tensor | None, op: str, num_sms: int | None) -> torch.Tensor:
-    """As `Collectives.all_reduce`."""
     return _placed(_called(coll, torch.ops.crossdock.all_reduce, x, op, num_sms), out)
 
 
@@ -129,7 +127,6 @@ def all_gather_matmul(
     out: torch.Tensor | None,
     num_sms: int | None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """As `Collectives.all_gather_matmul`."""
     whole, *ys = _called(coll, torch.ops.crossdock.all_gather_matmul, x, list(weights), dim, num_sms)
     return ys, _placed([whole], out)
 
@@ -137,14 +134,12 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     coll: Operated, x: torch.Tensor, w: torch.Tensor, dim: int, chunks: int, num_sms: int | None
 ) -> torch.Tensor:
-    """As `Collectives.matmul_reduce_scatter`."""
     return _called(coll, torch.ops.crossdock.matmul_reduce_scatter, x, w, dim, chunks, num_sms)[0]
 
 
 def matmul_all_reduce(
     coll: Operated, x: torch.Tensor, w: torch.Tensor, chunks: int, num_sms: int | None
 ) -> torch.Tensor:
-    """As `Collectives.matmul_all_reduce`."""
     return _called(coll, torch.ops.crossdock.matmul_all_reduce, x, w, chunks, num_sms)[0]
 
 

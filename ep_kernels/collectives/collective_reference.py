@@ -27,7 +27,6 @@ def all_gather(xs: Tensors, *, active: Sequence[bool] | None = None, outs: Tenso
 
     Args:
         xs: by rank, of one shape and dtype. A 0-d x gives [R].
-        active: by rank; None: all.
         outs: what each rank's `out` holds before; None: zeros.
     """
     alive = _alive(active, len(xs))

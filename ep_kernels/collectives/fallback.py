@@ -54,9 +54,6 @@ class TorchPending:
     """See `collective_base.PendingGather`.
 
     Args:
-        works: of torch.distributed, all of them.
-        ranks: R.
-        own: this rank.
         after: what is left to do when they are done.
     """
 
@@ -86,7 +83,6 @@ class TorchCollectives(CollectiveTransport):
     """See `collective_base.CollectiveTransport`.
 
     Args:
-        group: with a process group.
         device_type: of the tensors; "" = what the process group's backend works on.
         reason: why it serves the whole group; "" where it serves single operations.
     """

@@ -185,7 +185,6 @@ class TorchWork(dist.Work):
     """A work of the collectives as one of torch.distributed: FSDP waits for no other.
 
     Args:
-        work: of the collectives.
         explained: stands around the wait.
     """
 
@@ -202,5 +201,4 @@ class TorchWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the gather is done."""
         return self._work.is_completed()

@@ -169,7 +169,6 @@ class Factors:
 
     Args:
         x, w: [T, K], [K, N]; T or N is a multiple of `size`.
-        size: R.
         last: ranks get columns.
     """
 

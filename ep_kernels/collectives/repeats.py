@@ -18,12 +18,7 @@ MAX_PLANS = 512
 
 
 class Repeats:
-    """Plans by key.
-
-    Args:
-        size: R.
-        planner: makes them.
-    """
+    """Plans by key."""
 
     def __init__(self, size: int, planner: Planner) -> None:
         pool, self._planner = planner.pool(), planner
@@ -83,6 +78,5 @@ class Repeats:
         self._plans[key] = plan, out.shape
 
     def clear(self) -> None:
-        """Forget all plans."""
         self._plans.clear()
         self._missed = None

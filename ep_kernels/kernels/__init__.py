@@ -7,5 +7,5 @@
     abi.py        the records and the byte map that host and GPU share
 
 Includes are relative to this folder. Editors: clangd reads compile_flags.txt; `types.h` and `variant.h` (written by
-`make schema`) stand in for those that `jit` writes for each variant, `editor.h` for what NVRTC knows by itself.
+`make editor`) stand in for those that `jit` writes for each variant, `editor.h` for what NVRTC knows by itself.
 """

@@ -103,7 +103,6 @@ class CollectiveSizes:
     """From which the byte map follows; equal on all ranks.
 
     Attributes:
-        size: R.
         line_packets: LL128 packets of a source; 0 = no one-shot all-reduce.
         staging_bytes: of a slot.
         pool_bytes: registered memory.

@@ -31,7 +31,6 @@ class Dialer:
     """Makes one rank's connections.
 
     Args:
-        keys: of this process.
         ended: what ends a dial of that rank from now on; None: nothing does. Looked at every 50 ms.
     """
 
@@ -176,7 +175,6 @@ class Dialer:
         return answer.result()
 
     def _go_on(self, dial: _Dial) -> None:
-        """Raises what has ended it."""
         if error := self._ended(dial.rank):
             raise error
         if dial.failed.is_set():

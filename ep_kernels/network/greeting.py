@@ -31,7 +31,6 @@ class NetworkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How ranks of other hosts reach a channel. For members of the group only: it holds the secret.
 
     Attributes:
-        provider: both ends must use the same.
         address, port: of the data port.
         token: names the channel there.
         secret: hexadecimal; proves membership.

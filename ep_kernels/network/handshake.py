@@ -46,9 +46,6 @@ class KeyPair:
     as long as the process runs.
 
     X25519 (RFC 7748) in plain Python: 1 to 3 ms for a pair of processes, once.
-
-    Attributes:
-        public: key of KEY_BYTES.
     """
 
     def __init__(self) -> None:
@@ -90,12 +87,8 @@ class Greeting:
 
     Attributes:
         token: identifies the communicator in the process of the listener.
-        rank: of the dialer.
-        peer: rank of the listener.
         role: CONTROL_ROLE, or number of the lane.
-        lanes: number of lanes.
         nonce: 16 random bytes, so that no proof can be replayed.
-        key: public one of the dialer.
     """
 
     token: int
@@ -107,12 +100,10 @@ class Greeting:
     key: bytes
 
     def encode(self) -> bytes:
-        """The message, HELLO_BYTES long."""
         return _HELLO.pack(MAGIC, self.token, self.rank, self.peer, self.role, self.lanes, self.nonce, self.key)
 
 
 def hello(token: int, rank: int, peer: int, role: int, lanes: int, key: bytes) -> Greeting:
-    """A hello with a new nonce."""
     return Greeting(token, rank, peer, role, lanes, secrets.token_bytes(NONCE_BYTES), key)
 
 
@@ -142,5 +133,4 @@ def answer(pair: bytes, raw_hello: bytes, challenge: bytes) -> bytes:
 
 
 def is_proof(given: bytes, expected: bytes) -> bool:
-    """Compare in constant time."""
     return hmac.compare_digest(given, expected)

@@ -97,7 +97,6 @@ class Listener:
             raise TransportError(f"network: the thread of the data port cannot be started: {error}") from error
 
     def open(self, token: int, registration: Registration) -> None:
-        """Accept hellos that name `token`."""
         with self._lock:
             self._registered[token] = registration
 
@@ -107,12 +106,10 @@ class Listener:
             self._registered.pop(token, None)
 
     def close(self) -> None:
-        """End the thread, close every socket."""
         self._waker.close()
         self._thread.join()
 
     def close_in_child(self) -> None:
-        """In a forked child, which has no such thread: close its copies."""
         self._close_sockets()
 
     def _close_sockets(self) -> None:

@@ -42,7 +42,6 @@ class Network:
 
     Attributes:
         address, why: what peers dial, and how it was chosen.
-        keys: of this process.
 
     Raises:
         TransportError: the port cannot be listened on, the native library is missing, or there can be no thread.
@@ -93,7 +92,6 @@ class Network:
             self.in_use -= 1
 
     def close(self) -> None:
-        """End threads, close the port."""
         proxy, self.proxy = self.proxy, None
         if proxy:
             self.listener.close()
@@ -161,7 +159,6 @@ class ChannelMemory:
     device: int = 0
 
     def native(self, ranks: int, lanes: int) -> proxy.NetMemory:
-        """For the library."""
         return proxy.NetMemory(
             own=self.own,
             own_bytes=self.own_bytes,
@@ -249,7 +246,6 @@ class Channel:
         self._call(None, self._lib.cn_device_restart)
 
     def ticket(self) -> NetworkTicket:
-        """For the ranks of other hosts."""
         network = self._network
         place = network.config.provider, network.address, network.listener.address[1]
         return NetworkTicket(*place, self._token, self._secret.hex(), network.keys.public.hex(), network.config.lanes)
@@ -436,7 +432,6 @@ class Channel:
         return None
 
     def _go_on(self, ranks: Iterable[int]) -> None:
-        """Raise what ends a connect with these ranks."""
         self._require_open()
         if error := next(filter(None, map(self._ended, ranks)), None):
             raise error

@@ -49,7 +49,6 @@ def nic_of_gpus(facts: HostFacts, devices: Sequence[str] = (), gid_index: int = 
     """The port of each GPU of a host, by PCI address of the GPU.
 
     Args:
-        facts: of the host.
         devices: ports to choose from, as "mlx5_0", "mlx5_0/1" or "mlx5_0:1"; empty: all.
         gid_index: entry of the GID table; -1: chosen.
 
@@ -78,7 +77,6 @@ def nic_of_rank(
     """The port of one rank.
 
     Args:
-        facts: of its host.
         gpu: UUID or PCI address of the rank's GPU; "": it computes on CPUs.
         local_rank: its number on this host. Used where no GPU decides: ranks take the ports in turn.
         devices, gid_index: as in `nic_of_gpus`.
@@ -106,7 +104,6 @@ def resolved(
     is as it was, since the provider takes network interfaces, as tcp, or devices that the kernel does not list as RDMA.
 
     Args:
-        config: of the network.
         gpu, local_rank: as in `nic_of_rank`.
         facts: of this host; None: probed.
 

@@ -33,7 +33,6 @@ class ProviderPort:
     """A port that a provider can use.
 
     Attributes:
-        name: as `network.devices` takes it.
         state: "active", or why it cannot be used.
         link: "InfiniBand" or "Ethernet"; for libfabric, its provider.
         gid_index, gid: what would be chosen, and `why`; -1 and "" if there is none.
@@ -76,7 +75,6 @@ class Ping:
 
     Attributes:
         provider, address: that were used.
-        num_bytes: of each message.
         median_us, most_us: from the push at one end until the other end's immediate, microseconds.
     """
 
@@ -111,7 +109,6 @@ class _End:
         self.channel.free()
 
     def mirror(self, rank: int, num_bytes: int) -> bytes:
-        """The first bytes of the mirror of that rank."""
         return self._mirrors.raw[rank * _SIZE : rank * _SIZE + num_bytes]
 
     def send(self, to: _End, num_bytes: int) -> float:

@@ -74,7 +74,6 @@ def console_of() -> Console:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Parse the command line and do it; the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m ep_kernels.tools.kernels", description="Compile the CUDA kernels of the wheel without a GPU."
     )

@@ -26,7 +26,6 @@ class PeerTrial:
     """A copy of 64 MiB from one GPU's memory into another's, mapped.
 
     Attributes:
-        ok: the bytes came as they were sent.
         gbps: gigabytes per second of the copy engine, 0 where it failed.
         why: what failed, in the driver's words.
     """

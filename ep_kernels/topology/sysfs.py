@@ -51,7 +51,6 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def numa_nodes(sys: Path) -> tuple[NumaNode, ...]:
-    """The NUMA nodes, by number."""
     folders = (sys / "devices/system/node").glob("node[0-9]*")
     nodes = [
         NumaNode(
@@ -66,7 +65,6 @@ def numa_nodes(sys: Path) -> tuple[NumaNode, ...]:
 
 
 def pci_device(sys: Path, address: str) -> Path:
-    """The folder of a PCI device."""
     return sys / "bus/pci/devices" / address
 
 
@@ -93,7 +91,6 @@ def pcie_gbps(device: Path) -> float:
 
 
 def nics(sys: Path) -> tuple[Nic, ...]:
-    """The RDMA ports, by device and port."""
     found = []
     for device in sorted((sys / "class/infiniband").glob("*"), key=lambda path: natural(path.name)):
         path = pcie_path(sys, device / "device")

@@ -102,6 +102,7 @@ class CombineArgs:
         apply_weights: False sums a rank's rows unweighted (backward of dispatch). Ignored by rank-wise layouts.
         topk_weights: float32 [T, K] contiguous, exact combines only: weigh with these instead of the dispatch's; or
             None. Unless `at_once`, the caller may overwrite them before `wait`.
+        out: room for z, or None.
     """
 
     y: torch.Tensor
@@ -110,6 +111,7 @@ class CombineArgs:
     apply_weights: bool
     at_once: bool = False
     topk_weights: torch.Tensor | None = None
+    out: torch.Tensor | None = None
 
 
 class PendingDispatch(Protocol):
@@ -130,23 +132,9 @@ class PendingDispatch(Protocol):
 class PendingCombine(Protocol):
     """A combine whose send phase is done."""
 
-    def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the receive phase; called at most once. (z [T, H] in the output dtype, float32 [T, K] with row_weights);
-        out: room for z, or None. Raises as `PendingDispatch.wait`."""
-
-
-Delivered = tuple[DispatchOutput, DispatchHandle, int]
-"""Output, complete handle, rows dropped where the host reads their number (else 0)."""
-
-
-class QuickPending(Protocol):
-    """As `PendingDispatch`, but what `wait` gives is complete."""
-
-    def wait(self) -> Delivered:
-        """See `PendingDispatch`."""
-
-    def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """See `PendingDispatch`."""
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the receive phase; called at most once. (z [T, H], which is `CombineArgs.out` where that is given, else
+        of the output dtype; float32 [T, K] with row_weights). Raises as `PendingDispatch.wait`."""
 
 
 class QuickCalls(Protocol):
@@ -154,10 +142,10 @@ class QuickCalls(Protocol):
 
     def dispatch(
         self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any, step_tokens: int | None = None
-    ) -> Delivered | None:
-        """Both phases, or with the routing of `previous`. Raises as `PendingDispatch.wait`."""
+    ) -> tuple[DispatchOutput, DispatchHandle] | None:
+        """Both phases, or with the routing of `previous`; the handle is complete. Raises as `PendingDispatch.wait`."""
 
-    def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> QuickPending | None:
+    def dispatch_async(self, x: Any, topk_ids: Any, topk_weights: Any, previous: Any) -> PendingDispatch | None:
         """The send phase of the same."""
 
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
@@ -184,9 +172,6 @@ class MemberTransport(ABC):
         active: [R], ranks that take part.
         epoch: membership counter.
         checks: whether `check` is to be asked before an operation; False while it would find nothing.
-
-    Args:
-        group: the `config.Group`.
     """
 
     capabilities: Any
@@ -306,7 +291,6 @@ class Transport(MemberTransport):
     of its own overrides them: `row_weights`, `source_rows`, `trimmed`, `blank_state`, `restore`.
 
     Attributes:
-        config: as it was given.
         num_dropped: rows past the receive capacity that dispatches have dropped here; they add to it.
     """
 
@@ -436,7 +420,6 @@ class RegionArray:
 
     @property
     def num_bytes(self) -> int:
-        """All slots together."""
         return self.num_slots * self.slot_bytes
 
 
@@ -458,7 +441,6 @@ class RegionMap:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole region."""
         return sum(array.num_bytes for array in self.arrays)
 
 

@@ -184,7 +184,6 @@ class CollectiveTransport(base.MemberTransport):
     """One backend between the ranks of one group, for collectives.
 
     Attributes:
-        capabilities: what it can do.
         terms: None until `import_regions`, and where `capabilities.term_min_bytes` is 0.
     """
 
@@ -227,12 +226,6 @@ class CollectiveTransport(base.MemberTransport):
     def planner(self) -> Planner | None:
         """None where planning costs nothing. Asked for after the first `barrier`."""
         return None
-
-
-def bytes_before_pool(config: CollectiveConfig) -> int:
-    """Bytes of a rank's region that are not its pool: flags and staging. Computed without a device."""
-    found: int = base.inspection(config.transport, "collective_bytes")(config)
-    return found
 
 
 def create(config: CollectiveConfig) -> CollectiveTransport:

@@ -54,7 +54,6 @@ class WholeRouting:
         return made
 
     def flatten(self) -> list[torch.Tensor]:
-        """See `base.HandleState`."""
         return [self.ids, self.weights, self.tokens, self.origin]
 
     def step(self, config: MoEConfig, active: Sequence[bool]) -> reference.ReferenceStep:
@@ -67,7 +66,6 @@ class WholeRouting:
         return reference.routed(config, ids, weights, active)
 
     def row_weights(self, config: MoEConfig, active: Sequence[bool], rows_shape: tuple[int, ...]) -> torch.Tensor:
-        """See `Transport.row_weights`."""
         made, step = torch.zeros(rows_shape, dtype=torch.float32, device="cpu"), self.step(config, active)
         for places, weights in zip(step.arrivals[config.group.rank].places, step.weights, strict=True):
             served = places >= 0
@@ -75,7 +73,6 @@ class WholeRouting:
         return made.to(self.ids.device)
 
     def source_rows(self, config: MoEConfig, active: Sequence[bool]) -> torch.Tensor:
-        """See `Transport.source_rows`."""
         here = [(route.rank == config.group.rank).any(1).sum() for route in self.step(config, active).routes]
         return torch.stack(here).int().to(self.ids.device)
 

@@ -19,7 +19,7 @@ from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink.calls.engine import BOTH, Call, Dispatch, LaunchEngine
+from ep_kernels.transports.nvlink.calls.engine import BOTH, Call
 from ep_kernels.transports.nvlink.gpu import driver
 from ep_kernels.transports.nvlink.network import gpu_direct
 from ep_kernels.transports.nvlink.network.boxes import Boxes, pin, unpin
@@ -27,6 +27,7 @@ from ep_kernels.transports.nvlink.network.remote import RemoteRanks
 from ep_kernels.tuning import cache_dir
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 from tests.gpu.loopback_group import LoopGroup
+from tests.gpu.rank_engine import Filled, RankEngine
 
 
 class Bytes:
@@ -132,7 +133,7 @@ class Loopback:
         self._machine = machine or Gpu(self.configs[0])
         self.num_blocks = blocks_per_rank or max(1, self._machine.num_sms // size)
         device = self._machine.device
-        self.engines = [LaunchEngine(c, device, self.num_blocks) for c in self.configs]
+        self.engines = [RankEngine(c, device, self.num_blocks) for c in self.configs]
         self.memory = [Bytes(e.region_bytes, e.blank_bytes, device) for e in self.engines]
         addresses = [m.data.data_ptr() for m in self.memory]
         self.remotes: list[RemoteRanks] = []
@@ -214,7 +215,7 @@ class Loopback:
         mode: Mode,
         scales: Sequence[torch.Tensor] | None = None,
         previous: Sequence[DispatchHandle | None] | None = None,
-    ) -> list[Dispatch]:
+    ) -> list[Filled]:
         """All ranks' dispatch, ready to be launched."""
         return [
             engine.dispatch(
@@ -230,12 +231,12 @@ class Loopback:
             for r, engine in enumerate(self.engines)
         ]
 
-    def finish(self, steps: Sequence[Dispatch]) -> list[tuple[DispatchOutput, DispatchHandle]]:
+    def finish(self, steps: Sequence[Filled]) -> list[tuple[DispatchOutput, DispatchHandle]]:
         """What all ranks' callers get."""
         results = []
         for config, engine, step in zip(self.configs, self.engines, steps, strict=True):
             compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT) and config.exact_shapes
-            known = step.state.num_rows
+            known = step.known
             num_rows = int(engine.number(step, "num_rows")) if compact and known is None else known
             results.append(engine.finish(step, num_rows, 0))
         return results
@@ -277,6 +278,12 @@ class Loopback:
 
 def packed(calls: Sequence[Call], phases: int = BOTH) -> tuple[int, torch.Tensor, int]:
     """(blocks of one launch of these calls, their records on the CPU, blocks of a rank)."""
-    records = [c.of_phases(phases) if hasattr(c.args, "work") else c.args for c in calls]
+    for call in calls:
+        if hasattr(call.args, "work"):
+            call.args.work = call.launch.work(phases)
     blocks = max(call.launch.num_blocks for call in calls)
-    return blocks * len(calls), torch.frombuffer(bytearray(b"".join(map(bytes, records))), dtype=torch.uint8), blocks
+    return (
+        blocks * len(calls),
+        torch.frombuffer(bytearray(b"".join(bytes(call.args) for call in calls)), dtype=torch.uint8),
+        blocks,
+    )

@@ -13,13 +13,14 @@ from ep_kernels import reference
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink.calls.engine import RECEIVE, SEND, Call, Dispatch
+from ep_kernels.transports.nvlink.calls.engine import RECEIVE, SEND, Call
 from ep_kernels.transports.nvlink.calls.left_out import Unsent, leave_out
 from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
 from tests.cases import RoutingCase, draw_seed
 from tests.compare import expert, same_bits, same_dispatch
 from tests.gpu.loopback import Loopback, Machine
 from tests.gpu.loopback_check import check, combine_of
+from tests.gpu.rank_engine import Filled
 
 SURVIVORS, EPOCH = (1, 2), 7
 ALL, REST = [True] * 3, [False, True, True]
@@ -92,7 +93,7 @@ def _told(loop: Loopback, kind: str) -> list[int]:
 class Step:
     """A dispatch of the survivors, right as it came."""
 
-    steps: dict[int, Dispatch]
+    steps: dict[int, Filled]
     outs: dict[int, DispatchOutput]
     handles: dict[int, DispatchHandle]
     wanted: list[DispatchOutput]
@@ -127,7 +128,7 @@ def go_on(loop: Loopback, case: RoutingCase, mode: Mode) -> Step:
     """The survivors' next dispatch is what the reference says."""
     xs = [case.x(r, loop.configs[0].dtype) for r in range(3)]
     ids, weights = [case.topk_ids(r) for r in range(3)], [case.topk_weights(r) for r in range(3)]
-    steps: dict[int, Dispatch] = {}
+    steps: dict[int, Filled] = {}
     outs: dict[int, DispatchOutput] = {}
     handles: dict[int, DispatchHandle] = {}
     for r in SURVIVORS:

@@ -1,4 +1,4 @@
-"""LL and HT on one GPU, by one rank: what plain calls (`nvlink/calls/quick_calls.py`) do in graphs, over streams, in
+"""LL and HT on one GPU, by one rank: what plain calls (`nvlink/calls/operations.py`) do in graphs, over streams, in
 compiled functions and below `deep_ep`. Several ranks: tests/transports, test_several_gpus.py, test_compile.py."""
 
 from __future__ import annotations

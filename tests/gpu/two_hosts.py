@@ -36,7 +36,7 @@ from ep_kernels import Layout, Mode, jit, reference
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Network
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink.calls.engine import Call, LaunchEngine
+from ep_kernels.transports.nvlink.calls.engine import Call
 from ep_kernels.transports.nvlink.gpu import driver
 from ep_kernels.transports.nvlink.network.boxes import PinnedBoxes, pin, unpin
 from ep_kernels.transports.nvlink.network.remote import RemoteRanks
@@ -45,6 +45,7 @@ from tests.cases import RoutingCase
 from tests.compare import expert, same_bits
 from tests.gpu.loopback import Bytes, packed
 from tests.gpu.loopback_group import LoopGroup
+from tests.gpu.rank_engine import RankEngine
 
 HOSTS, TOPK, EXPERTS, HIDDEN = 2, 8, 256, 7168
 CONNECT_S, WARM, MOST_CHECKED = 30.0, 3, 128
@@ -104,7 +105,7 @@ class Group:
         blocks = min(blocks, torch.cuda.get_device_properties(device).multi_processor_count // each)
         fields: dict[str, Any] = {"mode": mode, "layout": layout, "timeout_s": 30.0}
         self.configs = [case.config(LoopGroup(r, case.num_ranks), network=network_of(r), **fields) for r in self.ranks]
-        self.engines = [LaunchEngine(config, device, blocks) for config in self.configs]
+        self.engines = [RankEngine(config, device, blocks) for config in self.configs]
         self.memory = [Bytes(e.region_bytes, e.blank_bytes, device) for e in self.engines]
         for rank, engine, memory in zip(self.ranks, self.engines, self.memory, strict=True):
             engine.attach(memory, [self._address(rank, other) for other in range(case.num_ranks)])
@@ -203,7 +204,7 @@ class Steps:
             send()
         torch.cuda.synchronize()
         group.samples()
-        outs = [e.finish(step, step.state.num_rows, 0) for e, step in zip(group.engines, steps, strict=True)]
+        outs = [e.finish(step, step.known, 0) for e, step in zip(group.engines, steps, strict=True)]
         ys = [torch.zeros_like(out.tokens) for out, _ in outs]
         made = [
             engine.combine(CombineArgs(y, handle, None, True))

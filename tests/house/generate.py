@@ -9,17 +9,20 @@ docs/configuration.md               every field of every config, from its types 
 docs/metrics.md                     its tables, between two marker lines, from common/metrics.py
 docs/compare.md                     from the csv in docs/results (benchmarks/compare_page.py)
 docs/engines.md                     its table of calls, from deep_ep/tried.json (tests/engines.py)
-ep_kernels/kernels/{types,variant}.h  from kernels/abi.py and jit.py, for editors; kernels are compiled with their own
+
+With --editor: ep_kernels/kernels/{types,collective_types,variant}.h, from kernels/abi.py and jit.py, which git ignores.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from benchmarks import compare_page
 from crossdock.cli import config_page
 from crossdock.common.metrics import ControlMetrics, Declaration, FrameworkMetrics, HostMetrics, WorkerMetrics
 from ep_kernels import jit
+from ep_kernels.kernels import abi, collective_abi
 from tests import engines
 from tests.house import chart, dashboard
 from tests.house.tree import ROOT
@@ -73,11 +76,21 @@ def generated() -> dict[Path, str]:
         CONFIGURATION: config_page.page(),
         METRICS: with_table(METRICS, BEGIN, END, metrics_table()),
         ENGINES: with_table(ENGINES, CALLS_BEGIN, CALLS_END, engines.table()),
-        **jit.editor_headers(),
+    }
+
+
+def editor_headers() -> dict[Path, str]:
+    """For editors, beside the kernels and not in git: `types.h` and a `variant.h` that every file can be read with."""
+    dispatch, combine = jit.dispatch_variant("ll", 1, "bf16"), jit.combine_variant("ll", 0, "bf16", "bf16")
+    variant = jit.Variant("ll_dispatch", dispatch.constants + combine.constants)
+    return {
+        jit.SOURCES / "types.h": abi.header(),
+        jit.SOURCES / "collective_types.h": collective_abi.header(),
+        jit.SOURCES / "variant.h": jit.variant_header(variant),
     }
 
 
 if __name__ == "__main__":
-    for path, text in generated().items():
+    for path, text in (editor_headers() if sys.argv[1:] == ["--editor"] else generated()).items():
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ep_kernels import jit
 from tests.house import chart, dashboard
-from tests.house.generate import BEGIN, END, METRICS, generated
+from tests.house.generate import BEGIN, END, METRICS, editor_headers, generated
 from tests.house.tree import name_of
 
 MADE = generated()
@@ -18,6 +19,14 @@ MADE = generated()
 @pytest.mark.parametrize("path", MADE, ids=name_of)
 def test_a_generated_file_is_what_is_made_now(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == MADE[path], "run `make schema`"
+
+
+def test_headers_for_editors_say_what_a_variant_is_compiled_with() -> None:
+    made = {path.name: text for path, text in editor_headers().items()}
+    for variant in (jit.dispatch_variant("ll", 1, "bf16"), jit.combine_variant("ll", 0, "bf16", "bf16")):
+        lines = set(jit.source(variant).splitlines())
+        assert all(line in lines for line in made["types.h"].splitlines() if not line.startswith("#"))
+        assert all(name in made["variant.h"] for name, _ in variant.constants)
 
 
 def test_tables_have_one_place_each() -> None:

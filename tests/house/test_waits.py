@@ -28,7 +28,7 @@ WAITS = {
     "transports/nvlink/memory/mailbox.py": "3 x until the deadline, abort, give_up; wait_for_peer: its timeout",
     "transports/nvlink/memory/sharing.py": "3 x until the deadline; its thread; a look at a descriptor",
     "transports/nvlink/memory/domain.py": "2 x its own thread; its end",
-    "transports/nvlink/native/quick.cpp": "1 x numbers of a kernel: until that ends, which has the deadline",
+    "transports/nvlink/native/operation.cpp": "1 x numbers of a kernel: until that ends, which has the deadline",
 }
 """By file below ep_kernels: how many, which, and what ends them. Benchmarks apart."""
 FOLDERS = ("ep_kernels/network", "ep_kernels/transports")

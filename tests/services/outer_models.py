@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.models.auto import configuration_auto
 
-from crossdock.demo.tiny import tiny_model
+from crossdock.demo.every import tiny_model
 
 OUTER = {
     "aria_text": "aria", "diffusion_gemma_text": "diffusion_gemma", "gemma4_text": "gemma4",

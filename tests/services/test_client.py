@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from crossdock import client as public
 from crossdock.client import AsyncClient, Client, client, connection, dialling, directory, shares
 from crossdock.client import errors as tree
-from crossdock.client.retry import RetryBudget
+from crossdock.client.client import RetryBudget
 from crossdock.common import control_channel, rpc
 from crossdock.protocol import wire
 from crossdock.protocol.v1 import control_pb2, expert_pb2

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from crossdock.client import attach
-from crossdock.demo.tiny import VOCAB_SIZE, config_keys, known_to_transformers, next_tokens, tiny_model
+from crossdock.demo.every import VOCAB_SIZE, config_keys, known_to_transformers, next_tokens, tiny_model
 from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.checkpoints.families import FAMILIES, NOT_SERVED, NUM_EXPERTS, TOPK
 from tests.services import families_page

@@ -62,10 +62,14 @@ class Inputs:
     @classmethod
     def of(cls, case: RoutingCase, config: MoEConfig) -> Inputs:
         ranks = range(case.num_ranks)
-        columns = config.scale_columns
+        columns, scales = config.scale_columns, None
+        if columns:
+            scales = [case.scales(r, columns, config.scale_dtype) for r in ranks]
+        elif config.quantize == "nvfp4":
+            scales = [torch.tensor([448 * 6 / 2.0**r]) for r in ranks]
         return cls(
             xs=[case.x(r, config.dtype) for r in ranks],
-            scales=[case.scales(r, columns, config.scale_dtype) for r in ranks] if columns else None,
+            scales=scales,
             ids=[case.topk_ids(r) for r in ranks],
             weights=[case.topk_weights(r) for r in ranks],
         )

@@ -30,6 +30,8 @@ def skip_unless(capabilities: Capabilities, overrides: dict[str, Any], transport
     dtype = overrides.get("dtype", torch.bfloat16)
     if dtype not in capabilities.dtypes:
         pytest.skip(f"does not carry {dtype}")
+    if overrides.get("quantize", False) not in capabilities.quantize:
+        pytest.skip(f"quantises {capabilities.quantize}")
     wanted = {Mode.AUTO: {Mode.LL, Mode.HT}}.get(overrides["mode"], {overrides["mode"]})
     if not wanted <= set(capabilities.modes):
         pytest.skip(f"has only {capabilities.modes}")
@@ -67,6 +69,8 @@ PAYLOADS: dict[str, dict[str, Any]] = {
     "fp8 fp32-scales": {"quantize": True},
     "fp8 ue8m0": {"quantize": True, "scale_format": ScaleFormat.UE8M0},
     "fp8 ue8m0 packed": {"quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED},
+    "mxfp8": {"quantize": "mxfp8"},
+    "nvfp4 of fp16": {"quantize": "nvfp4", "dtype": torch.float16},
     "fp16 fp8 packed": {"dtype": torch.float16, "quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED},
     "given fp8": {"dtype": FP8, "scale_columns": 3},
     "given mxfp8": {"dtype": torch.uint8, "scale_columns": 9, "scale_dtype": torch.uint8},
@@ -87,7 +91,8 @@ def test_payloads(
     overrides = {"mode": mode, "layout": layout, **PAYLOADS[payload]}
     skip_unless(capabilities, overrides)
     kinds = ("uniform", "single_none", "one_expert", "uniform")
-    steps = [RoutingCase(7, 3, 272, (5, 0, 6), kind, draw_seed(), max_tokens=6) for kind in kinds]
+    hidden = 288 if overrides.get("quantize") == "nvfp4" else 272
+    steps = [RoutingCase(7, 3, hidden, (5, 0, 6), kind, draw_seed(), max_tokens=6) for kind in kinds]
     world(3).run(run_cases, transport, steps, overrides)
 
 

@@ -73,6 +73,27 @@ def test_weighted_sum_rounds_twice(build: int, dtype: torch.dtype, count: int) -
 
 
 @pytest.mark.parametrize("build", builds())
+@pytest.mark.parametrize("number", [1.0, 448 * 6 / 3.7, 1e-30, 3e38], ids=str)
+def test_small_formats_are_the_written_ones(build: int, number: float) -> None:
+    """MXFP8, and NVFP4 with such a global scale; of NVFP4 every tie and every bf16 number, too."""
+    hidden, lib, of_all = 272, native.load(), torch.tensor([number])
+    every = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16).float()
+    rows = torch.cat([awkward(16 * hidden)[: 16 * hidden], every[: len(every) // hidden * hidden]]).view(-1, hidden)
+    q, scales = quant.quantize_mxfp8(rows)
+    fp4, of_blocks = quant.quantize_nvfp4(rows, of_all)
+    codes, exponents = torch.zeros(q.shape, dtype=torch.uint8), torch.zeros(scales.shape, dtype=torch.uint8)
+    nibbles, small = torch.zeros(fp4.shape, dtype=torch.uint8), torch.zeros(of_blocks.shape, dtype=torch.uint8)
+    for row in range(len(rows)):
+        values = rows[row].data_ptr()
+        lib.cd_quantize_mxfp8(build, codes[row].data_ptr(), exponents[row].data_ptr(), values, hidden)
+        lib.cd_quantize_nvfp4(build, nibbles[row].data_ptr(), small[row].data_ptr(), values, of_all.item(), hidden)
+    assert torch.equal(codes, q.view(torch.uint8))
+    assert torch.equal(exponents, scales.view(torch.uint8))
+    assert torch.equal(small, of_blocks.view(torch.uint8))
+    assert torch.equal(nibbles, fp4)
+
+
+@pytest.mark.parametrize("build", builds())
 @pytest.mark.parametrize("scale_format", [ScaleFormat.FP32, ScaleFormat.UE8M0])
 @pytest.mark.parametrize("hidden", [16, 128, 272, 2056])
 def test_quantiser_is_the_written_one(build: int, scale_format: ScaleFormat, hidden: int) -> None:

@@ -50,6 +50,8 @@ MODES: dict[str, dict[str, Any]] = {
 PAYLOADS: list[dict[str, Any]] = [
     {"quantize": True, "combine_dtype": FP8},
     {"quantize": True, "scale_format": ScaleFormat.UE8M0_PACKED},
+    {"quantize": "mxfp8"},
+    {"quantize": "nvfp4"},
     {"exact_combine": True},
     {"dtype": torch.uint8, "scale_columns": 9, "scale_dtype": torch.uint8},
 ]
@@ -67,7 +69,8 @@ def test_every_kind_of_routing(world: Worlds, mode: str, layout: Layout) -> None
 @pytest.mark.parametrize("mode", [Mode.LL, Mode.HT])
 def test_payloads(world: Worlds, mode: Mode, payload: dict[str, Any]) -> None:
     kinds = ("uniform", "single_none", "one_expert")
-    steps = [RoutingCase(7, 3, 272, (5, 0, 6), kind, draw_seed(), max_tokens=6) for kind in kinds]
+    hidden = 2880 if payload.get("quantize") == "nvfp4" else 272
+    steps = [RoutingCase(7, 3, hidden, (5, 0, 6), kind, draw_seed(), max_tokens=6) for kind in kinds]
     overrides = {"mode": mode, "layout": Layout.GROUPED, **payload}
     world(3).run(run_cases, SHUFFLE, steps, overrides)
     world(3).run(run_cases, TCP, steps, overrides)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from crossdock.common import transports as facts
 from ep_kernels import MoECommunicator, transports
-from ep_kernels.errors import ArgumentError
+from ep_kernels.errors import ArgumentError, ConfigError
 from ep_kernels.transports import base
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase
@@ -141,3 +141,8 @@ def test_bytes_on_the_wire_are_those_of_rows_ids_and_weights() -> None:
         row = CASE.hidden_size + 4 * -(-CASE.hidden_size // 128)
         assert comm.wire_bytes(1) == (row + 8 * CASE.topk, row)
         assert comm.ll_max_tokens == base.LL_MAX_TOKENS
+
+
+def test_a_format_that_a_transport_does_not_make_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"quantize: expected one of \(False, True\) with transport .*, got 'mxfp8'"):
+        lonely(Layout.GROUPED, quantize="mxfp8")

@@ -7,9 +7,10 @@ import itertools
 import torch
 
 from crossdock.worker.checkpoints.gating import Gating
-from crossdock.worker.checkpoints.weights import Format, Stack
+from crossdock.worker.checkpoints.weights import MXFP4, MXFP8, NVFP4, Format, Stack
 
-BLOCKS, CHANNEL, TENSOR, MXFP4 = Format("fp8", (128, 128)), Format("fp8", (1, 0)), Format("fp8"), Format("mxfp4")
+BLOCKS, CHANNEL, TENSOR = Format("fp8", (128, 128)), Format("fp8", (1, 0)), Format("fp8")
+INT4, INT8 = Format("int4", (1, 32), torch.float16, zeros=True), Format("int8", (1, 0), torch.bfloat16)
 SILU, SCALED, GELU = Gating(), Gating("scaled", limit=1.5, alpha=1.7), Gating(act="gelu")
 CASES: dict[str, tuple[Format, Gating, int, int, int, bool]] = {
     "blocks": (BLOCKS, SILU, 256, 384, 2, False),
@@ -22,6 +23,11 @@ CASES: dict[str, tuple[Format, Gating, int, int, int, bool]] = {
     "mxfp4": (MXFP4, SCALED, 288, 96, 1, True),
     "mxfp4, silu": (MXFP4, SILU, 256, 128, 1, False),
     "mxfp4, gelu": (MXFP4, GELU, 256, 128, 1, True),
+    "mxfp8": (MXFP8, SILU, 288, 96, 2, False),
+    "nvfp4": (NVFP4, SILU, 288, 96, 2, False),
+    "int4, zeros": (INT4, SILU, 288, 96, 2, False),
+    "int4": (Format("int4", (1, 128), torch.bfloat16), SILU, 256, 128, 2, False),
+    "int8, channel": (INT8, SILU, 272, 144, 2, False),
 }
 """Format, gating, H, I, parts, biases."""
 
@@ -51,14 +57,19 @@ def tokens_of(counts: list[int], padding: int, hidden: int, more: int = 0) -> to
 def drawn(num: int, format: Format, rows: int, columns: int, parts: int, bias: bool) -> Stack:
     """Random weights."""
     stack = Stack.empty(format, (num, rows, columns), torch.bfloat16, "cpu", bias=bias, parts=parts)
-    if format.kind == "mxfp4":
-        stack.data.random_(0, 256)
-        assert stack.scales is not None
-        stack.scales.random_(120, 125)
-    else:
-        assert stack.scales is not None
+    assert stack.scales is not None
+    if format.element == "e4m3":
         stack.data.copy_(torch.randn(stack.data.shape))
+    else:
+        stack.data.random_(0, 256)
+    if format.scale is torch.float8_e8m0fnu:
+        stack.scales.view(torch.uint8).random_(120, 125)
+    else:
         stack.scales.copy_(torch.rand(stack.scales.shape).add_(0.5).mul_(columns**-0.5))
+    if stack.zeros is not None:
+        stack.zeros.random_(0, 16)
+    if stack.whole is not None:
+        stack.whole.copy_(torch.rand(stack.whole.shape).add_(0.5))
     if stack.bias is not None:
         stack.bias.normal_()
     return stack

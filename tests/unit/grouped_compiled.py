@@ -19,9 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from crossdock.worker.checkpoints.gating import Gating
+from crossdock.worker.checkpoints.weights import MXFP4, MXFP8, NVFP4
 from crossdock.worker.experts.grouped import products
 from crossdock.worker.experts.grouped.kernels import grouped_product, quantise_rows
-from tests.unit.grouped_cases import BLOCKS, MXFP4, drawn
+from tests.unit.grouped_cases import BLOCKS, INT4, drawn
 
 HIDDEN, INNER, EXPERTS = 512, 256, 4
 
@@ -80,13 +81,13 @@ def compiled() -> list[Any]:
 
 
 def launch(num_rows: int, every_tile: bool = False) -> None:
-    """Both formats."""
+    """A product of each inner loop."""
     made = products.GroupedProducts(Gating(), 132, every_tile=every_tile)
     offsets, rows = torch.zeros(EXPERTS + 1, dtype=torch.int32), torch.zeros(num_rows, HIDDEN, dtype=torch.bfloat16)
-    for format, parts in ((BLOCKS, 2), (MXFP4, 1)):
-        first = drawn(EXPERTS, format, 2 * INNER, HIDDEN, parts, False)
-        weights = first, drawn(EXPERTS, format, HIDDEN, INNER, 1, False)
-        made.forward(parts, weights, rows, offsets, offsets[1:], torch.empty_like(rows))
+    for number, (of_first, of_down) in enumerate(((BLOCKS, BLOCKS), (INT4, MXFP4), (NVFP4, MXFP8))):
+        first = drawn(EXPERTS, of_first, 2 * INNER, HIDDEN, 2, False)
+        weights = first, drawn(EXPERTS, of_down, HIDDEN, INNER, 1, False)
+        made.forward(number, weights, rows, offsets, offsets[1:], torch.empty_like(rows))
 
 
 if __name__ == "__main__":

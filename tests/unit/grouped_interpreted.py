@@ -21,7 +21,7 @@ from tests.unit.grouped_cases import CASES, floats, groups, layer, tokens_of
 MOST = 2**31 - 1
 TILES = {
     "fp8": (Tile(16, 16, True, 4, 2, 1), Tile(MOST, 32, False, 4, 2, 1)),
-    "mxfp4": (Tile(16, 16, True, 4, 2, 1), Tile(MOST, 32, True, 4, 2, 1)),
+    "packed": (Tile(16, 16, True, 4, 2, 1), Tile(MOST, 32, True, 4, 2, 1)),
 }
 COUNTS = [5, 0, 37, 16]
 PADDING = 3
@@ -32,7 +32,7 @@ def requantised(rows: torch.Tensor, format: Format) -> torch.Tensor:
     """Rows as a product takes them: through the kernel's own quantiser, or bf16. Checks the quantiser against torch's
     e4m3, apart from two slips of the interpreter (Triton 3.9): where rounding carries into the exponent, it halves the
     value; it cuts subnormals off (below 2**-6)."""
-    if format.kind == "mxfp4":
+    if format.kind != "fp8":
         return rows.bfloat16().float()
     num, columns = rows.shape
     grid = -(-columns // 128)

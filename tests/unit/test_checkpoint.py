@@ -333,8 +333,8 @@ def test_element_types_that_are_not_weights(tmp_path: Path) -> None:
     tensors = tensors_of("mixtral", SIZES, draw_weights(SIZES))
     name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     write_files(tmp_path, "mixtral", SIZES, draw_weights(SIZES))
-    write_tensors(tmp_path, tensors | {name: torch.zeros(32, 16, dtype=torch.int32)})
-    with pytest.raises(CheckpointError, match=rf"{name}: expected one of .* got I32"):
+    write_tensors(tmp_path, tensors | {name: torch.zeros(32, 16, dtype=torch.int64)})
+    with pytest.raises(CheckpointError, match=rf"{name}: expected one of .* got I64"):
         Checkpoint.open(tmp_path)
 
 

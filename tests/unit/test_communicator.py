@@ -113,7 +113,7 @@ class Pending:
     def __init__(self, result: Callable[[], Any], check: Callable[[], None] = lambda: None) -> None:
         self._result, self._check = result, check
 
-    def wait(self, out: torch.Tensor | None = None) -> Any:
+    def wait(self) -> Any:
         self._check()
         return self._result()
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from crossdock.worker.checkpoints.gating import Gating
-from crossdock.worker.checkpoints.weights import Format, Stack
+from crossdock.worker.checkpoints.weights import MXFP4, Format, Stack
 from crossdock.worker.experts.expert_mlps import ExpertLoop, ExpertMLPs
 from crossdock.worker.experts.grouped.products import Launcher
 from crossdock.worker.experts.grouped.support import compile_into, reason_against, reason_in_shapes
 from tests.tools import needs
-from tests.unit.grouped_cases import BLOCKS, CASES, MXFP4, floats, groups, layer, tokens_of
+from tests.unit.grouped_cases import BLOCKS, CASES, floats, groups, layer, tokens_of
 
 LIMITS = {"blocks, gelu": 0.1, "blocks, ungated": 0.1}
 """In the interpreter: the rest differ by the order of sums, or by what that carries over a step of bf16 or e4m3. Here
@@ -61,7 +61,7 @@ def test_compiled_for_hopper() -> None:
     assert kinds == {("m64n32k32", "e4m3.e4m3"), ("m64n128k32", "e4m3.e4m3"), ("m64n16k16", "bf16.bf16"),
                      ("m64n64k16", "bf16.bf16")}  # fmt: skip
     assert found["stack"] <= 160, "bytes of local memory: an inner loop spills"
-    assert (found["kernels"], found["again"]) == (9, 0), "another number of rows compiled a kernel anew"
+    assert (found["kernels"], found["again"]) == (13, 0), "another number of rows compiled a kernel anew"
 
 
 @pytest.mark.gpu(1)
@@ -77,10 +77,15 @@ def assert_right(weights: tuple[Stack, Stack], gating: Gating, counts: list[int]
     """For groups of so many rows, and `padding` rows of nobody behind each."""
     tokens = tokens_of(counts, padding, weights[0].columns, more=4 * padding)
     begins, end = groups(counts, padding)
-    there = tuple(Stack(s.format, *(None if t is None else t.cuda() for t in (s.data, s.scales, s.bias)), s.parts)
-                  for s in weights)  # fmt: skip
+    shapes = [(stack.data.shape[0], stack.rows, stack.columns) for stack in weights]
+    there = [
+        Stack.empty(s.format, shape, torch.bfloat16, "cuda", bias=s.bias is not None, parts=s.parts)
+        for s, shape in zip(weights, shapes, strict=True)
+    ]
+    for target, source in zip(there, weights, strict=True):
+        target.copy_(source)
     experts = ExpertMLPs({0: (there[0], there[1])}, gating, torch.bfloat16)
-    assert experts._products is not None
+    assert not any(isinstance(each, ExpertLoop) for each in experts._computed.values())
     sent = tokens.cuda(), *(torch.tensor(v, dtype=torch.int32, device="cuda") for v in ([*begins, end], counts))
     out = torch.full(tokens.shape, 7.0, dtype=torch.bfloat16, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
@@ -88,7 +93,7 @@ def assert_right(weights: tuple[Stack, Stack], gating: Gating, counts: list[int]
         experts.forward(0, *sent, out=out, num_rows=end + padding)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    limit = 0.01 if weights[0].format.kind == "mxfp4" else 0.08
+    limit = 0.08 if weights[0].format.kind == "fp8" else 0.01
     for slot, (begin, count) in enumerate(zip(begins, counts, strict=True)):
         rows, found = tokens[begin : begin + count].float(), out[begin : begin + count].float().cpu()
         first, down = (stack[slot] for stack in weights)
@@ -105,7 +110,7 @@ def assert_right(weights: tuple[Stack, Stack], gating: Gating, counts: list[int]
         (BLOCKS, 256, 136, 2, torch.bfloat16, "no multiple of 16 bytes"),
         (BLOCKS, 288, 144, 1, torch.bfloat16, "does not end where gate ends, after 144 rows"),
         (Format("fp8", (64, 64)), 256, 128, 2, torch.bfloat16, "they know no fp8, a scale per block of 64 x 64"),
-        (MXFP4, 256, 128, 1, torch.float16, "MXFP4 with torch.float16"),
+        (MXFP4, 256, 128, 1, torch.float16, "mxfp4 with torch.float16"),
         (BLOCKS, 256, 128, 2, torch.bfloat16, ""),
     ],
 )

@@ -16,7 +16,7 @@ from crossdock.worker.experts import memory_need
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from tests.unit.moe_files import Sizes, config_of, draw_weights, tensors_of, write_tensors
 
-SIZES = Sizes(num_experts=3, hidden=200, inner=72, layers=3)
+SIZES = Sizes(num_experts=3, hidden=192, inner=96, layers=3)
 FP8 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]
 Quantiser = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -34,6 +34,73 @@ def scaled(height: int, width: int, suffix: str, shape: tuple[int, ...] | None =
         small = (weight / each).to(FP8)
         stored = grid if shape is None else grid.reshape((*weight.shape[:-2], *shape))
         return {"": small, suffix: stored}, small.double() * each.double()
+
+    return quantise
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def words(codes: torch.Tensor, bits: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """int32 along the last dimension: from its low end on, each word has the codes in this order."""
+    count = 32 // bits
+    each = codes.long().unflatten(-1, (-1, count))
+    word = sum(each[..., order[at]] << bits * at for at in range(count))
+    return (torch.as_tensor(word) + 2**31).remainder(2**32).sub(2**31).int().contiguous()
+
+
+def integers(packing: str, bits: int, group: int, scale: torch.dtype, *, zeros: bool = True, v1: int = 1) -> Quantiser:
+    """Codes of 4 or 8 bits, `group` columns to a scale (0: all), as compressed-tensors, AWQ or GPTQ packs them."""
+
+    def quantise(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        if weight.ndim == 3:
+            pairs = [quantise(each) for each in weight]
+            return {end: torch.stack([own[end] for own, _ in pairs]) for end in pairs[0][0]}, torch.stack(
+                [meant for _, meant in pairs]
+            )
+        rows, columns = weight.shape
+        width, half = group or columns, 1 << bits - 1
+        grid = (torch.rand(rows, columns // width) * 0.02 + 0.01).to(scale)
+        zero = torch.randint(0, 2 * half, grid.shape) if zeros else torch.full(grid.shape, half)
+        each, middle = (x.repeat_interleave(width, 1) for x in (grid.double(), zero))
+        codes = (weight / each + middle).round().clamp(0, 2 * half - 1).long()
+        meant = (codes - middle) * each
+        if packing == "compressed":
+            stored = {"_packed": words(codes, bits), "_scale": grid, "_shape": torch.tensor(weight.shape)}
+            return stored | ({"_zero_point": words(zero.t(), bits).t().contiguous()} if zeros else {}), meant
+        if packing == "awq":
+            stored = {"qweight": words(codes.t(), bits, AWQ_ORDER), "qzeros": words(zero.t(), bits, AWQ_ORDER)}
+        else:
+            less = (zero - v1) % (2 * half)
+            stored = {"qweight": words(codes, bits).t().contiguous(), "qzeros": words(less.t(), bits)}
+            stored["g_idx"] = (torch.arange(columns) // width).int()
+        return stored | {"scales": grid.t().contiguous()}, meant
+
+    return quantise
+
+
+def floats(names: tuple[str, str, str], element: str, width: int, number: float = 1.0) -> Quantiser:
+    """e4m3 or e2m1 with a scale per `width` columns: a power of two, or e4m3 times one number of all, which is stored
+    under the last name; compressed-tensors stores its inverse."""
+
+    def quantise(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        grid = torch.randint(120, 127, (*weight.shape[:-1], weight.shape[-1] // width), dtype=torch.uint8)
+        scale, stored_scale, whole = torch.exp2(grid.double() - 127), grid, {}
+        if names[2]:
+            stored_scale = (torch.rand(grid.shape) + 0.5).to(FP8)
+            scale = stored_scale.double() * number
+            said = 1 / number if names[2] == "_global_scale" else number
+            whole = {names[2]: torch.full((*weight.shape[:-2], *((1,) if "global" in names[2] else ())), said)}
+        each = scale.repeat_interleave(width, -1)
+        if element == "e4m3":
+            codes = (weight / each).clamp(-448, 448).to(FP8)
+            return {names[0]: codes, names[1]: stored_scale, **whole}, codes.double() * each
+        nearest = ((weight / each)[..., None] - E2M1).abs().argmin(-1)
+        data = (nearest[..., ::2] | nearest[..., 1::2] << 4).to(torch.int8 if names[1] == "scale" else torch.uint8)
+        if names[1] == "scale":
+            stored_scale = stored_scale.view(torch.float8_e8m0fnu)
+        return {names[0]: data, names[1]: stored_scale, **whole}, E2M1[nearest] * each
 
     return quantise
 
@@ -60,6 +127,7 @@ def float8(strategy: str, block: list[int] | None = None) -> dict[str, Any]:
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 INT4 = {"type": "int", "num_bits": 4, "strategy": "group"}
 PER_TENSOR = scaled(0, 0, "_scale", ())
+F16, BF16, ZEROS = torch.float16, torch.bfloat16, "int4, a scale per 32 columns, with zeros"
 ONE, BLOCK = "fp8, a scale per tensor", "fp8, a scale per block of 128 x 128"
 LAYOUTS: dict[str, tuple[dict[str, Any] | None, tuple[Quantiser, ...], set[str]]] = {
     "AutoFP8, static": ({"quant_method": "fp8", "activation_scheme": "static"}, (PER_TENSOR,), {ONE}),
@@ -96,7 +164,48 @@ LAYOUTS: dict[str, tuple[dict[str, Any] | None, tuple[Quantiser, ...], set[str]]
     "int4 attention": (compressed(INT4), (plain,), {"float"}),
     "AWQ attention": ({"quant_method": "awq", "bits": 4}, (plain,), {"float"}),
     "torchao": ({"quant_method": "torchao"}, (plain,), {"float"}),
+    "pack-quantized": (
+        compressed(INT4), (integers("compressed", 4, 32, BF16, zeros=False),), {"int4, a scale per 32 columns"},
+    ),
+    "pack-quantized, asymmetric": (
+        compressed(INT4), (integers("compressed", 4, 32, BF16),), {"int4, a scale per 32 columns, with zeros"},
+    ),
+    "pack-quantized, channel, 8 bits": (
+        compressed(INT4), (integers("compressed", 8, 0, torch.float32, zeros=False),), {"int8, a scale per channel"},
+    ),
+    "AWQ": ({"quant_method": "awq", "version": "GEMM"}, (integers("awq", 4, 32, F16),), {ZEROS}),
+    "AWQ, last layer float": (
+        {"quant_method": "awq"}, (*[integers("awq", 4, 32, F16)] * 2, plain), {ZEROS, "float"},
+    ),
+    "GPTQ": ({"quant_method": "gptq"}, (integers("gptq", 4, 32, F16),), {ZEROS}),
+    "GPTQ, second version": (
+        {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}, (integers("gptq", 4, 32, F16, v1=0),), {ZEROS},
+    ),
+    "GPTQ, channel, 8 bits": (
+        {"quant_method": "gptq"}, (integers("gptq", 8, 0, F16),), {"int8, a scale per channel, with zeros"},
+    ),
+    "NVFP4 of compressed-tensors": (
+        compressed(), (floats(("_packed", "_scale", "_global_scale"), "e2m1", 16, 0.01),), {"nvfp4"},
+    ),
+    "NVFP4 of ModelOpt": (
+        {"quant_method": "modelopt"}, (floats(("", "_scale", "_scale_2"), "e2m1", 16, 0.01),), {"nvfp4"},
+    ),
+    "MXFP4 of compressed-tensors": (compressed(), (floats(("_packed", "_scale", ""), "e2m1", 32),), {"mxfp4"}),
+    "MXFP4 of Quark": ({"quant_method": "quark"}, (floats(("", "_scale", ""), "e2m1", 32),), {"mxfp4"}),
+    "MXFP4 of DeepSeek-V4": ({"quant_method": "fp8"}, (floats(("", "scale", ""), "e2m1", 32),), {"mxfp4"}),
+    "MXFP8": (compressed(), (floats(("", "_scale", ""), "e4m3", 32),), {"mxfp8"}),
+    "MXFP8 named weight_scale_inv": (
+        {"quant_method": "mxfp8"}, (floats(("", "_scale_inv", ""), "e4m3", 32),), {"mxfp8"},
+    ),
 }  # fmt: skip
+ONLY_NAMED = ("AWQ", "GPTQ", "DeepSeek-V4")
+"""Packings that no checkpoint has with one tensor for all experts."""
+CASES = [
+    (name, layout)
+    for layout in ("named", "fused")
+    for name, (_, (first, *_), _) in LAYOUTS.items()
+    if layout == "named" or first is plain or not any(each in name for each in ONLY_NAMED)
+]
 
 
 def write(folder: Path, config: dict[str, Any] | None, layers: tuple[Quantiser, ...], layout: str = "named") -> Tensors:
@@ -107,7 +216,8 @@ def write(folder: Path, config: dict[str, Any] | None, layers: tuple[Quantiser, 
     for name, weight in tensors_of("qwen3_moe", SIZES, draw_weights(SIZES), layout).items():
         layer = int(name.split(".")[2])
         parts, meant[name] = layers[min(layer, len(layers) - 1)](weight)
-        stored |= {f"{name}{suffix}": tensor for suffix, tensor in parts.items()}
+        for suffix, tensor in parts.items():
+            stored[(name if suffix[:1] in ("", "_", ".") else name.removesuffix("weight")) + suffix] = tensor
     write_tensors(folder, stored)
     return meant
 
@@ -123,8 +233,7 @@ def expected(meant: Tensors, layer: int, layout: str, rows: torch.Tensor, expert
     return (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
 
 
-@pytest.mark.parametrize("layout", ["named", "fused"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_layout(tmp_path: Path, name: str, layout: str) -> None:
     config, layers, formats = LAYOUTS[name]
     if name == "AutoFP8, one-element scales" and layout == "fused":
@@ -136,6 +245,8 @@ def test_layout(tmp_path: Path, name: str, layout: str) -> None:
     assert {str(each) for each in checkpoint.spec.formats} == formats
     for widen in (False, True):
         experts = ExpertMLPs.load(checkpoint, range(3), dtype=torch.float32, widen=widen)
+        if not widen and plain not in layers:
+            assert experts.num_bytes < 1.05 * (tmp_path / "model.safetensors").stat().st_size
         for layer in range(SIZES.layers):
             rows, offsets = torch.randn(6, SIZES.hidden), torch.tensor([0, 2, 4, 6], dtype=torch.int32)
             got = experts.forward(layer, rows, offsets, torch.full((3,), 2, dtype=torch.int32))
@@ -147,7 +258,7 @@ def test_layout(tmp_path: Path, name: str, layout: str) -> None:
 
 def test_memory_of_layers_in_several_formats(tmp_path: Path) -> None:
     write(tmp_path, BLOCKS, (plain, scaled(128, 128, "_scale_inv")))
-    found, one = memory_need.describe(tmp_path, 3), 3 * 200 * 72
+    found, one = memory_need.describe(tmp_path, 3), 3 * 192 * 96
     fp8 = one + 4 * (2 + 2 + 2)
     assert found["format"] == f"float; {BLOCK}"
     assert (found["expert_bytes"], found["moving_bytes"]) == (2 * one, 2 * one)
@@ -264,12 +375,9 @@ def _instead(*suffixes: str) -> Quantiser:
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
-        ((_beside("_scale_2"),), r"experts\.0\.gate_proj\.weight: NVFP4 of ModelOpt, not computed here: serve"),
+        ((_beside("_weight_scale_2"),), r"0\.gate_proj\.weight: NVFP4 of ModelOpt in one tensor .*, not computed here"),
         ((_beside(".absmax"),), "bitsandbytes, not computed here: serve"),
-        ((_instead("_packed", "_scale", "_global_scale"),), "experts of layer 0 are NVFP4 of compressed-tensors"),
-        ((_instead("_packed", "_scale"),), "layer 0 are packed integers of compressed-tensors, not"),
-        ((plain, plain, _instead("_packed")), "experts of layer 2 are packed integers"),
-        ((plain, lambda weight: ({".qweight": torch.ones(1)}, weight)), "experts of layer 1 are int4 of AWQ or GPTQ"),
+        ((plain, plain, _instead(".absmax")), "experts of layer 2 are bitsandbytes, not computed here: serve"),
         ((lambda weight: ({"": weight, "_scale": torch.ones(1)}, weight),), "expected float without scales, got"),
     ],
 )  # fmt: skip
@@ -277,6 +385,63 @@ def test_what_is_not_computed_is_named(tmp_path: Path, layers: tuple[Quantiser, 
     write(tmp_path, None, layers)
     with pytest.raises(CheckpointError, match=words):
         Checkpoint.open(tmp_path)
+
+
+def _changed(quantiser: Quantiser, end: str, how: Callable[[torch.Tensor], torch.Tensor] | None) -> Quantiser:
+    """One of its tensors changed, or left out."""
+
+    def store(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, meant = quantiser(weight)
+        changed = {} if how is None else {end: how(tensors[end]).contiguous()}
+        return {name: tensor for name, tensor in tensors.items() if name != end} | changed, meant
+
+    return store
+
+
+GPTQ, AWQ = {"quant_method": "gptq"}, {"quant_method": "awq"}
+OF_GPTQ, OF_AWQ, NVFP4 = (
+    integers("gptq", 4, 32, F16),
+    integers("awq", 4, 32, F16),
+    ("_packed", "_scale", "_global_scale"),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "words"),
+    [
+        (GPTQ, _changed(OF_GPTQ, "g_idx", lambda x: x[torch.randperm(len(x))]),
+         r"model\.safetensors: .*gate_proj\.g_idx: expected column \d+ in group \d, got \d: .*act-order \(desc_act\)"),
+        (GPTQ, _changed(OF_GPTQ, "g_idx", lambda x: x[:8]), r"g_idx: expected \[192\], got \[8\]"),
+        (GPTQ | {"checkpoint_format": "marlin"}, OF_GPTQ, "checkpoint_format: expected .*gptq_v2.*, got 'marlin'"),
+        (AWQ | {"version": "gemv"}, OF_AWQ, r"version: expected one of \['gemm'\], got 'gemv'"),
+        (AWQ, _changed(OF_AWQ, "qweight", lambda x: x[:, :5]), r"j\.qweight: expected \[192, 12\], got \[192, 5\]"),
+        (GPTQ, _changed(OF_GPTQ, "qweight", lambda x: x[:5]), r"j\.qweight: expected \[24, 96\], got \[5, 96\]"),
+        (AWQ, _changed(OF_AWQ, "scales", lambda x: x[:5]), r"gate_proj\.scales: expected \[1, 96\], got \[5, 96\]"),
+        (AWQ, _changed(OF_AWQ, "scales", lambda x: x[0, 0]), r"gate_proj\.scales: expected \[1, 96\], got \[\]"),
+        (AWQ, _changed(OF_AWQ, "qzeros", lambda x: x.short()), r"qzeros: expected one of .*, got I16"),
+        (GPTQ, _changed(OF_GPTQ, "scales", None), r"gate_proj\.scales is missing"),
+        (compressed(), _changed(floats(NVFP4, "e2m1", 16), "_global_scale", None), "_global_scale is missing"),
+        (compressed(), _changed(floats(NVFP4, "e2m1", 16), "_scale", lambda x: x[:, :6]),
+         r"weight_scale: expected \[96, 12\], got \[96, 6\]"),
+        (compressed(), _changed(floats(NVFP4, "e2m1", 16), "_packed", lambda x: x[:, :7]),
+         r"weight_packed: expected \[96, 96\], got \[96, 7\]"),
+    ],
+)  # fmt: skip
+def test_packed_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, config: dict[str, Any], layer: Quantiser, words: str
+) -> None:
+    write(tmp_path, config, (layer,))
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoint.open(tmp_path)
+
+
+def test_act_order_of_any_expert_is_found_as_it_is_read(tmp_path: Path) -> None:
+    """Only the first matrix of a layer is looked at before; one in act-order gives other weights."""
+    turned = _changed(OF_GPTQ, "g_idx", lambda x: x.flip(0))
+    each = iter([OF_GPTQ] * 4 + [turned] + [OF_GPTQ] * 22)
+    write(tmp_path, GPTQ, (lambda weight: next(each)(weight),))  # noqa: PLW0108 - another one for each matrix
+    with pytest.raises(CheckpointError, match=r"experts\.1\.up_proj\.g_idx: expected column 0 in group 0, got 5"):
+        ExpertMLPs.load(Checkpoint.open(tmp_path), range(3), dtype=torch.float32)
 
 
 def test_scales_that_fit_two_groups_are_refused(tmp_path: Path) -> None:

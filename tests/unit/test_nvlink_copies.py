@@ -21,7 +21,7 @@ from ep_kernels.transports.nvlink.copy_engines import copies
 from ep_kernels.transports.nvlink.copy_engines.collective_copies import copy_by_kernel
 from ep_kernels.transports.nvlink.copy_engines.copies import CopyEngines
 from ep_kernels.transports.nvlink.copy_engines.copy_times import RING, CopyTimes
-from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, CopyRepeat, Quiet
+from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, CopyRepeat
 from ep_kernels.transports.nvlink.gpu import copy_schedule
 from ep_kernels.transports.nvlink.gpu.copy_schedule import (
     COPY,
@@ -33,6 +33,7 @@ from ep_kernels.transports.nvlink.gpu.copy_schedule import (
     CopyPart,
     CopyPlaces,
 )
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 from ep_kernels.transports.nvlink.memory.host_page import HostPage
 from tests.cases import draw_seed
 from tests.emulator.machine import without_driver

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ep_kernels.transports.base import CombineArgs, DispatchArgs
-from ep_kernels.transports.nvlink.calls.engine import Dispatch, LaunchEngine
 from ep_kernels.types import Layout, Mode
 from tests.cases import RoutingCase
 from tests.emulator.machine import without_driver
 from tests.gpu.loopback import Loopback
+from tests.gpu.rank_engine import Filled, RankEngine
 
 
 class Nowhere:
@@ -40,26 +40,25 @@ class OnceOutOfMemory:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> LaunchEngine:
+def engine(monkeypatch: pytest.MonkeyPatch) -> RankEngine:
     without_driver(monkeypatch)
     fields: dict[str, Any] = {"mode": Mode.HT, "layout": Layout.FLAT, "exact_shapes": False}
     return Loopback(lambda group: CASE.config(group, **fields), 1, 2, Nowhere()).engines[0]  # type: ignore[arg-type]
 
 
-def dispatch(engine: LaunchEngine) -> Dispatch:
+def dispatch(engine: RankEngine) -> Filled:
     x, ids, weights = CASE.x(0, torch.bfloat16), CASE.topk_ids(0), CASE.topk_weights(0)
     return engine.dispatch(DispatchArgs(x, None, ids, weights, Mode.HT, None))
 
 
-def combine(engine: LaunchEngine, step: Dispatch, at_once: bool) -> int:
+def combine(engine: RankEngine, step: Filled) -> int:
     """The slot that it takes."""
     out, handle = engine.finish(step, None, 0)
-    call, receive = engine.combine(CombineArgs(torch.zeros_like(out.tokens), handle, None, True, at_once, None))
-    receive(None)
+    call, _ = engine.combine(CombineArgs(torch.zeros_like(out.tokens), handle, None, True))
     return int(call.args.slot)
 
 
-def test_a_dispatch_without_memory_takes_no_slot(engine: LaunchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dispatch_without_memory_takes_no_slot(engine: RankEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (dispatch(engine).slot, dispatch(engine).slot) == (0, 1)
     engine.restart_slots()
     failed = 0
@@ -72,16 +71,12 @@ def test_a_dispatch_without_memory_takes_no_slot(engine: LaunchEngine, monkeypat
     assert (failed > 0, step.slot, step.seq) == (True, 0, 1)
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_combine_without_memory_takes_no_slot(
-    engine: LaunchEngine, monkeypatch: pytest.MonkeyPatch, at_once: bool
-) -> None:
-    """With phases apart, what `wait` allocates comes when the rows are sent: the operation has begun."""
+def test_a_combine_without_memory_takes_no_slot(engine: RankEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     step = dispatch(engine)
-    assert (combine(engine, step, at_once), combine(engine, step, at_once)) == (0, 1)
+    assert (combine(engine, step), combine(engine, step)) == (0, 1)
     engine.restart_slots()
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty", OnceOutOfMemory(0, torch.empty))
+        patched.setattr(torch, "empty_like", OnceOutOfMemory(0, torch.empty_like))
         with pytest.raises(torch.OutOfMemoryError):
-            combine(engine, step, at_once)
-    assert combine(engine, step, at_once) == 0
+            combine(engine, step)
+    assert combine(engine, step) == 0

@@ -394,11 +394,11 @@ def test_only_who_knows_the_nonce_gets_them() -> None:
 def test_a_launch_wakes_the_proxy_first() -> None:
     """Of ranks that have one; kernels that push cannot."""
     did: list[str] = []
-    operation = SimpleNamespace(start=lambda *_: did.append("launch"))
+    streams = SimpleNamespace(enter=lambda: did.append("stream") or 7)
     channel = SimpleNamespace(wake=lambda: did.append("wake"))
-    for remote, wanted in ((None, ["launch"]), (SimpleNamespace(channel=channel), ["wake", "launch"])):
-        member: Any = SimpleNamespace(_remote=remote)
-        NvlinkMember._start(member, SimpleNamespace(operation=operation), None, 0)  # type: ignore[arg-type]
+    for remote, wanted in ((None, ["stream"]), (SimpleNamespace(channel=channel), ["wake", "stream"])):
+        member: Any = SimpleNamespace(_remote=remote, _streams=streams)
+        assert NvlinkMember.enter(member) == 7
         assert did == wanted
         did.clear()
 

@@ -14,7 +14,7 @@ from ep_kernels import jit
 from ep_kernels.errors import TransportError
 from ep_kernels.transports.build import Native, find_compiler, native_of
 from ep_kernels.transports.nvlink.copy_engines.copy_times import TimedKind
-from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, PushTemplate, Quiet
+from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, PushTemplate
 from ep_kernels.transports.nvlink.gpu import copy_schedule, launch
 from ep_kernels.transports.nvlink.gpu.copy_schedule import (
     COPY,
@@ -27,6 +27,7 @@ from ep_kernels.transports.nvlink.gpu.copy_schedule import (
     CopyPart,
     CopyPlaces,
 )
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 from tests import tools
 
 FAKE_DRIVER = """

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ep_kernels.transports.nvlink.calls import streams
-from ep_kernels.transports.nvlink.calls.routing_state import Origin, QuickState, quick_handle
+from ep_kernels.transports.nvlink.calls.routing_state import DispatchState, Origin
 from ep_kernels.transports.nvlink.calls.streams import StreamOrder, tensors_in
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember
-from ep_kernels.types import Mode
+from ep_kernels.types import DispatchHandle, Mode
 
 
 @dataclass(eq=False)
@@ -152,9 +152,9 @@ def test_the_memory_of_a_handle_is_found() -> None:
     at = SimpleNamespace(routing_at=0, carried_at=512, state=SimpleNamespace(routing_bytes=8, carried_bytes=8))
     origin = Origin(1, 0, cast(Any, at), 2, keeps=False, outputs=cast(Any, None))
     blocks, rows, ids, weights = [tensor(256), tensor(256)], tensor(), tensor(), tensor(2)
-    first = QuickState(origin, 1, Mode.HT, b"", blocks[0], None, rows, None, ids, weights)
-    again = QuickState(origin, 2, Mode.HT, b"", blocks[1], first, rows, None, ids, weights)
-    found = {each.untyped_storage().data_ptr() for each in tensors_in([quick_handle(again)])}
+    first = DispatchState(origin, 1, Mode.HT, b"", blocks[0], None, rows, None, ids, weights)
+    again = DispatchState(origin, 2, Mode.HT, b"", blocks[1], first, rows, None, ids, weights)
+    found = {each.untyped_storage().data_ptr() for each in tensors_in([DispatchHandle(1, 2, 1, Mode.HT, 0, again)])}
     assert found >= {each.untyped_storage().data_ptr() for each in (*blocks, ids, weights)}
 
 

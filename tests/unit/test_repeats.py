@@ -16,9 +16,10 @@ from ep_kernels.collectives import collective_reference as reference
 from ep_kernels.collectives.repeats import Repeats
 from ep_kernels.errors import AbortedError, ArgumentError
 from ep_kernels.transports.collective_base import ReduceArgs
-from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, KernelPlan
-from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, KernelRepeat, Quiet
+from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyPlan, KernelPlan
+from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, KernelRepeat
 from ep_kernels.transports.nvlink.gpu import launch
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 from tests.cases import draw_seed
 from tests.collectives.steps import same_bits
 from tests.compare import freed

@@ -16,10 +16,10 @@ import torch
 
 from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.experts.placement import Placement
-from crossdock.worker.group.comparison import WeightsComparison
 from crossdock.worker.group.control_client import JoinRefused
 from crossdock.worker.group.same_weights import Parcel, differences, sum_of
 from crossdock.worker.group.seat import ControlGroup, Seat
+from crossdock.worker.group.session import WeightsComparison
 from crossdock.worker.steps.work import Fault
 from ep_kernels import TransportError
 from tests.unit.moe_files import (

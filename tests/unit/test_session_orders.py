@@ -181,7 +181,7 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # hundreds of lives are not worth reading
     monkeypatch.setattr("crossdock.worker.group.session.in_thread", in_thread)
     monkeypatch.setattr("crossdock.worker.group.expert_mover.in_thread", in_thread)
-    monkeypatch.setattr("crossdock.worker.group.comparison.in_thread", in_thread)
+    monkeypatch.setattr("crossdock.worker.group.session.in_thread", in_thread)
     monkeypatch.setattr("crossdock.control.placement.placement_service.asyncio.to_thread", to_thread)
     monkeypatch.setattr(
         "crossdock.worker.group.control_client.ControlPlaneChannel",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
-from crossdock.worker.checkpoints.weights import Format, Stack, from_fp8, from_mxfp4
+from crossdock.worker.checkpoints.weights import MXFP4, Format, Stack, from_codes
 from crossdock.worker.experts import expert_mlps as experts_module
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from tests.unit.moe_files import Sizes, config_of, draw_weights, tensors_of, write_files, write_gpt_oss, write_tensors
@@ -137,19 +137,20 @@ def test_every_mxfp4_byte_and_scale() -> None:
     data = torch.arange(256, dtype=torch.uint8).view(16, 16)
     scales = torch.arange(120, 136, dtype=torch.uint8).view(16, 1)
     for dtype in (torch.float32, torch.bfloat16):
-        got = from_mxfp4(data, scales, torch.empty(16, 32, dtype=dtype))
+        got = from_codes(MXFP4, data, scales.view(torch.float8_e8m0fnu), torch.empty(16, 32, dtype=dtype))
         for row in range(16):
             power = 2.0 ** (120 + row - 127)
             wanted = [both[byte >> shift & 15] * power for byte in data[row].tolist() for shift in (0, 4)]
             assert got[row].tolist() == wanted
-    assert from_mxfp4(data[:1], torch.tensor([[255]], dtype=torch.uint8), torch.empty(1, 32)).isnan().all()
+    nan = torch.tensor([[255]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    assert from_codes(MXFP4, data[:1], nan, torch.empty(1, 32)).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_e4m3_byte_beside_every_other(dtype: torch.dtype) -> None:
     both = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8).view(256, 512)
     weight = both.view(torch.float8_e4m3fn)
-    got = from_fp8(weight, torch.ones(1, 1), (256, 512), torch.empty(256, 512, dtype=dtype))
+    got = from_codes(Format("fp8"), weight, torch.ones(1, 1), torch.empty(256, 512, dtype=dtype))
     torch.testing.assert_close(got, weight.to(dtype), rtol=0, atol=0, equal_nan=True)
     assert got.isnan().any()
 
@@ -158,13 +159,13 @@ def test_every_e4m3_byte_beside_every_other(dtype: torch.dtype) -> None:
 def test_fp8_scales_of_short_blocks(shape: tuple[int, int]) -> None:
     weight, block = torch.randn(shape).to(torch.float8_e4m3fn), (128, 128)
     scales = torch.rand(Format("fp8", block).grid(*shape)) + 0.5
-    got = from_fp8(weight, scales, block, torch.empty(shape))
+    got = from_codes(Format("fp8", block), weight, scales, torch.empty(shape))
     rows, columns = torch.arange(shape[0]) // 128, torch.arange(shape[1]) // 128
     assert torch.equal(got, weight.float() * scales[rows][:, columns])
 
 
 def test_sizes_are_known_without_memory() -> None:
-    for format, element in ((Format(), 2.0), (Format("fp8", (128, 128)), 1 + 4 / 128**2), (Format("mxfp4"), 17 / 32)):
+    for format, element in ((Format(), 2.0), (Format("fp8", (128, 128)), 1 + 4 / 128**2), (MXFP4, 17 / 32)):
         stack = Stack.empty(format, (256, 4096, 7168), torch.bfloat16, "meta", parts=2)
         assert stack.num_bytes == 256 * 4096 * 7168 * element
 

@@ -46,7 +46,6 @@ def create(config: CollectiveConfig) -> CpuCollectives:
 
 
 def geometry_of(config: CollectiveConfig) -> CollectiveGeometry:
-    """Everything that fixes a region."""
     return CollectiveGeometry(
         rank=config.group.rank,
         ranks=config.group.size,
@@ -61,7 +60,6 @@ class CpuCollective:
     """See `collective_base.PendingGather`.
 
     Args:
-        transport: whose it is.
         op: the arguments, by address.
         kept: what those addresses belong to.
     """
@@ -74,7 +72,6 @@ class CpuCollective:
         self.done = False
 
     def finish(self) -> None:
-        """Mark that the operation no longer needs its buffers."""
         self.done, self._kept = True, ()
 
     def wait(self) -> None:
@@ -97,8 +94,6 @@ class CpuCollective:
 
 
 class CpuCollectives(CpuMember[NativeOwner], CollectiveTransport):
-    """See `transports.collective_base.CollectiveTransport`."""
-
     def __init__(self, config: CollectiveConfig) -> None:
         if config.group.size > native.MAX_RANKS:
             raise ConfigError("group", f"at most {native.MAX_RANKS} ranks with transport cpu", config.group.size)
@@ -147,7 +142,6 @@ class CpuCollectives(CpuMember[NativeOwner], CollectiveTransport):
             self._complete_all()
 
     def clear(self) -> None:
-        """Forget what is under way."""
         self._pending.clear()
 
     # The group.

@@ -37,10 +37,9 @@ class SlotBuffers:
         self._scales: torch.Tensor | None = None
         self._addresses: tuple[int, int] | None = None
         self._packed = config.scale_format is ScaleFormat.UE8M0_PACKED
-        self._words = quant.scale_columns(config.hidden_size, config.scale_format) if config.quantize else 0
+        self._words, self._scale_dtype = quant.delivered_scales(config)
 
     def lead(self, num_rows: int) -> tuple[int, ...]:
-        """Leading shape of what is handed out."""
         return (num_rows,) if self._is_exact else self._lead
 
     def tokens(self) -> torch.Tensor:
@@ -49,7 +48,7 @@ class SlotBuffers:
             geometry = self._geometry
             with torch.inference_mode(False):  # it is handed out again outside of the mode that the first call is in
                 raw = private_bytes(geometry.capacity * geometry.row_bytes).view(self._config.payload_dtype)
-                self._tokens = raw.view(*self._lead, self._config.hidden_size)
+                self._tokens = raw.view(*self._lead, self._config.payload_columns)
         return self._tokens
 
     def addresses(self) -> tuple[int, int]:
@@ -78,9 +77,7 @@ class SlotBuffers:
         if self._packed:
             plane = (self._words * packed_stride,) if len(lead) > 1 else ()
             return raw.view(torch.int32).as_strided((*lead, self._words), (*plane, 1, packed_stride))
-        config = self._config
-        dtype, columns = (torch.float32, self._words) if config.quantize else (config.scale_dtype, config.scale_columns)
-        return raw.view(dtype).view(*self._lead, columns)[: lead[0]]
+        return raw.view(self._scale_dtype).view(*self._lead, self._words)[: lead[0]]
 
     def input_rows(self, num_tokens: int) -> torch.Tensor:
         """The registered input buffer, [num_tokens, H] of `config.dtype`."""

@@ -26,7 +26,6 @@ class NativeOwner:
     whatever `close` does meanwhile; the region when the last tensor made of it has died, too.
 
     Args:
-        lib: the library.
         pointer: of the member. None: TransportError, memory was short.
     """
 
@@ -54,7 +53,6 @@ class NativeOwner:
             self.free(pointer)
 
     def free(self, pointer: int) -> None:
-        """The member, which nothing uses any more."""
         self.lib.cd_destroy(pointer)
 
 
@@ -62,12 +60,7 @@ N = TypeVar("N", bound=NativeOwner)
 
 
 class CpuMember(MemberTransport, Generic[N]):
-    """See `transports.base.MemberTransport`.
-
-    Args:
-        owner: of the native member.
-        group: the `config.Group`.
-    """
+    """See `transports.base.MemberTransport`."""
 
     def __init__(self, owner: N, group: Any) -> None:
         MemberTransport.__init__(self, group)
@@ -82,7 +75,6 @@ class CpuMember(MemberTransport, Generic[N]):
     # Life.
 
     def make_region(self, comm: N) -> OwnRegion:
-        """This rank's region."""
         comm.region = region = OwnRegion(self.lib.cd_region_bytes(comm.pointer))
         self.lib.cd_attach_own(comm.pointer, region.bytes.data_ptr(), region.nonce)
         return region
@@ -200,7 +192,6 @@ class CpuMember(MemberTransport, Generic[N]):
             self.lib.cd_wake(comm.pointer)
 
     def samples(self) -> Sequence[LatencySample]:
-        """See `MemberTransport.samples`. Any thread."""
         comm, one = self.comm, record_bytes(self.size)
         if comm is None:
             return []

@@ -50,13 +50,11 @@ class RoutingState:
 
     @staticmethod
     def of(tensors: Iterable[torch.Tensor], totals: tuple[int, int, int], origin: int) -> RoutingState:
-        """The state whose `tensors` these are."""
         values: list[Any] = [*tensors, totals, origin]
         return RoutingState(*values)
 
     @staticmethod
     def restore(flat: Sequence[torch.Tensor]) -> RoutingState:
-        """What `flatten` was made of."""
         delivered, dropped, invalid, origin = flat[-1].tolist()
         return RoutingState.of(flat[:-1], (delivered, dropped, invalid), origin)
 
@@ -68,11 +66,9 @@ class RoutingState:
         ]  # fmt: skip
 
     def addresses(self) -> tuple[int, ...]:
-        """Of `tensors`."""
         return tuple([tensor.data_ptr() for tensor in self.tensors()])
 
     def weighted(self, weights: torch.Tensor) -> RoutingState:
-        """The state with other weights of this rank's tokens."""
         made = self.of(self.tensors(), self.totals, self.origin)
         made.weights = weights
         return made
@@ -84,7 +80,6 @@ class RoutingState:
         return made
 
     def flatten(self) -> list[torch.Tensor]:
-        """See `base.HandleState`."""
         return [*self.tensors(), torch.tensor([*self.totals, self.origin], device=CPU)]
 
     def weight_of_rows(self, rows_shape: tuple[int, ...]) -> torch.Tensor:
@@ -110,7 +105,6 @@ class PartPlace(NamedTuple):
     of_tokens: bool
 
     def shape_of(self, tokens: int) -> tuple[int, ...]:
-        """Its shape where T is `tokens`."""
         return (tokens, *self.shape[1:]) if self.of_tokens else self.shape
 
 
@@ -168,7 +162,6 @@ class FreshState(RoutingState):
         self.totals, self.origin = (0, 0, 0), 0
 
     def part(self, name: str) -> torch.Tensor:
-        """One of its tensors."""
         place = self.places.parts[name]
         shape = place.shape_of(self.tokens)
         length = math.prod(shape)

@@ -49,7 +49,7 @@ def geometry_of(config: MoEConfig) -> native.Geometry:
         first_id=config.first_id,
         absent_id=config.resolved_absent_id,
         two_hop_tokens=two_hop_tokens(config),
-        row_bytes=config.hidden_size * config.payload_dtype.itemsize,
+        row_bytes=config.payload_columns * config.payload_dtype.itemsize,
         scale_bytes=scale_bytes,
         capacity=capacity * here,
         slots=capacity,
@@ -59,7 +59,6 @@ def geometry_of(config: MoEConfig) -> native.Geometry:
 
 
 def _by_domain(config: MoEConfig) -> bool:
-    """Whether the order of hosts can make a difference."""
     return config.combine_order is CombineOrder.DOMAIN and config.network is not None and not config.exact_combine
 
 
@@ -71,7 +70,6 @@ def two_hop_tokens(config: MoEConfig) -> int:
 
 
 def wire_bytes(config: MoEConfig, geometry: native.Geometry) -> tuple[int, int]:
-    """See `base.Transport.wire_bytes`."""
     row = geometry.row_bytes + geometry.scale_bytes + _ROUTING_BYTES * geometry.topk
     return row, quant.partial_bytes(config)
 
@@ -87,8 +85,7 @@ def check_rows(config: MoEConfig, geometry: native.Geometry) -> None:
 
 def _scale_format(config: MoEConfig) -> tuple[int, int]:
     """(bytes of one row's scales as they are staged, `cd::Scales`)."""
-    if config.quantize:
-        return -(-config.hidden_size // FP8_BLOCK) * 4, native.scales_code(config.scale_format)
-    if config.scale_columns:
-        return config.scale_columns * config.scale_dtype.itemsize, native.CALLER_SCALES
-    return 0, 0
+    if config.quantize is True:
+        return -(-config.hidden_size // FP8_BLOCK) * 4, native.SCALES[config.scale_format]
+    columns, dtype = quant.delivered_scales(config)
+    return columns * dtype.itemsize, native.SCALES.get(config.quantize, native.CALLER_SCALES if columns else 0)

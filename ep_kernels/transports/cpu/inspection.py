@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-
-from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.config import MoEConfig
 from ep_kernels.transports.base import RegionArray, RegionMap
-from ep_kernels.transports.cpu import collectives, native
+from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of
 
 HOLDS = {
@@ -31,9 +28,3 @@ def region_map(config: MoEConfig) -> RegionMap:
         arrays.append(RegionArray(name, offset, config.max_in_flight, slot_bytes, HOLDS[name]))
     ll_tokens = config.max_tokens_per_rank if config.ll_max_tokens is None else config.ll_max_tokens
     return RegionMap(tuple(arrays), ll_tokens, parts.mirror)
-
-
-def collective_bytes(config: CollectiveConfig) -> int:
-    """See `collective_base.bytes_before_pool`. Raises TransportError without the native library."""
-    geometry = collectives.geometry_of(config)
-    return int(native.load().cd_collectives_pool_offset(ctypes.byref(geometry)))

@@ -42,7 +42,10 @@ MAX_SLOTS = 64
 
 _TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float8_e4m3fn: 4}
 _LAYOUTS = {Layout.EXPERT_MAJOR: 0, Layout.GROUPED: 1, Layout.RANK_MAJOR: 2, Layout.FLAT: 3}
-_SCALES = {ScaleFormat.FP32: 1, ScaleFormat.UE8M0: 2, ScaleFormat.UE8M0_PACKED: 3}
+SCALES: dict[object, int] = {
+    ScaleFormat.FP32: 1, ScaleFormat.UE8M0: 2, ScaleFormat.UE8M0_PACKED: 3, "mxfp8": 5, "nvfp4": 6
+}  # fmt: skip
+"""`cd::Scales` of scales made by the quantiser, by `scale_format` of fp8, else by `quantize`."""
 CALLER_SCALES = 4
 
 
@@ -64,13 +67,7 @@ def dtype_name(code: int) -> str:
 
 
 def layout_code(layout: Layout) -> int:
-    """`cd::Layout`."""
     return _LAYOUTS[layout]
-
-
-def scales_code(scale_format: ScaleFormat) -> int:
-    """`cd::Scales` of scales made by the quantiser."""
-    return _SCALES[scale_format]
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -158,7 +155,6 @@ class RegionParts(ctypes.Structure):
 
 
 def region_parts(geometry: Geometry) -> RegionParts:
-    """Of a region of that geometry."""
     parts = RegionParts()
     load().cd_region_parts(ctypes.byref(geometry), ctypes.byref(parts))
     return parts
@@ -316,6 +312,8 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_collective_begin": (c_int, (c_void_p, POINTER(Collective))),
     "cd_collective_advance": (c_int, (c_void_p, POINTER(Collective), c_int, c_int)),
     # Of rows.
+    "cd_quantize_mxfp8": (None, (c_int, c_void_p, c_void_p, c_void_p, c_int64)),
+    "cd_quantize_nvfp4": (None, (c_int, c_void_p, c_void_p, c_void_p, c_float, c_int64)),
     "cd_quantize": (None, (c_int, c_void_p, c_void_p, c_void_p, c_int, c_int64)),
     "cd_scale_add": (None, (c_int, c_void_p, c_void_p, c_int, c_float, c_int64)),
     "cd_convert": (None, (c_int, c_void_p, c_void_p, c_int, c_int, c_int64)),

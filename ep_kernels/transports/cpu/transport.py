@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -26,12 +27,72 @@ from ep_kernels.transports.cpu import native
 from ep_kernels.transports.cpu.comm import NativeComm, SlotBuffers
 from ep_kernels.transports.cpu.cpu_member import CpuMember, mask_of
 from ep_kernels.transports.cpu.cpu_routing import CPU, FreshState, RoutingState, StatePlaces
-from ep_kernels.transports.cpu.cpu_step import CpuStep
 from ep_kernels.transports.cpu.geometry import check_rows, geometry_of, wire_bytes
 from ep_kernels.transports.cpu.region import OwnRegion, own_domain, read_ticket
 from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, PeerTraffic
 
 _LL = Mode.LL
+_GIVEN, _RETURNED = struct.Struct("=2i4Q4i"), struct.Struct("=Q2i2Q2i2Q2i")
+"""Of a DispatchOp, from `routing.tokens` on: tokens, mode, x, scales, ids, weights, fresh, exact_shapes, wide_ids, pad.
+Of a CombineOp, from `routing.origin` on: origin, tokens, mode, y, row_weights, outputs_slot, apply_weights, z,
+z_weights, z_type, to_collect."""
+_GIVEN_AT = native.DispatchOp.routing.offset + native.Routing.tokens.offset
+_RETURNED_AT = native.CombineOp.routing.offset + native.Routing.origin.offset
+_VIEWS = 64
+"""Numbers of rows of which views are kept."""
+
+
+class CpuStep:
+    """See `types.KeptStep`; of one slot."""
+
+    def __init__(self, comm: NativeComm, slot: int) -> None:
+        self._comm, self._slot = comm, slot
+        self._buffers, self._rows = comm.buffers[slot], comm.buffers[slot].tokens()
+        self._state = state = FreshState(comm.places, 0)
+        self.counts, self.offsets = state.counts, state.offsets
+        *routing, counts, offsets, valid = state.addresses()
+        out = valid, *self._buffers.addresses(), 0, 0, counts, offsets
+        self._dispatch = native.dispatch_op((*routing, 0), (0, 0), (0,) * 4, (0,) * 3, out)
+        self._combine = native.combine_op((*routing, 0), (0, 0), (0, 0), (-1, 1), (0, 0, 0))
+        self._at = ctypes.byref(self._dispatch), ctypes.byref(self._combine)
+        self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._y_address = self._buffers.expert_outputs.data_ptr()
+        self.num_tokens = self._mode = self._num_rows = 0
+        self._capacity = self._rows.shape[0]
+        self.tokens, self.y = self._view(0)
+
+    def dispatch(self, inputs: StepInputs, mode: Mode) -> int:
+        """Both phases, and peers no longer read y. The native status."""
+        op, comm, exact = self._dispatch, self._comm, self._buffers.exact_shapes
+        tokens, is_ht, (x, ids, weights) = inputs.num_tokens, mode is not _LL, inputs.addresses
+        _GIVEN.pack_into(op, _GIVEN_AT, tokens, is_ht, x, 0, ids, weights, 1, exact, inputs.wide_ids, 0)
+        recycle(self._rows)
+        status: int = comm.lib.cd_dispatch(comm.pointer, self._at[0], native.STEP)
+        if not status:
+            self.num_tokens, self._mode = tokens, is_ht
+            self._num_rows = num_rows = op.num_rows if exact else self._capacity
+            self.tokens, self.y = self._views.get(num_rows) or self._view(num_rows)
+        return status
+
+    def combine(self, z: int, z_type: int) -> int:
+        """Of the rows in y, into [T, H] there. The native status."""
+        comm, slot = self._comm, self._slot if self._num_rows else -1
+        origin, tokens, mode = self._dispatch.seq, self.num_tokens, self._mode
+        _RETURNED.pack_into(
+            self._combine, _RETURNED_AT, origin, tokens, mode, self._y_address, 0, slot, 1, z, 0, z_type, 0
+        )
+        status: int = comm.lib.cd_combine(comm.pointer, self._at[1], native.BOTH)
+        return status
+
+    def _view(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(self._views) == _VIEWS:
+            self._views.clear()
+        with torch.inference_mode(False):
+            views = self._rows[:num_rows], self._buffers.expert_outputs[:num_rows]
+        self._views[num_rows] = views
+        return views
+
+
 _TOTALS = ("num_rows", "num_dropped", "num_invalid_ids")
 _PART_S = 0.1
 """Seconds to send what is left for a rank that is left out."""
@@ -58,8 +119,6 @@ def _keeps_steps(config: MoEConfig) -> bool:
 
 
 class CpuTransport(CpuMember[NativeComm], Transport):
-    """See `transports.base.Transport`."""
-
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
         native.check_limits(config.group.size, config.max_in_flight)
@@ -80,6 +139,7 @@ class CpuTransport(CpuMember[NativeComm], Transport):
             wide_ids=True,
             abi=f"cpu-{self.lib.cd_abi():016x}",
             samples=True,
+            quantize=(False, True, "mxfp8", "nvfp4"),
         )
 
     # Life.
@@ -159,7 +219,6 @@ class CpuTransport(CpuMember[NativeComm], Transport):
             self._flush(channel, active, timeout_s)
 
     def clear(self) -> None:
-        """Forget what is under way."""
         self._dispatches, self._combines, self._steps = {}, {}, {}
 
     # Operations.
@@ -430,11 +489,24 @@ def _fields(
 class CpuCombine:
     """See `base.PendingCombine`. Unless `args.at_once` its rows are sent when it is made."""
 
-    __slots__ = ("_args", "_comm", "_epoch", "_op", "_state", "_transport", "_weights", "_z", "dispatch_slot", "slot")
+    __slots__ = (
+        "_args",
+        "_comm",
+        "_epoch",
+        "_op",
+        "_out",
+        "_state",
+        "_transport",
+        "_weights",
+        "_z",
+        "dispatch_slot",
+        "slot",
+    )
 
     def __init__(self, transport: CpuTransport, comm: NativeComm, args: CombineArgs) -> None:
         self._transport, self._comm, self._epoch = transport, comm, transport.epoch
         self._args: CombineArgs | None = args
+        self._out = args.out
         handle, y, row_weights, buffers = args.handle, args.y, args.row_weights, comm.buffers
         state: RoutingState = handle.state
         if args.topk_weights is not None:
@@ -466,10 +538,10 @@ class CpuCombine:
         if status:
             self._transport.judge(status)
 
-    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """What is left of it, once; into `out` if it has not run yet."""
+    def finish(self) -> torch.Tensor:
+        """What is left of it, once."""
         if self._z is None:
-            transport, op, z = self._transport, self._op, out
+            transport, op, z = self._transport, self._op, self._out
             if z is None:
                 hidden, dtype = self._comm.outputs
                 z = checks.made(torch.empty(op.routing.tokens, hidden, dtype=dtype, device=CPU))
@@ -484,11 +556,8 @@ class CpuCombine:
             self._z = z
         return self._z
 
-    def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        z = self.finish(out)
-        if out is not None and z is not out:
-            z = out.copy_(z)
-        return z, self._weights
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.finish(), self._weights
 
 
 def _same_epoch(transport: CpuTransport, epoch: int) -> None:

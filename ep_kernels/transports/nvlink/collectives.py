@@ -30,12 +30,17 @@ from ep_kernels.transports.nvlink.copy_engines import collective_plan as plan
 from ep_kernels.transports.nvlink.copy_engines import copies
 from ep_kernels.transports.nvlink.copy_engines.collective_copies import GatherCopies, NvlinkTerms
 from ep_kernels.transports.nvlink.copy_engines.collective_engine import CollectiveEngine, Shard
-from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, KernelPlan
-from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork, DoneWork, KernelWork
+from ep_kernels.transports.nvlink.copy_engines.collective_work import (
+    CopyPlan,
+    CopyWork,
+    DoneWork,
+    KernelPlan,
+    KernelWork,
+)
 from ep_kernels.transports.nvlink.copy_engines.copy_times import CopyTimes
-from ep_kernels.transports.nvlink.copy_engines.repeat_records import Quiet
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPlaces
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 from ep_kernels.transports.nvlink.gpu.signature import difference
 from ep_kernels.transports.nvlink.memory import links
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
@@ -199,9 +204,7 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
         for found in (self._tables.host.mismatch(), self._copies.mismatch()):
             if found is not None:
                 raise TransportError(f"{found.op}: rank {found.peer} brought {difference(found.mine, found.theirs)}")
-        super()._raise_fault()
-
-    _raise_fault = raise_fault
+        super().raise_fault()
 
     def undisturbed(self) -> torch.cuda.Stream | None:
         return None if self.untroubled() is None else self._streams.here()
@@ -224,7 +227,7 @@ class NvlinkCollectives(NvlinkMember, CollectiveTransport):
         self._captured = True
 
     def check_results(self) -> None:
-        self._raise_fault()
+        self.raise_fault()
 
     # Memory.
 

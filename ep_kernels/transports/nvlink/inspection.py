@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 
-from ep_kernels.collectives.collective_config import CollectiveConfig
 from ep_kernels.config import MoEConfig
-from ep_kernels.kernels import abi, collective_abi
+from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.base import RegionArray, RegionMap
 from ep_kernels.transports.nvlink.calls import plan
-from ep_kernels.transports.nvlink.copy_engines import collective_plan
 
 HOLDS = {
     "flags": "progress of each peer: the seq of its last operation",
@@ -36,12 +34,6 @@ HOLDS = {
 """What each array is for. LL, HT: there only where the mode, or AUTO, may come to use it."""
 
 
-def collective_bytes(config: CollectiveConfig) -> int:
-    """See `collective_base.bytes_before_pool`."""
-    sizes = collective_plan.sizes_of(config.group.size, config.pool_bytes, config.staging_bytes)
-    return int(collective_abi.collective_map(sizes).pool)
-
-
 def arrays(config: MoEConfig) -> list[RegionArray]:
     """The byte map of one rank's region, in order of address; it ends where the last array does. Raises ConfigError."""
     shared = abi.region_map(plan.sizes_of(config).shape)
@@ -56,7 +48,6 @@ def arrays(config: MoEConfig) -> list[RegionArray]:
 
 
 def region_map(config: MoEConfig) -> RegionMap:
-    """See `base.region_map`. Raises ConfigError."""
     boxes = 0 if config.network is None else abi.box_bytes(plan.sizes_of(config).shape)
     return RegionMap(tuple(arrays(config)), plan.ll_tokens(config), box_bytes=boxes)
 
@@ -72,7 +63,6 @@ def probe(device: int) -> dict[str, Any]:
 
 
 def boxes(network: NetworkConfig, device: int) -> str:
-    """See `base.boxes`."""
     from ep_kernels.transports.nvlink.network import gpu_direct
     from ep_kernels.transports.nvlink.network.gpu_boxes import CudaGpu
 

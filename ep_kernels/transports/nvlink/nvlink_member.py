@@ -19,7 +19,7 @@ from ep_kernels.network.network import require
 from ep_kernels.telemetry import merged
 from ep_kernels.transports.base import EXCHANGE_WORDS, MemberTransport
 from ep_kernels.transports.nvlink.calls import left_out
-from ep_kernels.transports.nvlink.calls.engine import BOTH, Call
+from ep_kernels.transports.nvlink.calls.engine import Call
 from ep_kernels.transports.nvlink.calls.left_out import Unsent
 from ep_kernels.transports.nvlink.calls.plan import Launch
 from ep_kernels.transports.nvlink.calls.streams import StreamOrder
@@ -176,36 +176,34 @@ class NvlinkMember(MemberTransport):
 
     # Operations.
 
-    def _launch(self, call: Call, phases: int = BOTH) -> None:
-        self._start(call, call.of_phases(phases), self._streams.enter())
+    def enter(self) -> int:
+        """The CUstream to launch on: the current one, after the launch before."""
+        if self._remote is not None:
+            self._remote.channel.wake()
+        return self._streams.enter()
+
+    def _launch(self, call: Call) -> None:
+        self._start(call, self.enter())
         self._streams.leave(call.keep)
 
     def _launch_on(self, stream: torch.cuda.Stream, call: Call) -> None:
         """On a stream of the rank's own, beside the order of its other operations."""
-        self._start(call, call.args, stream.cuda_stream)
+        self._start(call, stream.cuda_stream)
 
-    def _start(self, call: Call, args: Any, stream: int) -> None:
-        if self._remote is not None:
-            self._remote.channel.wake()
-        operation = call.operation
-        start = None if operation is None else operation.start
-        if start is None:
-            launch = call.launch
-            start = self._functions[call.variant].starter(
-                launch.num_blocks, call.variant.num_threads, cooperative=launch.cooperative,
-                overlapped=launch.overlapped,
-            )  # fmt: skip
-            if operation is not None:
-                operation.start = start
-        if start(stream, args):
+    def _start(self, call: Call, stream: int) -> None:
+        how = call.launch
+        if self._functions[call.variant].launch_record(
+            how.num_blocks, call.variant.num_threads, stream, call.args, cooperative=how.cooperative,
+            overlapped=how.overlapped,
+        ):  # fmt: skip
             self._captured = True
 
     def check(self, op: str = "check") -> None:
         """See `base.MemberTransport`: what failed on the device so far, or that this rank was left out."""
-        self._raise_fault()
+        self.raise_fault()
         self._domain.mailbox.check_left_out(op)
 
-    def _raise_fault(self) -> None:
+    def raise_fault(self) -> None:
         fault = self._tables.host.fault()
         if fault is not None:
             try:
@@ -219,7 +217,7 @@ class NvlinkMember(MemberTransport):
     def settle(self) -> None:
         """Wait for the current stream and raise what failed on it."""
         torch.cuda.current_stream(self._device).synchronize()
-        self._raise_fault()
+        self.raise_fault()
 
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
         """Another GPU's memory, or another GPU being torch's current one, would fault in the kernel."""

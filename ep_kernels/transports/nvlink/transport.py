@@ -8,7 +8,6 @@ the next one; what ranks did differently but broke nothing, by the call that syn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import torch
@@ -19,18 +18,18 @@ from ep_kernels.errors import ArgumentError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.base import CombineArgs, DispatchArgs, Transport
 from ep_kernels.transports.nvlink.calls import plan, tables
-from ep_kernels.transports.nvlink.calls.engine import BOTH, RECEIVE, SEND, Call, Dispatch, LaunchEngine
+from ep_kernels.transports.nvlink.calls.engine import Call, LaunchEngine
 from ep_kernels.transports.nvlink.calls.left_out import Unsent
-from ep_kernels.transports.nvlink.calls.quick import Surroundings, is_offered
-from ep_kernels.transports.nvlink.calls.quick_calls import NvlinkQuickCalls
-from ep_kernels.transports.nvlink.calls.routing_state import DispatchState, restored, trimmed
+from ep_kernels.transports.nvlink.calls.operation_plan import Surroundings
+from ep_kernels.transports.nvlink.calls.operations import NvlinkCombine, NvlinkDispatch, NvlinkOperations
+from ep_kernels.transports.nvlink.calls.routing_state import TensorState, restored, trimmed
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.memory import links
 from ep_kernels.transports.nvlink.memory.domain import needs_boxes
 from ep_kernels.transports.nvlink.network import gpu_direct, remote
 from ep_kernels.transports.nvlink.network.remote import RemoteRanks
 from ep_kernels.transports.nvlink.nvlink_member import NvlinkMember, require_cuda
-from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Layout, Mode, Overflow
+from ep_kernels.types import Capabilities, DispatchHandle, DispatchOutput, Mode, Overflow
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8)
 _SMALLER = (
@@ -50,9 +49,7 @@ class NvlinkTransport(NvlinkMember, Transport):
         self.capabilities = Capabilities("cuda", joined, DTYPES, (Mode.LL, Mode.HT), True, self._abi, True)
         local = config.resolved_expert_map.num_local_experts(config.group.rank)
         self._raises = config.overflow is Overflow.RAISE and may_overflow(config, local)
-        compact = config.resolved_layout in (Layout.GROUPED, Layout.FLAT)
-        self._exact = compact and config.exact_shapes
-        self._quick: NvlinkQuickCalls | None = None
+        self._made: NvlinkOperations | None = None
 
     # Life.
 
@@ -80,7 +77,6 @@ class NvlinkTransport(NvlinkMember, Transport):
             self._remote = RemoteRanks(network, group.rank, group.size, shape, self._tables.host, boxes, timeout_s)
         # Kernels, then the region.
         self._load(self._engine.variants())
-        self._num_rows = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
         return self._allocate(self._engine.region_bytes, self._engine.blank_bytes, _SMALLER)
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
@@ -108,27 +104,32 @@ class NvlinkTransport(NvlinkMember, Transport):
         self._tables.set_active(mask)
         self._engine.restart_slots()
         self._note_captures()
-        self._quick = None  # of the epoch that has ended
+        self._made = None  # of the epoch that has ended
 
     def _note_captures(self) -> None:
-        if self._quick is not None and self._quick.was_captured:
+        if self._made is not None and self._made.was_captured:
             self._captured = True
 
     # Operations.
 
-    def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> NvlinkQuickCalls | None:
-        library, mailbox, host = launch.load(), self._domain.mailbox, self._tables.host
-        if self.config.network is not None or not is_offered(library):
-            return None
-        from ep_kernels.transports.nvlink.gpu import driver
+    @property
+    def _operations(self) -> NvlinkOperations:
+        """Of this epoch; made at first use."""
+        if self._made is None:
+            from ep_kernels.transports.nvlink.gpu import driver
 
-        watched = [(address, 0) for address in host.fault_addresses] + mailbox.watched()
-        context = int(driver.call("cuCtxGetCurrent"))
-        around = Surroundings(self._device, self._streams, watched, (host, mailbox), context, library)
-        self._quick = NvlinkQuickCalls(
-            self._engine, around, self._functions, self, number, self.epoch, mode, ll_max_tokens, self._raises
-        )
-        return self._quick
+            mailbox, host = self._domain.mailbox, self._tables.host
+            quiet = launch.Quiet([*((address, 0) for address in host.fault_addresses), *mailbox.watched()])
+            context = int(driver.call("cuCtxGetCurrent"))
+            around = Surroundings(self._device, self._streams, quiet, (host, mailbox), context, launch.load())
+            self._made = NvlinkOperations(self._engine, around, self._functions, self, self.epoch, self._raises)
+        return self._made
+
+    def quick(self, number: int, mode: Mode, ll_max_tokens: int) -> NvlinkOperations | None:
+        if self.config.network is not None:  # whose proxy Python wakes
+            return None
+        self._operations.offer(number, mode, ll_max_tokens)
+        return self._operations
 
     def is_captured(self) -> bool:
         self._note_captures()
@@ -139,6 +140,9 @@ class NvlinkTransport(NvlinkMember, Transport):
         if finding is not None:
             raise finding
 
+    def dropped_by(self, out: DispatchOutput, handle: DispatchHandle) -> int:
+        return int(handle.state.num_dropped)
+
     def dropped_rows(self) -> int:
         return self._engine.tables.host.num_dropped
 
@@ -148,37 +152,11 @@ class NvlinkTransport(NvlinkMember, Transport):
             raise ArgumentError(
                 "overflow", "Overflow.DROP, or no max_recv_rows, under graph capture (RAISE reads the device)", "RAISE"
             )
-        step = self._engine.dispatch(args)
-        if not args.at_once:
-            self._launch(step.call, SEND)
-        return NvlinkDispatch(self, step, BOTH if args.at_once else RECEIVE)
-
-    def finish(self, step: Dispatch, phases: int) -> tuple[DispatchOutput, DispatchHandle]:
-        """Receive half of a dispatch. Reads the device where shapes or errors depend on it, never under capture."""
-        self._launch(step.call, phases)
-        rows = step.state.num_rows  # known where the routing is used again
-        unknown = self._exact and rows is None
-        if (unknown or self._raises) and not torch.cuda.is_current_stream_capturing():
-            self._num_rows.copy_(self._engine.number(step, "num_rows"), non_blocking=True)
-            self.settle()
-            self.check_results()
-            rows = int(self._num_rows) if unknown else rows
-        return self._engine.finish(step, rows, self.epoch)
-
-    def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        return self._engine.buffers(step)
+        return self._operations.begin_dispatch(args)
 
     def combine(self, args: CombineArgs) -> NvlinkCombine:
         self._check_device("y", args.y)
-        call, receive = self._engine.combine(args)
-        if not args.at_once:
-            self._launch(call, SEND)
-        return NvlinkCombine(self, call, receive, BOTH if args.at_once else RECEIVE)
-
-    def receive(self, call: Call, phases: int) -> None:
-        """Receive half of a combine."""
-        self._launch(call, phases)
-        self._raise_fault()
+        return self._operations.begin_combine(args)
 
     def dispatch_input(self, num_tokens: int) -> torch.Tensor:
         """See `base.Transport`. Kernels read x wherever it lies, so any memory will do."""
@@ -196,7 +174,7 @@ class NvlinkTransport(NvlinkMember, Transport):
     def trimmed(self, handle: DispatchHandle, num_rows: int) -> DispatchHandle:
         return trimmed(handle, num_rows)
 
-    def blank_state(self, num_tokens: int) -> DispatchState:
+    def blank_state(self, num_tokens: int) -> TensorState:
         return self._engine.blank_state(num_tokens)
 
     def restore(self, handle: DispatchHandle) -> DispatchHandle:
@@ -209,45 +187,5 @@ class NvlinkTransport(NvlinkMember, Transport):
         return plan.LL_MAX_TOKENS[self.config.resolved_layout]
 
 
-class NvlinkDispatch:
-    """A dispatch whose send phase is done, or left for `wait` to do with the other. See `base.PendingDispatch`.
-
-    Args:
-        transport: whose it is.
-        step: what has been prepared, and sent unless both phases are left.
-        phases: RECEIVE or BOTH.
-    """
-
-    def __init__(self, transport: NvlinkTransport, step: Dispatch, phases: int) -> None:
-        self._transport, self._step, self._phases = transport, step, phases
-        self._result: tuple[DispatchOutput, DispatchHandle] | None = None
-
-    def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
-        if self._result is None:
-            self._result = self._transport.finish(self._step, self._phases)
-        return self._result
-
-    def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        return self._transport.buffers(self._step)
-
-
-class NvlinkCombine:
-    """See `base.PendingCombine`. `receive(out)` completes the arguments of `call`."""
-
-    def __init__(self, transport: NvlinkTransport, call: Call, receive: Any, phases: int) -> None:
-        self._transport, self._call, self._receive, self._phases = transport, call, receive, phases
-        self._result: tuple[torch.Tensor, torch.Tensor | None] | None = None
-
-    def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._result is None:
-            z, weights = self._receive(out)
-            self._transport.receive(self._call, self._phases)
-            if out is not None and z is not out:
-                z = out.copy_(z)
-            self._result = z, weights
-        return self._result
-
-
 def create(config: MoEConfig) -> NvlinkTransport:
-    """Build the transport; touches no GPU yet."""
     return NvlinkTransport(config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Run the command; see `app`."""
     from crossdock.cli import app
 
     app.main()

@@ -67,7 +67,6 @@ def kinds() -> list[type[msgspec.Struct]]:
 
 
 def fields_of(kind: type[msgspec.Struct]) -> list[Field]:
-    """The fields of one config, in the order of their declaration."""
     meanings = _meanings(kind)
     types = get_type_hints(kind, include_extras=True)
     made = []
@@ -114,7 +113,6 @@ def _parts(type_: Any) -> Iterator[type[msgspec.Struct]]:
 
 
 def _words(type_: Any) -> str:
-    """A type in words."""
     origin, inner = get_origin(type_), get_args(type_)
     if origin is Annotated:
         limits = {sign: getattr(inner[1], name) for name, sign in _LIMITS.items()}

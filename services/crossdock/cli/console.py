@@ -44,7 +44,6 @@ def console() -> Console:
 
 
 def show_json(what: object) -> None:
-    """Print it on standard output."""
     print(json.dumps(what, indent=1))
 
 

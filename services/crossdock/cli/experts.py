@@ -47,7 +47,6 @@ def as_tables(found: ExpertsResponse, target: str, layer: int | None, most: int)
 
 
 def copies(layer: LayerExperts, num_experts: int) -> list[int]:
-    """Copies of each expert of a layer."""
     counts = [0] * num_experts
     for expert in layer.slots:
         counts[expert] += 1

@@ -89,13 +89,11 @@ def fetch(target: str, timeout_s: float, security: Path | None) -> list[Event]:
 
 
 def in_order(records: Iterable[Record], changes: Iterable[Event]) -> list[Event]:
-    """Events by time."""
     failed = [Event(_number(record.get("unix_s")), words(record), record) for record in records]
     return sorted([*failed, *changes], key=lambda event: event.unix_s)
 
 
 def words(record: Record) -> str:
-    """A record as sentences."""
     who = f"rank {record.get('rank')} in epoch {record.get('epoch')}"
     if "peer" not in record:
         return f"{who}: {record.get('reason')}"
@@ -147,7 +145,6 @@ def story(events: Sequence[Event]) -> list[str]:
 
 
 def event_dict(event: Event) -> dict[str, object]:
-    """With plain JSON types."""
     return {"unix_s": event.unix_s, "text": event.text, "record": event.record}
 
 

@@ -68,7 +68,6 @@ def fetch(target: str, timeout_s: float, security: Path | None) -> GroupView:
 
 
 def as_dict(view: GroupView) -> dict[str, object]:
-    """With plain JSON types."""
     shares = waits(view)
     return {
         "state": GroupState.Name(view.state),

@@ -190,7 +190,6 @@ def clock_dict(offset: Offset) -> dict[str, object]:
 
 
 def clock_words(rank: int, offset: Offset) -> str:
-    """The offset in words."""
     if not math.isfinite(offset.error_ns):
         return f"rank {rank}: its clock cannot be aligned: no operation in common with the first rank"
     return f"rank {rank}: clock {offset.offset_ns / 1e3:+.1f} us, +- {offset.error_ns / 1e3:.1f} us"

@@ -5,7 +5,7 @@
 
 A batch is spread over the ranks, each with a share of the tokens, by one connection to each (connection.py). Views are
 followed: requests in flight to a lost rank are retried until their deadline (forward is idempotent). A request that a
-worker refuses for lack of resources is retried alone at the next worker, within a budget (retry.py).
+worker refuses for lack of resources is retried alone at the next worker, within a budget (`RetryBudget`).
 
 What a call does is written once, in `Requests.forward`. It waits in the event loop; for a thread it blocks instead.
 
@@ -18,6 +18,7 @@ import asyncio
 import functools
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
@@ -29,7 +30,6 @@ from crossdock.client.connection import Connection, Flight
 from crossdock.client.dialling import KnownWorker
 from crossdock.client.directory import Directory, ServingWorkers
 from crossdock.client.errors import ClientError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
-from crossdock.client.retry import RetryBudget
 from crossdock.client.shares import (
     MAX_TIMEOUT_S,
     ForwardCall,
@@ -44,6 +44,43 @@ from crossdock.common.settings import SecurityConfig
 from crossdock.common.tasks import background, call_in_loop, end_tasks
 from crossdock.protocol.rows import CallRows
 from crossdock.protocol.v1 import expert_pb2
+
+
+class RetryBudget:
+    """A token for each request that is sent again after RESOURCE_EXHAUSTED. Any thread.
+
+    Args:
+        ratio: tokens per answer: in the long run one request in 1 / ratio is retried.
+        most: initial and maximum number of tokens.
+        per_s: tokens per second, so that a client without any answers keeps trying.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        ratio: float = 0.1,
+        most: float = 10.0,
+        per_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ratio, self._most, self._per_s, self._clock = ratio, most, per_s, clock
+        self._left, self._at, self._lock = most, clock(), threading.Lock()
+
+    def answered(self) -> None:
+        with self._lock:
+            self._left = min(self._most, self._left + self._ratio)
+
+    def take(self) -> bool:
+        """Take a token; False: none is left."""
+        with self._lock:
+            now = self._clock()
+            self._left = min(self._most, self._left + (now - self._at) * self._per_s)
+            self._at = now
+            if self._left < 1:
+                return False
+            self._left -= 1
+            return True
+
 
 AVOID_S = 2.0
 """How long a worker with a broken connection is avoided, if there are others: each serves every token."""

@@ -36,13 +36,8 @@ _WRITE_S = 0.05
 class Flight:
     """One share of a call, on its way.
 
-    Args:
-        batch: the call.
-        share: of its rows.
-
     Attributes:
         done: whether there is an answer, or an error.
-        error: of it.
         model: fingerprint of the checkpoint that made the answer.
     """
 
@@ -71,11 +66,9 @@ class Connection:
     """One connection to a worker, which has welcomed it.
 
     Args:
-        address: of the worker.
         where: its name for errors.
         lost: its rank, where it is known.
         epoch: of the view with this worker, for errors.
-        line: carries the frames.
         num_requests, max_request_bytes: what the worker takes on it.
         loop: that reads; None: threads do.
 
@@ -116,7 +109,6 @@ class Connection:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is in flight."""
         return not self._flights and not self._backlog
 
     def send(self, flight: Flight) -> None:
@@ -223,7 +215,6 @@ class Connection:
             self._finish(flight, self.gone())
 
     def gone(self) -> Unavailable:
-        """The error of requests that it had."""
         return Unavailable(f"{self.where}: {self.closed}", self.lost, self.epoch)
 
     def _send(self, flight: Flight) -> None:

@@ -34,9 +34,6 @@ class RowsPlace(NamedTuple):
 class SharedRows:
     """What one connection shares with its worker: nothing until the first large request, nor with another host. Used
     under the connection's lock.
-
-    Args:
-        line: of the connection.
     """
 
     def __init__(self, line: FrameSocket) -> None:
@@ -55,7 +52,6 @@ class SharedRows:
         return RowsPlace(self._memory, begin)
 
     def give_back(self, place: RowsPlace | None) -> None:
-        """No step uses it any more."""
         if place is not None:
             place.memory.give_back(place.begin)
 

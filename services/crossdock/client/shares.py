@@ -71,7 +71,6 @@ def split(num_tokens: int, num_workers: int, first: int, min_tokens: int) -> lis
 
     Args:
         num_tokens: T > 0.
-        num_workers: number of workers.
         first: worker of the first share.
         min_tokens: smallest share; fewer workers are used if necessary.
     """

@@ -40,8 +40,6 @@ log = logs.get(__name__)
 
 
 class Role(Enum):
-    """A role of a caller."""
-
     WORKER = "worker"
     CLIENT = "client"
     OPERATOR = "operator"
@@ -63,6 +61,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
     "/crossdock.v1.ControlPlane/Experts": ANYBODY,
     "/crossdock.v1.ControlPlane/Rebalance": OPERATORS,
     "/crossdock.v1.ControlPlane/Load": OPERATORS,
+    "/crossdock.v1.ControlPlane/Scale": OPERATORS,
     "/crossdock.v1.ControlPlane/Cordon": OPERATORS,
     "/crossdock.v1.ControlPlane/Uncordon": OPERATORS,
     "/crossdock.v1.ControlPlane/Postmortems": ANYBODY,
@@ -102,7 +101,6 @@ class Caller:
 
     Attributes:
         names: names in its certificate; empty without one.
-        roles: what it may be.
         host: where it calls from.
         guarded: whether anything was checked at all.
         patterns: of names that workers may have.
@@ -200,7 +198,6 @@ class CallAuthorizer:
 
         Args:
             method: full name.
-            context: of the call.
             streams: the client sends a stream of requests.
 
         Raises:
@@ -268,7 +265,6 @@ class CallAuthorizer:
             raise ResourceExhausted(f"calls: expected at most {limiter.rate:g} a second of one caller, got more")
 
     def record_refusal(self, why: str, method: str, message: str, context: Any) -> None:
-        """Count a refusal and log it."""
         self._refused(why)
         log.seldom("call refused", method=method, why=message, peer=host_of(context))
 

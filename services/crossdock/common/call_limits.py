@@ -60,11 +60,8 @@ class Permit:
     """The permit of one open call.
 
     Attributes:
-        peer: of the call.
-        connection: of the call.
         cancel: ends the call when its permit is revoked.
         since, at: time of its acquisition, and of the last traffic.
-        pinned: it cannot be revoked.
         revoked: another call has taken it.
     """
 
@@ -81,8 +78,6 @@ class PermitPool:
     """Permits for open calls.
 
     Args:
-        max_total: permits of all peers together.
-        max_per_peer: permits of one peer.
         clock: monotonic seconds.
     """
 
@@ -143,11 +138,9 @@ class PermitPool:
         return self._waiters[peer][0] is released
 
     def is_waited_for(self, peer: Hashable) -> bool:
-        """Whether a call of that peer waits for a permit."""
         return peer in self._waiters
 
     def progress(self, permit: Permit) -> None:
-        """Record traffic on the call."""
         permit.at = self._clock()
 
     def _candidates(self, own: dict[Permit, None]) -> dict[Permit, None]:
@@ -181,8 +174,6 @@ class CallPermits:
         open_pool: for the whole call.
         reading: for its request, until that is complete.
         waiting: until it has a permit of `reading`.
-        peer: of the call.
-        connection: of the call.
 
     Raises:
         LimitReached: too many calls are open.
@@ -220,7 +211,6 @@ class CallPermits:
             )
 
     def release_reading(self) -> None:
-        """The request is complete."""
         self._release(self._reading)
 
     def on_loss(self, end: Callable[[], None]) -> None:
@@ -230,7 +220,6 @@ class CallPermits:
             permit.cancel = end
 
     def progress(self) -> None:
-        """Record traffic on the call."""
         for pool, permit in self._permits.items():
             pool.progress(permit)
 

@@ -47,10 +47,6 @@ class ControlPlaneChannel:
     Args:
         target: host:port, or several, separated by commas.
         security: TLS and tokens; None: plain text.
-
-    Attributes:
-        address: current host:port.
-        grpc_channel: to it.
     """
 
     def __init__(self, target: str, security: Security | None = None) -> None:
@@ -63,7 +59,6 @@ class ControlPlaneChannel:
 
     @property
     def has_several_targets(self) -> bool:
-        """Whether `target` names several addresses."""
         return len(self._targets) > 1
 
     async def is_leading(self) -> bool:
@@ -87,7 +82,6 @@ class ControlPlaneChannel:
         return timeout_s if self._found_leader else min(timeout_s, _PATIENCE * pause_s)
 
     async def close(self) -> None:
-        """Close at once."""
         await end_tasks(*self._closing)
         await self.grpc_channel.close(None)
 

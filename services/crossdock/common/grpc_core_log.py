@@ -68,7 +68,6 @@ class CoreLogRelay:
     """Counts lines of gRPC's core, and logs at most one per second.
 
     Args:
-        counter: with the label `topic`.
         clock: monotonic seconds.
     """
 
@@ -77,7 +76,6 @@ class CoreLogRelay:
         self._logged_at, self.suppressed = float("-inf"), 0
 
     def record(self, line: str) -> None:
-        """Process one line."""
         found = _LINE.match(line)
         if found is None:  # "All log messages before absl::InitializeLog() ...": once in a process
             return

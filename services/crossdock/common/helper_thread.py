@@ -23,7 +23,6 @@ class HelperThread(threading.Thread):
         super().__init__(name=name, target=target, args=args, kwargs=kwargs, daemon=True)
 
     def run(self) -> None:
-        """The thread."""
         try:
             super().run()
         except BaseException:
@@ -32,7 +31,6 @@ class HelperThread(threading.Thread):
 
 
 def ended() -> list[str]:
-    """Names of the threads of this process that an error has ended."""
     return list(_ended)
 
 

@@ -232,7 +232,6 @@ class _Server(ThreadingHTTPServer):
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve and update the counters."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -289,7 +288,6 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
 
     def do_GET(self) -> None:
-        """Answer one of the three paths."""
         server = cast(_Server, self.server)
         path = self.path.partition("?")[0]
         if path == "/metrics" and server.authenticates_scrapers and not self.connection.getpeercert():

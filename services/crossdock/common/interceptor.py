@@ -55,7 +55,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap the handler of a call."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -139,7 +138,6 @@ class _Call:
         return request
 
     def progress(self) -> None:
-        """Record traffic on the call."""
         if self._permits is not None:
             self._permits.progress()
 
@@ -171,7 +169,6 @@ class _Call:
         return True
 
     def _finish(self, code: str) -> None:
-        """Report the end of the call to `observe`."""
         if self._observe is not None:
             self._observe(self._name.rpartition("/")[2], code, time.monotonic() - self._started)
 
@@ -190,7 +187,6 @@ class _Call:
 
 
 async def _single_request(context: Any) -> Any:
-    """Read the request of a unary call."""
     try:
         async with asyncio.timeout(REQUEST_S):
             request = await context.read()

@@ -44,7 +44,6 @@ class Liveness:
         self._parts = {}
 
     def close(self) -> None:
-        """Stop the heartbeat."""
         self._timer.cancel()
 
     def _beat(self) -> None:

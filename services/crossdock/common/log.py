@@ -112,7 +112,6 @@ def setup(config: LogConfig, **bound: object) -> None:
 
 
 def write_to(stream: TextIO) -> None:
-    """Redirect events from stderr to `stream`."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _ToStderr):
             handler.setStream(stream)

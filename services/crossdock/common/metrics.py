@@ -56,7 +56,6 @@ class BatchedHistogram(Histogram):
         made._buckets[bisect_left(made._upper_bounds, amount)].inc(1)
 
     def observe_many(self, values: Iterable[float]) -> None:
-        """Count values."""
         made: Any = self
         made._raise_if_not_observable()
         ordered = sorted(values)
@@ -107,7 +106,6 @@ class Declaration:
         self.name = f"{NAMESPACE}_{attribute}"
 
     def made(self, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-        """The metric of this declaration."""
         text = f"{self.help} ({self.unit})." if self.unit != "1" else f"{self.help}."
         if self.kind == "histogram":
             return BatchedHistogram(self.name, text, self.labels, registry=registry, buckets=self.buckets)
@@ -134,7 +132,6 @@ class _Registry(CollectorRegistry):
     is one for all registries of a process, other programs' too."""
 
     def collect(self) -> Iterator[Metric]:
-        """The families, as exposed."""
         for family in super().collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
@@ -184,7 +181,6 @@ class GuardedMetrics(DeclaredMetrics):
             self.rpc_duration_seconds.labels(method=method, code=code).observe(seconds)
 
     def count_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Count this loop's tasks at each scrape."""
         self.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
 
@@ -273,8 +269,6 @@ class WorkerMetrics(GuardedMetrics):
 
 
 class ControlMetrics(GuardedMetrics):
-    """Metrics of the control plane."""
-
     # Leadership.
     is_leader = gauge("1", "1 while this replica leads; exactly one of a group must")
     leader_term = gauge("1", "Term of this replica's leadership; 0 without one")
@@ -292,7 +286,8 @@ class ControlMetrics(GuardedMetrics):
         "cause",
     )
     active_ranks = gauge("ranks", "Active ranks: fewer than members while standbys wait to be readmitted")
-    world_size = gauge("ranks", "Configured number of ranks")
+    world_size = gauge("ranks", "Number of ranks in this epoch")
+    wanted_workers = gauge("workers", "Number of workers that the group is to have")
     group_state = gauge("1", "1 for the group's current state, 0 for the others", "state")
     group_state_transitions_total = counter("transitions", "Transitions of the group's state, by new state", "to")
     heartbeats_total = counter("heartbeats", "Heartbeats accepted")
@@ -317,7 +312,7 @@ class ControlMetrics(GuardedMetrics):
 
     def clear_group(self) -> None:
         """Clear the gauges of the group: this replica has stopped leading."""
-        counted = self.epoch, self.members, self.active_ranks, self.watch_streams, self.sick_ranks
+        counted = self.epoch, self.members, self.active_ranks, self.wanted_workers, self.watch_streams, self.sick_ranks
         for number in (*counted, self.placement_version, self.expert_imbalance_ratio):
             number.set(0)
         for labelled in (self.group_state, self.member_states, self.excluded_workers, self.verdict_lost_ratio):

@@ -95,7 +95,6 @@ class OperationCounts:
         self._peers: dict[tuple[str, int], Counter] = {}
 
     def count(self, kinds: Sequence[Operations]) -> None:
-        """Count them."""
         for one in kinds:
             send, wait, total = self._phases_of(one.op, one.mode)
             send.observe_many((one.send_ns * _NS).tolist())

@@ -104,7 +104,6 @@ async def server(
 
     Args:
         max_message_bytes: a larger incoming message ends its call with RESOURCE_EXHAUSTED.
-        health: reflection lists its services.
         observe: called for each finished call of Crossdock's own services.
         authorizer: authorizes calls and limits connections and calls. None: all calls are allowed.
     """
@@ -147,7 +146,6 @@ def channel(
     """A blocking channel to `host:port`. Connects lazily and reconnects by itself; close it, or use it in `with`.
 
     Args:
-        target: host:port.
         max_message_bytes: largest message in either direction.
         security: TLS and tokens; the channel keeps the current certificates. None: plain text.
         name: expected in the server's certificate; empty: the host of `target`.
@@ -176,8 +174,6 @@ async def call(
     """Make one unary call of an aio stub.
 
     Args:
-        method: a unary method of a stub.
-        request: its message.
         timeout_s: deadline of each attempt.
         retry_s: how long to retry UNAVAILABLE, with jittered back-off; 0 = one attempt. Only for idempotent methods
             (all of ControlPlane).

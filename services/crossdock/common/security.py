@@ -70,7 +70,6 @@ class TokenFile:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """The current tokens."""
         now = time.monotonic()
         if now - self._looked_at >= _POLL_S:
             self._looked_at = now
@@ -92,9 +91,6 @@ class TokenFile:
 
 class Security:
     """Credentials of one process. Thread-safe: grpc uses them from its own threads.
-
-    Args:
-        config: which files.
 
     Raises:
         SecurityError: one of them cannot be used.

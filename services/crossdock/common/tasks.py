@@ -22,7 +22,6 @@ _running: set[asyncio.Future[Any]] = set()
 
 
 def background(work: Coroutine[Any, Any, Result], what: str, *expected: type[Exception]) -> asyncio.Task[Result]:
-    """Run `work` as a task; see `log_failure`."""
     task = asyncio.create_task(work, name=what)
     log_failure(task, what, *expected)
     return task
@@ -32,7 +31,6 @@ def log_failure(future: asyncio.Future[Any], what: str, *expected: type[Exceptio
     """Keep a reference to a future until it ends, and log its failure.
 
     Args:
-        future: of the running loop.
         what: its name, for the log.
         expected: errors that are no bug, and are reported elsewhere.
     """

@@ -143,7 +143,6 @@ class Tracer:
     """Begins traces of requests. Made by `tracer_of`.
 
     Args:
-        provider: of the SDK.
         ratio: share of the requests without a trace context that are traced.
     """
 

@@ -69,7 +69,6 @@ class TransportFacts:
 
     @property
     def needs_gpu(self) -> bool:
-        """Each rank computes on a GPU of its own."""
         return self.device_type != "cpu"
 
     def default_world(self, num_gpus: int, without: int = CPU_RANKS) -> int:

@@ -91,7 +91,6 @@ class Leadership:
         """Set when the elector has changed the leader."""
 
     def service(self, address: str) -> ControlPlane | Replica:
-        """The servicer."""
         if self._config.election is None:
             self._metrics.is_leader.set(1)
             return self._make()
@@ -218,5 +217,5 @@ def _readiness(service: ControlPlane | Replica, leadership: Leadership, stopping
     if group is None:
         leader = leadership.elector.leader if leadership.elector is not None else ""
         return True, f"standby; {leader or 'no replica'} leads"
-    held = f"{len(group.members)}/{group.settings.world_size} members"
+    held = f"{len(group.members)}/{group.world_size} members"
     return True, f"{group.phase.value} epoch {group.epoch}, {held}"

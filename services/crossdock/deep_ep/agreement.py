@@ -50,7 +50,6 @@ class Agreement:
 
     Args:
         group: whose ranks they are.
-        timeout_s: deadline of a question.
         refuse: called once by the thread, with the reason, where this rank waits in a step that others do not share.
     """
 

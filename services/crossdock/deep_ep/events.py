@@ -79,7 +79,6 @@ class CommStream:
         self._stream: torch.cuda.Stream | None = None
 
     def stream(self) -> torch.cuda.Stream:
-        """The stream, made at first use."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._stream

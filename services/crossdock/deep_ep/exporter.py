@@ -90,11 +90,9 @@ class FrameworkTelemetry:
             log.warning(f"crossdock: metrics are not served: {error}")
 
     def timed_out(self, group: str, rank: int, peer: int) -> None:
-        """A wait of this rank of that group ended because of that peer."""
         self.metrics.ep_peer_timeouts_total.labels(group, str(rank), str(peer)).inc()
 
     def collect(self) -> None:
-        """Count the present records."""
         with self._lock:
             watched = list(self._watched.items())
         for comm, about in watched:
@@ -178,7 +176,6 @@ class CountingTimeouts:
     """A context in which a PeerTimeout is counted, and raised on. May be entered again, also while it is open.
 
     Args:
-        rank: whose.
         settings: its group; may turn it off.
     """
 

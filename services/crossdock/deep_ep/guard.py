@@ -32,7 +32,6 @@ class Guard:
 
     Args:
         end: called once, with a message, where a failure stayed unreported.
-        clock: seconds.
     """
 
     def __init__(self, end: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,7 +51,6 @@ class Guard:
                 self._thread.start()
 
     def look(self) -> None:
-        """Check all of them once."""
         with self._lock:
             watched = list(self._watched.items())
         for comm, rank in watched:

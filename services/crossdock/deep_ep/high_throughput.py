@@ -30,12 +30,9 @@ class PoolKey(NamedTuple):
     """Parameters of one communicator, except its number of tokens, and those of a call.
 
     Attributes:
-        hidden: H.
         dtype: of x.
         scale_columns: S, 0 without scales.
         scale_dtype: of the scales.
-        num_experts: E.
-        topk: K.
         num_worst_tokens: rows that a rank gets, where shapes are fixed; 0 where they are exact, and in keys.
         dispatch_sms, combine_sms: multiprocessors of one operation, or None.
         output_dtype: of expert outputs, or None: that of x, bfloat16 where x is quantised.
@@ -56,7 +53,6 @@ class PoolKey(NamedTuple):
 
     @property
     def key(self) -> PoolKey:
-        """The parameters of the communicator."""
         return self._replace(num_worst_tokens=0, num_max_tokens_per_rank=0)
 
 
@@ -103,8 +99,6 @@ class Delivered:
 
 
 class HighThroughput:
-    """High-throughput operations of a Buffer."""
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
@@ -220,7 +214,6 @@ class HighThroughput:
         return self._make(kind, x, most)
 
     def _most(self, place: PooledCommunicator, kind: PoolKey, mine: int) -> int:
-        """Tokens of the rank that has most."""
         with self._pool.step(place, kind) as comm:
             words = comm.exchange([mine] + [0] * (EXCHANGE_WORDS - 1))
         return max(word[0] for word in words if word is not None)

@@ -35,9 +35,6 @@ class BufferShape(NamedTuple):
 
     Attributes:
         max_tokens: M, or more.
-        hidden: H.
-        num_experts: E.
-        topk: K.
         dtype: of x.
         scales: format of the fp8 scales, or None where x travels as it is.
     """
@@ -70,8 +67,6 @@ class PreparedStep(NamedTuple):
     Attributes:
         place, shape: their communicator, and what it was made for.
         call: parameters that are equal on all ranks.
-        num_tokens: T.
-        most: M.
         marks: weights that are no weights: the number of each token in the group, from 1 on.
     """
 
@@ -147,8 +142,6 @@ class LowLatencyHandle(Sequence[Any]):
 
 
 class LowLatency:
-    """Low-latency operations of a Buffer."""
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.prepared: dict[tuple[Any, ...], PreparedStep] = pool.shortcuts

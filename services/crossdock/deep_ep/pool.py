@@ -33,7 +33,6 @@ class PooledCommunicator:
     Attributes:
         key: of the calls that it serves.
         number: of the step in which it was made, the same on all ranks.
-        comm: the communicator.
         used: step of its last dispatch.
         numbers: of rows or tokens, as its calls need them: made with it, behind which other streams are ordered.
     """
@@ -75,11 +74,9 @@ class Pool:
         return num_experts // self.size
 
     def get(self, key: Hashable) -> PooledCommunicator | None:
-        """That was last made for this key."""
         return self._places.get(key)
 
     def shapes(self) -> list[Hashable]:
-        """Keys of all that may be used: the same on all ranks."""
         return list(self._places)
 
     def begin(self, place: PooledCommunicator, call: Any) -> None:
@@ -88,7 +85,6 @@ class Pool:
         place.used = self._agreement.step
 
     def failed(self, error: BaseException) -> None:
-        """That operation has raised this error."""
         self._agreement.failed(error)
 
     @contextlib.contextmanager

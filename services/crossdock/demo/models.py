@@ -58,15 +58,12 @@ def write_checkpoint(
     """Write config.json and safetensors of a random model; equal arguments give equal files.
 
     Args:
-        family: one of FAMILIES.
         directory: made if missing.
         dtype: of the weights on disk.
-        seed: of the weights.
         num_layers: decoder layers; the first one of a DeepSeek model is dense.
         hidden_size: H, a multiple of 32.
         intermediate_size: I of one routed expert.
         num_experts: E, a multiple of 2.
-        topk: K.
         fused: expert tensors stacked per layer (how transformers 5 holds them) instead of one by one (as published).
         max_shard_bytes: None: one file; else several of about this size, with an index.
         fields: of config.json, in the place of what this function would choose.

@@ -48,7 +48,6 @@ def _set_namespace(descriptor: int) -> None:
 
 
 def attribute(kind: int, payload: bytes) -> bytes:
-    """One field of a message."""
     length = 4 + len(payload)
     return struct.pack("=HH", length, kind) + payload + b"\0" * (-length % 4)
 
@@ -104,7 +103,6 @@ class Netlink:
                 answers.append(payload)
 
     def index(self, name: str) -> int:
-        """Number of a device."""
         (answer,) = self.ask(f"device {name}", _GET_LINK, _link() + _named(name))
         return int(struct.unpack_from("=i", answer, 4)[0])
 
@@ -115,11 +113,9 @@ class Netlink:
         self.ask(f"veth pair {name}, {other}", _NEW_LINK, _link() + _named(name) + attribute(_LINK_INFO, veth), NEW)
 
     def remove(self, name: str) -> None:
-        """Remove a device; a cable with both its ends."""
         self.ask(f"remove {name}", _DELETE_LINK, _link(self.index(name)))
 
     def up(self, name: str, *, is_up: bool = True) -> None:
-        """Switch a device on, or off."""
         self.ask(f"switch {name}", _NEW_LINK, _link(self.index(name), _UP * is_up, _UP))
 
     def address(self, name: str, address: str) -> None:

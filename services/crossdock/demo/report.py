@@ -144,7 +144,6 @@ def as_dict(rows: Sequence[Row], problem: str = "") -> dict[str, object]:
 
 
 def notes(rows: Sequence[Row]) -> str:
-    """What the numbers of each row mean."""
     return "\n".join(f"{row.family} {row.dtype}: {row.verdict.detail}" for row in rows)
 
 

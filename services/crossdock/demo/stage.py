@@ -48,8 +48,6 @@ class Stage:
     """The stage of the demo.
 
     Attributes:
-        transport: of the workers.
-        num_workers: how many.
         device: where the plain model runs, and the one with remote experts: that of worker 0.
         security: certificates and tokens of every part.
         num_hosts: among which the workers are divided.

@@ -21,7 +21,6 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        check: its name; stable, for programs.
         level: how bad.
         what: what was found, with numbers.
         cause: why that is bad. Empty unless WARN or FAIL.
@@ -36,7 +35,6 @@ class Finding:
 
 
 def ok(check: str, what: str) -> Finding:
-    """A finding of level OK."""
     return Finding(check, Level.OK, what)
 
 

@@ -24,7 +24,6 @@ _CURE = "check address and listen setting, network policies and firewalls betwee
 
 
 def judge_addresses(addresses: Sequence[str], timeout_s: float) -> Iterator[Finding]:
-    """A TCP connection to each host:port."""
     for address in addresses:
         yield _connect("reachable", address, timeout_s)
 

@@ -33,7 +33,6 @@ class DoctorRequest:
         target: host:port of a control plane, "" = none.
         addresses: host:port of others to reach.
         passes: also try peer access, and dispatch and combine.
-        timeout_s: of each connection.
         security: TLS and token for the control plane; None: plain text. Its certificate is looked at too.
         network: of this host's workers, looked at too; None = none is configured.
         num_workers: on this host.
@@ -146,6 +145,5 @@ def _line(finding: Finding) -> str:
 
 
 def as_dict(findings: Sequence[Finding], *, strict: bool) -> dict[str, Any]:
-    """For programs."""
     plain = [{**asdict(finding), "level": finding.level.value} for finding in findings]
     return {"ok": exit_code(findings, strict=strict) == 0, "findings": plain}

@@ -34,7 +34,6 @@ class SystemFacts:
         locked_bytes: soft limit of locked memory, -1 = none.
         shm_bytes: free in /dev/shm, -1 = there is none.
         memory_bytes: free to this process, its container's limit counted; -1 = unknown.
-        num_cpus: processors that it may run on.
         cache_bytes: free where kernels are cached, -1 = cannot be written.
         busy_ports: of the control plane's default addresses, those that are taken.
     """

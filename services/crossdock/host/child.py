@@ -88,7 +88,6 @@ class Child:
 
     Args:
         name: what people call it: "control", "worker-0".
-        command: its command line.
         log_path: file that gets its stderr, appended over restarts. None: this process's own stderr.
         on_change: called with this child, from the child's own thread, after every start, announcement and end.
 

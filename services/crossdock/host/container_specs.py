@@ -40,7 +40,6 @@ class ContainerSpec:
     """One container.
 
     Attributes:
-        name: CONTROL or WORKER.
         image: of which it is made.
         verb: the command of `crossdock` that runs in it.
         config: of that command.
@@ -181,8 +180,6 @@ class Owner:
     """The process that keeps a container: one of this host, or of another one whose daemon is shared.
 
     Attributes:
-        host: its name.
-        pid: process id.
         begun: start time of the process, in the kernel's ticks; distinguishes it from a later one with the same id.
     """
 
@@ -192,7 +189,6 @@ class Owner:
 
     @staticmethod
     def this_process() -> Owner:
-        """The caller."""
         return Owner(socket.gethostname(), os.getpid(), _begun(os.getpid()))
 
     @staticmethod
@@ -207,7 +203,6 @@ class Owner:
         return f"{self.host} {self.pid} {self.begun}"
 
     def lives(self) -> bool:
-        """Whether the owner's process runs on this host."""
         return self.host == socket.gethostname() and bool(self.begun) and _begun(self.pid) == self.begun
 
 

@@ -224,7 +224,6 @@ class _Kept:
             return ""
 
     def end_log(self) -> None:
-        """Follow the log of the ended container to its end."""
         self._stopping.set()
         self._thread.join(_LOG_JOIN_S)
 

@@ -49,8 +49,6 @@ MAX_TEXT_BYTES = 1024
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
-
     HELLO = 1
     WELCOME = 2
     FORWARD = 3
@@ -136,12 +134,10 @@ class Error(NamedTuple):
 
 
 def request_bytes(num_tokens: int, hidden: int, topk: int, dtype: torch.dtype) -> int:
-    """Of the rows of a request."""
     return num_tokens * (hidden * dtype.itemsize + 8 * topk)
 
 
 def plain(kind: FrameKind, frame_id: int = 0) -> bytes:
-    """A frame without fields."""
     return HEADER.pack(0, 0, kind, 0, frame_id)
 
 

@@ -60,7 +60,6 @@ _SIGNATURES: dict[str, Signature] = {
 
 
 def library() -> Native:
-    """The library and its sources."""
     here = Path(__file__).resolve().parent
     return Native(here / "native", here / "_native.so", (network().sources,))
 

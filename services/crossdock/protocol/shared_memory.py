@@ -24,10 +24,8 @@ class SharedMemory:
 
     Args:
         descriptor: of the memory; may be closed afterwards.
-        num_bytes: of it.
 
     Attributes:
-        num_bytes: of it.
         bytes, array, address: uint8 [num_bytes], for torch, for numpy and for native code.
 
     Raises:
@@ -76,5 +74,4 @@ class SharedMemory:
         return begin
 
     def give_back(self, place: int) -> None:
-        """What `take` gave."""
         del self._used[place]

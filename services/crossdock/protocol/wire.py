@@ -85,7 +85,6 @@ def decode(
     """Unpack a tensor into memory of its own (writable, contiguous, on the CPU).
 
     Args:
-        message: what came in.
         name: the field's name, for errors.
         dtypes: what the dtype may be.
         ndim: number of dimensions it must have.

@@ -58,7 +58,6 @@ def enter(transport: str, index: int) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Measure and print; the exit status."""
     rank, size = int(words[1]), int(words[2])
     try:
         request = msgspec.json.decode(words[0], type=TuneRequest)

@@ -29,9 +29,7 @@ class TuneRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One run of `crossdock tune`.
 
     Attributes:
-        transport: its name.
         layouts: values of Layout, each measured by itself.
-        num_experts, hidden_size, topk: E, H, K.
         dtype: a key of PAYLOADS.
         fp8_combine: partials travel as fp8.
         num_sms: multiprocessors that one operation may fill; None: AUTO's default.

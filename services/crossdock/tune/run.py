@@ -152,7 +152,6 @@ def file_of(request: TuneRequest) -> Path | None:
 
 
 def as_dict(request: TuneRequest, records: Sequence[tuning.Record]) -> dict[str, Any]:
-    """Plain JSON types, with the file that keeps them."""
     path = file_of(request)
     return {"file": str(path) if path else None, "records": msgspec.to_builtins(records)}
 

@@ -59,12 +59,7 @@ def quantized_rows(
 
 
 class Finalizer(_Base):  # type: ignore[misc]
-    """Base of the standard and of the batched format.
-
-    Args:
-        link: of the manager.
-        num_dispatchers: R, as vLLM counts them.
-    """
+    """Base of the standard and of the batched format."""
 
     def __init__(self, link: LayerContext, num_dispatchers: int) -> None:
         super().__init__()
@@ -74,11 +69,9 @@ class Finalizer(_Base):  # type: ignore[misc]
         self._halves = compat.overlaps()
 
     def num_dispatchers(self) -> int:
-        """R."""
         return self._num_dispatchers
 
     def output_is_reduced(self) -> bool:
-        """Combine sums over ranks."""
         return True
 
     def topk_indices_dtype(self) -> torch.dtype:
@@ -86,7 +79,6 @@ class Finalizer(_Base):  # type: ignore[misc]
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """No limit."""
         return None
 
     def supports_async(self) -> bool:

@@ -92,7 +92,6 @@ SLOTS = (
 
 
 def version() -> str:
-    """vLLM's."""
     return str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
 
 
@@ -105,7 +104,6 @@ def find(name: str) -> Any:
 
 
 def present(slot: BackendSlot) -> bool:
-    """Whether this vLLM has the backend."""
     return slot.manager in _code_names(_module(_BUILDER[0]), _BUILDER[1], "__init__")
 
 
@@ -177,7 +175,6 @@ _seen: dict[str, Any] = {}
 
 
 def _current() -> Any:
-    """vLLM's configuration, while it is set."""
     return getattr(importlib.import_module("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
 
 

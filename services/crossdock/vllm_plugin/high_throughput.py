@@ -43,8 +43,6 @@ class StandardFinalizer(Finalizer):
     """What the backends of the standard format share.
 
     Args:
-        link: of the manager.
-        num_dispatchers: R.
         first_expert: id of this rank's first expert.
         fixed: shapes are fixed in every step, as CUDA graphs want them.
     """
@@ -170,7 +168,6 @@ class StandardFinalizer(Finalizer):
         )  # fmt: skip
 
     def prepare(self, *args: Any, **named: Any) -> Prepared:
-        """As `prepare_async`, with its result."""
         return self.prepare_async(*args, **named)()
 
     def finalize_async(

@@ -72,7 +72,6 @@ class PlacedFinalizer(StandardFinalizer):
     """The standard format, in fixed shapes, for any placement of experts.
 
     Args:
-        link, num_dispatchers: as in `StandardFinalizer`.
         to_physical, to_global: [E] an expert's place in the order of ranks, and back; None: they lie in that order.
     """
 
@@ -106,7 +105,6 @@ class BatchedFinalizer(Finalizer):
     """The batched format [L, R*M, H].
 
     Args:
-        link, num_dispatchers: as in `Finalizer`.
         max_tokens: M.
         quantized: dispatch quantises rows to fp8 in blocks.
         to_physical: as in `PlacedFinalizer`.
@@ -122,7 +120,6 @@ class BatchedFinalizer(Finalizer):
         self._physical = None if to_physical is None else to_physical.int()
 
     def post_init_setup(self, fused_experts: Any) -> None:
-        """Experts that read packed scales get them from the dispatch kernel."""
         if self._quantized and fused_experts.supports_packed_ue8m0_act_scales():
             self._scales = ScaleFormat.UE8M0_PACKED
 
@@ -132,7 +129,6 @@ class BatchedFinalizer(Finalizer):
         return _BATCHED
 
     def max_num_tokens_per_rank(self) -> int:
-        """M."""
         return self._max_tokens
 
     def _place(
@@ -204,7 +200,6 @@ class BatchedFinalizer(Finalizer):
         return q.view(num_local, -1, q.shape[-1]), _batched_scales(scale, num_local), metadata, None, None
 
     def prepare(self, *args: Any, **named: Any) -> Prepared:
-        """Both halves."""
         hook, rows = self.prepare_async(*args, **named)
         hook()
         return rows()
@@ -238,7 +233,6 @@ class BatchedFinalizer(Finalizer):
         return hook, _nothing
 
     def finalize(self, *args: Any, **named: Any) -> None:
-        """Both halves."""
         self.finalize_async(*args, **named)[0]()
 
 

@@ -25,7 +25,6 @@ class LayerContext:
     """Shared by the prepare/finalize objects of all layers.
 
     Attributes:
-        pool: communicators by shape.
         settings: deadline and metrics.
         max_tokens: M, most tokens of a step per rank.
         num_experts: E, physical ones; 0 where each call says it.
@@ -89,7 +88,6 @@ class Manager(_Base):  # type: ignore[misc]
         return LayerContext(self._pool, self._settings, *self._sizes(kwargs))
 
     def _sizes(self, kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """M, E, K, as many as are known."""
         return ()
 
     def query_fault(self) -> FaultWord:
@@ -116,7 +114,6 @@ class Manager(_Base):  # type: ignore[misc]
         self._pool.recover()
 
     def destroy(self) -> None:
-        """Free every communicator."""
         self._pool.close()
 
 

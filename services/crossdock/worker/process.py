@@ -126,8 +126,6 @@ def end_process(code: int) -> NoReturn:
 
 
 class _Process:
-    """Starts and stops the parts of the process."""
-
     def __init__(
         self,
         config: WorkerConfig,
@@ -225,7 +223,6 @@ class _Process:
         return EXIT_DRAINED
 
     def _ready(self) -> tuple[bool, str]:
-        """The answer of /readyz; of a spare, why it is not in the group."""
         is_ready, text = self._status.ready()
         return is_ready, text if self._status.is_serving else self._spare() or text
 
@@ -268,7 +265,6 @@ class _Process:
         _log.info("stopped")
 
     async def _drain(self) -> None:
-        """The Drain call: like SIGTERM, answered when the group was left."""
         self._stop.set()
         await self._session.wait_left()
 

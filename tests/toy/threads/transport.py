@@ -230,14 +230,14 @@ class ThreadsCombine:
     """See `base.PendingCombine`."""
 
     def __init__(self, transport: Threads, args: CombineArgs) -> None:
-        self._transport, self._apply = transport, args.apply_weights
+        self._transport, self._apply, self._out = transport, args.apply_weights, args.out
         self._state, self._gates = args.handle.state, copy(args.topk_weights)
         brought = int(self._state.origin), copy(args.y), copy(args.row_weights)
         self._none = brought[1][:0], None if args.row_weights is None else args.row_weights[:0]
         self._key = transport.post("combine", brought)
 
-    def wait(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        transport, config = self._transport, self._transport.config
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        transport, config, out = self._transport, self._transport.config, self._out
         rank = config.group.rank
         brought = transport.collect(self._key, transport.active)
         check_origins("combine", rank, [None if each is None else each[0] for each in brought])

@@ -177,6 +177,12 @@ static const cd::RowOps& rows_of(int build) {
 CD_API void cd_quantize(int build, uint8_t* q, float* scales, const float* values, int pow2, int64_t n) {
   rows_of(build).quantize(q, scales, values, pow2 != 0, n);
 }
+CD_API void cd_quantize_mxfp8(int build, uint8_t* q, uint8_t* scales, const float* values, int64_t n) {
+  rows_of(build).quantize_mxfp8(q, scales, values, n);
+}
+CD_API void cd_quantize_nvfp4(int build, uint8_t* q, uint8_t* scales, const float* values, float global, int64_t n) {
+  rows_of(build).quantize_nvfp4(q, scales, values, global, n);
+}
 CD_API void cd_scale_add(int build, float* acc, const void* row, int type, float w, int64_t n) {
   rows_of(build).scale_add(acc, row, cd::Type(type), w, n);
 }

@@ -70,6 +70,9 @@ void stage_row(Comm& c, const DispatchOp& op, int slot, int64_t t) {
   }
   float* wide = c.wide.data();
   c.ops.load(wide, static_cast<const uint8_t*>(op.x) + t * g.hidden * size_of(g.x_type), g.x_type, g.hidden);
+  if (g.scales == Scales::mxfp8) return c.ops.quantize_mxfp8(row, scales, wide, g.hidden);
+  if (g.scales == Scales::nvfp4)
+    return c.ops.quantize_nvfp4(row, scales, wide, *static_cast<const float*>(op.scales), g.hidden);
   c.ops.quantize(row, reinterpret_cast<float*>(scales), wide, g.scales != Scales::fp32, g.hidden);
 }
 

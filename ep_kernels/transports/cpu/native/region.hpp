@@ -24,7 +24,7 @@ constexpr int kChunks = 16;
 
 enum class Type : int32_t { bytes = 0, bf16 = 1, f16 = 2, f32 = 3, e4m3 = 4 };
 enum class Layout : int32_t { expert_major = 0, grouped = 1, rank_major = 2, flat = 3 };
-enum class Scales : int32_t { none = 0, fp32 = 1, ue8m0 = 2, ue8m0_packed = 3, caller = 4 };
+enum class Scales : int32_t { none = 0, fp32 = 1, ue8m0 = 2, ue8m0_packed = 3, caller = 4, mxfp8 = 5, nvfp4 = 6 };
 
 constexpr int64_t size_of(Type t) {
   return t == Type::f32 ? 4 : (t == Type::bf16 || t == Type::f16) ? 2 : 1;

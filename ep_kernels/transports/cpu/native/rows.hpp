@@ -25,6 +25,9 @@ struct RowOps {
   void (*store)(void* row, const float* acc, Type type, int64_t n);
   // Block-128 e4m3: q [n], scales [ceil(n/128)] from fp32 values. `pow2` rounds scales up to powers of two.
   void (*quantize)(uint8_t* q, float* scales, const float* values, bool pow2, int64_t n);
+  // MXFP8: q [n], exponents [ceil(n/32)]. NVFP4: q [n / 2], e4m3 scales [n / 16], by the caller's scale of all.
+  void (*quantize_mxfp8)(uint8_t* q, uint8_t* scales, const float* values, int64_t n);
+  void (*quantize_nvfp4)(uint8_t* q, uint8_t* scales, const float* values, float global, int64_t n);
   // acc [n] fp32 = q * scales.
   void (*dequantize)(float* acc, const uint8_t* q, const float* scales, int64_t n);
 };

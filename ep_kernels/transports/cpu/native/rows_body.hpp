@@ -93,9 +93,12 @@ inline float block_scale(float amax, bool pow2) {
   return float_of(((u >> 23) + ((u & 0x7fffffu) != 0)) << 23);
 }
 
-void quantize(uint8_t* __restrict q, float* __restrict scales, const float* __restrict values, bool pow2, int64_t n) {
-  for (int64_t b = 0; b * kBlock < n; ++b) {
-    const int64_t first = b * kBlock, last = first + kBlock < n ? first + kBlock : n;
+// Calls keep(block, scale) for each block of `block` columns.
+template <typename Keep>
+inline void quantize_blocks(uint8_t* __restrict q, const float* __restrict values, bool pow2, int64_t n, int64_t block,
+                            Keep keep) {
+  for (int64_t b = 0; b * block < n; ++b) {
+    const int64_t first = b * block, last = first + block < n ? first + block : n;
     const float scale = block_scale(finite_amax(values + first, last - first), pow2);
     const float inverse = 1.0f / scale;
     for (int64_t i = first; i < last; ++i) {
@@ -103,7 +106,42 @@ void quantize(uint8_t* __restrict q, float* __restrict scales, const float* __re
       const uint8_t code = narrow_e4m3(values[i] * inverse);
       q[i] = finite ? code : uint8_t(0x7f);
     }
-    scales[b] = scale;
+    keep(b, scale);
+  }
+}
+
+void quantize(uint8_t* __restrict q, float* __restrict scales, const float* __restrict values, bool pow2, int64_t n) {
+  quantize_blocks(q, values, pow2, n, kBlock, [=](int64_t b, float scale) { scales[b] = scale; });
+}
+
+void quantize_mxfp8(uint8_t* __restrict q, uint8_t* __restrict scales, const float* __restrict values, int64_t n) {
+  quantize_blocks(q, values, true, n, 32, [=](int64_t b, float scale) { scales[b] = uint8_t(bits_of(scale) >> 23); });
+}
+
+// Sign and code of x * inverse; the sign is that of x. Ties go to the even code.
+inline uint8_t narrow_e2m1(float x, float inverse) {
+  const float size = float_of(bits_of(x * inverse) & 0x7fffffffu);
+  const int code = (size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) + (size > 2.5f) +
+                   (size >= 3.5f) + (size > 5.0f);
+  return uint8_t(code | (bits_of(x) >> 31) << 3);
+}
+
+void quantize_nvfp4(uint8_t* __restrict q, uint8_t* __restrict scales, const float* __restrict values, float global,
+                    int64_t n) {
+  for (int64_t first = 0; first < n; first += 16) {
+    // The scale, from the largest magnitude; as bits, Inf and NaN are above all others.
+    uint32_t most = 0;
+    for (int64_t i = first; i < first + 16; ++i) {
+      const uint32_t magnitude = bits_of(values[i]) & 0x7fffffffu;
+      most = magnitude > most ? magnitude : most;
+    }
+    const float exact = float_of(most) / 6.0f * global;
+    const uint8_t scale = most < 0x7f800000u ? narrow_e4m3(exact < 448.0f ? exact : 448.0f) : uint8_t(0x7f);
+    // Two columns to a byte, the even one low.
+    const float number = widen_e4m3(scale), inverse = number == 0 ? 0.0f : global / number;
+    for (int64_t i = first; i < first + 16; i += 2)
+      q[i / 2] = uint8_t(narrow_e2m1(values[i], inverse) | narrow_e2m1(values[i + 1], inverse) << 4);
+    scales[first / 16] = scale;
   }
 }
 
@@ -165,4 +203,5 @@ void stream(void* __restrict dst, const void* __restrict src, int64_t bytes) { c
 
 }  // namespace
 
-const cd::RowOps cd::CD_ROWS_TABLE = {copy, stream, load, add, scale, scale_add, round, store, quantize, dequantize};
+const cd::RowOps cd::CD_ROWS_TABLE = {copy, stream, load, add, scale, scale_add, round, store, quantize,
+                                          quantize_mxfp8, quantize_nvfp4, dequantize};

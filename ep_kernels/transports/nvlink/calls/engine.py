@@ -1,139 +1,55 @@
-"""Device operations of one rank: outputs, argument records, launches. Depends on tensors and the byte map, not on
-processes nor on how regions are mapped (`transport`), so that tests can run many ranks on one GPU."""
+"""What the device operations of one rank need: kernels and grids, tables, memory of outputs. Depends on tensors and the
+byte map, not on processes nor on how regions are mapped (`transport`), so that tests can run many ranks on one GPU."""
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ep_kernels import checks, jit
+from ep_kernels import jit
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
-from ep_kernels.lazy_output import recycle
-from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink.calls import plan, routing_state
-from ep_kernels.transports.nvlink.calls.addresses import RecordAddresses
 from ep_kernels.transports.nvlink.calls.left_out import Unsent, unsent_in
-from ep_kernels.transports.nvlink.calls.outputs import Memory, Outputs
+from ep_kernels.transports.nvlink.calls.outputs import Memory, Outputs, RecordAddresses
 from ep_kernels.transports.nvlink.calls.plan import most_blocks
-from ep_kernels.transports.nvlink.calls.routing_state import DispatchState, Span
+from ep_kernels.transports.nvlink.calls.routing_state import Span, TensorState
 from ep_kernels.transports.nvlink.calls.tables import Tables
-from ep_kernels.types import DispatchHandle, DispatchOutput, Layout, Mode
+from ep_kernels.types import DispatchHandle, Layout, Mode
 
 SEND, RECEIVE, BOTH = 1, 2, 3
-_ROW = 16
-_DISPATCH = (
-    ("num_tokens", "slot", "scale_row_stride", "scale_column_stride", "scale_group_stride", "power_of_two", "cached"),
-    ("op", "routing_id", "x", "x_scales", "topk_ids", "topk_weights", "routes", "valid", "num_invalid_ids", "dst_rows",
-     "weights", "tokens", "source_rows", "saved_counts", "counts", "offsets", "num_rows", "num_dropped", "out_scales",
-     "out_ids", "out_weights"),
-)  # fmt: skip
-"""What a dispatch sets in its record, in the record's order; a combine:"""
-_COMBINE = (
-    ("num_tokens", "slot", "apply_weights", "mode", "positional"),
-    ("op", "routing_id", "y", "row_weights", "dst_rows", "weights", "tokens", "source_rows", "routes", "topk_weights",
-     "z", "z_weights"),
-)  # fmt: skip
 
 
-class RecordTemplate:
-    """Makes copies of one record. What a call sets are two runs of neighbouring fields: int32, then addresses.
-
-    Args:
-        record: with its constant fields set.
-        numbers, addresses: names of the fields of each run, in the order of the record.
-    """
-
-    def __init__(self, record: ctypes.Structure, numbers: Sequence[str], addresses: Sequence[str]) -> None:
-        self._type: Any = type(record)
-        self._bytes = bytes(record)
-        self._numbers, self._numbers_at = self._run(numbers, "i")
-        self._addresses, self._addresses_at = self._run(addresses, "Q")
-
-    def _run(self, names: Sequence[str], code: str) -> tuple[struct.Struct, int]:
-        packed = struct.Struct(f"={len(names)}{code}")
-        first = int(getattr(self._type, names[0]).offset)
-        width = struct.calcsize(f"={code}")
-        at = [getattr(self._type, name).offset for name in names]
-        assert at == [first + width * i for i in range(len(names))], f"{self._type.__name__}: not neighbours: {names}"
-        return packed, first
-
-    def record(self, numbers: Sequence[int], addresses: Sequence[int]) -> Any:
-        """A copy with these words."""
-        made = self._type.from_buffer_copy(self._bytes)
-        self._numbers.pack_into(made, self._numbers_at, *numbers)
-        self._addresses.pack_into(made, self._addresses_at, *addresses)
-        return made
-
-
-@dataclass(slots=True)
-class Operation:
-    """A kernel of one configuration.
-
-    Attributes:
-        variant, launch: as in `Call`.
-        records: makes its argument records; from `LaunchEngine.attach` on.
-        start: launches it; the transport keeps it here.
-    """
+class Operation(NamedTuple):
+    """A kernel of one configuration, with its grid and shared memory."""
 
     variant: jit.Variant
     launch: plan.Launch
-    records: Any = None
-    start: Any = None
 
 
 @dataclass(slots=True)
 class Call:
-    """One operation, ready to be launched (whole or by phases).
+    """One launch.
 
     Attributes:
-        variant: kernel.
-        launch: grid and shared memory.
-        args: its argument record, for `phases`.
+        variant, launch: kernel; grid and shared memory.
+        args: its argument record.
         keep: keeps the tensors alive that the kernel reads or writes.
-        phases: SEND, RECEIVE or BOTH; stays BOTH where the record has no phases.
-        operation: that it is one of, or None.
     """
 
     variant: jit.Variant
     launch: plan.Launch
     args: Any
     keep: list[Any] = field(default_factory=list)
-    phases: int = BOTH
-    operation: Operation | None = None
-
-    def of_phases(self, phases: int) -> Any:
-        """The argument record for SEND, RECEIVE or BOTH."""
-        if self.phases != phases:
-            self.phases, self.args.work = phases, self.launch.work(phases)
-        return self.args
-
-
-@dataclass(slots=True)
-class Dispatch:
-    """A dispatch in progress: its call, the memory of its numbers, its scales."""
-
-    call: Call
-    block: torch.Tensor
-    scales: torch.Tensor | None
-    state: DispatchState
-    slot: int
-    seq: int
-    num_tokens: int
-    mode: Mode
 
 
 class LaunchEngine:
-    """Prepares and finishes the operations of one rank.
+    """What the operations of one rank have in common.
 
     Args:
-        config: of the communicator.
-        device: CUDA device.
         num_sms: multiprocessors that this rank may fill at most.
         block_bytes: dynamic shared memory that a block may take there.
     """
@@ -177,7 +93,6 @@ class LaunchEngine:
         # What every call needs of the configuration.
         self.power_of_two = plan.POWER_OF_TWO[config.scale_format]
         self.positional = config.resolved_layout is Layout.RANK_MAJOR
-        self._width, self._out_dtype = config.hidden_size, config.resolved_output_dtype
         self._op = torch.empty(abi.OP_WORDS, dtype=torch.int64, device=device)
         """Of combines whose phases are one launch; of others it is the call's own."""
         self.op_address = self._op.data_ptr()
@@ -187,7 +102,6 @@ class LaunchEngine:
 
     @property
     def region_bytes(self) -> int:
-        """Size of the region."""
         return int(self.tables.world.map.num_bytes)
 
     @property
@@ -201,21 +115,8 @@ class LaunchEngine:
         self._memory = memory
         self.outputs.attach(memory)
         self.tables.set_peers(addresses)
-        self._make_records()
-
-    def _make_records(self) -> None:
-        """With all that is the same in every call; after `set_peers`, whose addresses they carry."""
-        world, c = self.tables.world, self.config
-        for dispatch in self.dispatch_operations.values():
-            record = abi.DispatchArgs(world=world, work=dispatch.launch.work(BOTH))
-            dispatch.records = RecordTemplate(record, *_DISPATCH)
-        for combine in self.combine_operations.values():
-            stages = plan.combine_stages(c).record()
-            record = abi.CombineArgs(world=world, work=combine.launch.work(BOTH), pipelines=stages)
-            combine.records = RecordTemplate(record, *_COMBINE)
 
     def detach(self) -> None:
-        """Release the region; no operation may follow."""
         self._memory = None
         self.outputs.attach(None)
 
@@ -270,140 +171,24 @@ class LaunchEngine:
         args = abi.BarrierArgs(self.tables.world, left_out_epoch)
         return Call(self._of_group(jit.Variant("barrier")), plan.Launch(1, 0, 0, 0), args)
 
-    # Dispatch.
-
-    def dispatch(self, args: DispatchArgs) -> Dispatch:
-        """Prepare a dispatch up to its launch."""
-        shape, num_tokens = self.sizes.shape, args.x.shape[0]
-        assert args.mode is Mode.HT or num_tokens <= shape.ll_tokens, "lines have no room for it"
-        # Slot and number of this operation.
-        slot, seq = self.num_dispatches % shape.dispatch_slots, self.num_dispatches + 1
-        # State that outlives the call, and scales.
-        x = _aligned(args.x)
-        state, block = self._state(args)
-        trimmed = self.config.exact_shapes and (
-            state.num_rows is not None or not torch.cuda.is_current_stream_capturing()
-        )
-        scales, strides = self.outputs.scales(slot, trimmed)
-        # The argument record.
-        operation = self.dispatch_operations[args.mode]
-        record = operation.records.record(
-            (num_tokens, slot, *strides, self.power_of_two, args.previous is not None),
-            self.addresses.dispatch(
-                block.data_ptr(), state.routing.address, state.routing_id.address, state.carried.address, x.data_ptr(),
-                pointer(args.scales), args.topk_ids.data_ptr(), args.topk_weights.data_ptr(), pointer(scales),
-            ),
-        )  # fmt: skip
-        keep = [x, args, scales, state, block]
-        call = Call(operation.variant, operation.launch, record, keep, BOTH, operation)
-        # From here on the operation counts.
-        recycle(self.outputs.slot_rows(slot))
-        self.num_dispatches = seq  # last: where memory was out, the next dispatch takes the slot that peers expect
-        return Dispatch(call, block, scales, state, slot, seq, num_tokens, args.mode)
-
-    def finish(self, step: Dispatch, num_rows: int | None, epoch: int) -> tuple[DispatchOutput, DispatchHandle]:
-        """Output and handle; `num_rows` trims compact layouts, None leaves worst-case shapes."""
-        outputs, state = self.outputs, step.state
-        state.num_rows = num_rows
-        rows = outputs.rows if num_rows is None or not outputs.compact else (num_rows,)
-        out = outputs.output(step.block, step.slot, step.scales, step.num_tokens, rows[0])
-        return out, DispatchHandle(0, step.seq, step.num_tokens, step.mode, epoch, state, rows)
-
-    def number(self, step: Dispatch, name: str) -> torch.Tensor:
-        """A field that the kernel fills, of all its rows."""
-        return self.outputs.number(step.block, name)
-
-    def buffers(self, step: Dispatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """See `base.PendingDispatch`."""
-        outputs = self.outputs
-        return outputs.tokens(step.slot), outputs.all_scales(step.scales), outputs.number(step.block, "counts")
+    # What users of a handle see.
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def blank_state(self, num_tokens: int) -> DispatchState:
-        """Buffers for a new routing."""
+    def blank_state(self, num_tokens: int) -> TensorState:
         carried = self._empty((self._state_map.carried_bytes,), torch.uint8)
         routing = self._empty((self._state_map.routing_bytes,), torch.uint8)
         weights = self._empty((num_tokens, self.config.topk), torch.float32)
-        own = Span(carried, 0, carried.numel(), 0)
-        return DispatchState(Span(routing, 0, routing.numel(), 0), own, own, weights)
-
-    def _state(self, args: DispatchArgs) -> tuple[DispatchState, torch.Tensor]:
-        """(routing, memory of the call's numbers): new, but for what is shared with `previous`."""
-        previous: DispatchState | None = None if args.previous is None else args.previous.state
-        at, where = self._state_map, self.addresses
-        block = checks.made(torch.empty_like(self.blanks[previous is None]))
-        base = block.data_ptr()
-        carried = Span(block, where.carried_at, at.carried_bytes, base + where.carried_at)
-        own_weights = args.topk_weights.clone() if self.config.exact_combine else args.topk_weights
-        if previous is not None:
-            return DispatchState(previous.routing, previous.routing_id, carried, own_weights, previous.num_rows), block
-        routing = Span(block, where.routing_at, at.routing_bytes, base + where.routing_at)
-        return DispatchState(routing, carried, carried, own_weights), block
-
-    # Combine.
-
-    def combine(self, args: CombineArgs) -> tuple[Call, Callable[[torch.Tensor | None], Any]]:
-        """Prepare a combine. Returns (call, receive); `receive(out) -> (z, weights)` sets the arguments of the receive
-        phase."""
-        handle = args.handle
-        # State of the dispatch; weights of its own, or of this call.
-        state: DispatchState = handle.state
-        weights = state.topk_weights
-        if args.topk_weights is not None:
-            weights = args.topk_weights if args.at_once else args.topk_weights.clone()
-        # Slot and number of this operation.
-        slot, seq = self.num_combines % self.sizes.shape.combine_slots, self.num_combines + 1
-        y, op = _aligned(args.y), self._op if args.at_once else self._empty((abi.OP_WORDS,), torch.int64)
-        # The argument record; z follows in `receive`.
-        operation = self.combine_operations[handle.mode]
-        is_ht = plan.algorithm(self.config, handle.mode) is Mode.HT
-        record = operation.records.record(
-            (handle.num_tokens, slot, args.apply_weights, is_ht, self.positional),
-            self.addresses.combine(
-                op.data_ptr(), state.routing.address, state.routing_id.address, state.carried.address, y.data_ptr(),
-                pointer(args.row_weights), weights.data_ptr(), 0,
-            ),
-        )  # fmt: skip
-        call = Call(
-            operation.variant, operation.launch, record, [y, op, args, state, weights], BOTH, operation
-        )  # fmt: skip
-
-        def receive(out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-            z = out
-            if z is None or z.data_ptr() % _ROW:
-                z = checks.made(self._empty((handle.num_tokens, self._width), self._out_dtype))
-            record.z, z_weights = z.data_ptr(), None
-            if args.row_weights is not None:
-                z_weights = self._empty((handle.num_tokens, self.config.topk), torch.float32)
-                record.z_weights = z_weights.data_ptr()
-            call.keep += [z, z_weights]
-            self.num_combines = seq if args.at_once else self.num_combines
-            return z, z_weights
-
-        if not args.at_once:
-            self.num_combines = seq  # its send phase follows; otherwise both phases, when `receive` has its memory
-        return call, receive
+        own = Span.whole(carried)
+        return TensorState(Span.whole(routing), own, own, weights)
 
     def combine_input(self, handle: DispatchHandle) -> torch.Tensor:
         """Rows in the shape of the handle's tokens, in any memory: kernels read expert rows by address."""
         return self._empty((*handle.rows_shape, self.config.hidden_size), self.config.resolved_output_dtype)
 
     def row_weights(self, handle: DispatchHandle) -> torch.Tensor:
-        """float32 [L, slots] | [N], 0 for rows of no token."""
         return routing_state.row_weights(handle, self.config, self._state_map)
 
     def source_rows(self, handle: DispatchHandle) -> torch.Tensor:
-        """int32 [R], a view of the routing."""
         return routing_state.source_rows(handle, self.config, self._state_map)
-
-
-def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """The rows, copied if they do not start at a multiple of 16 bytes, which the copy engine requires."""
-    return rows if rows.data_ptr() % _ROW == 0 else rows.clone()
-
-
-def pointer(tensor: torch.Tensor | None) -> int:
-    """The address of a tensor; 0: there is none."""
-    return 0 if tensor is None else tensor.data_ptr()

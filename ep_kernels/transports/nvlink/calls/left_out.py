@@ -21,8 +21,6 @@ class Unsent(NamedTuple):
     """An operation that a rank has begun and not ended to send.
 
     Attributes:
-        rank: whose.
-        op: "dispatch" or "combine".
         begun: its sequence number.
         sent: that of the last one that the rank has sent.
     """

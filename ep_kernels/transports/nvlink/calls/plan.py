@@ -117,7 +117,6 @@ class PipelineStages:
 
     @property
     def num_bytes(self) -> int:
-        """All stages."""
         num_partials = self.num_partial_stages + self.num_recv_stages
         return self.num_row_stages * self.row_stage_bytes + num_partials * self.partial_stage_bytes
 
@@ -127,7 +126,6 @@ class PipelineStages:
         return self.num_segments * self.segment_bytes
 
     def record(self) -> Any:
-        """The kernel's record."""
         return abi.PipelineSizes(*(getattr(self, name) for name, _ in abi.PipelineSizes._fields_))
 
 
@@ -187,9 +185,7 @@ class Sizes:
     Attributes:
         num_keys: R * most local experts of any rank.
         num_local: L of this rank.
-        num_groups: length of `DispatchOutput.counts`.
         scale_columns, scale_dtype: of the scales in `DispatchOutput`; columns 0 = none.
-        scale_bytes: of one row.
         row_bytes: payload of one row as it travels.
         capacity, capacities: receive capacity of this rank and of each rank (`config.receive_rows`).
         output_rows: leading shape of `tokens` without trimming.
@@ -216,7 +212,7 @@ def sizes_of(c: MoEConfig) -> Sizes:
     num_local = locals_[c.group.rank]
     capacities = tuple(receive_rows(c, n) for n in locals_)
     capacity = capacities[c.group.rank]
-    columns, dtype = _scales(c)
+    columns, dtype = quant.delivered_scales(c)
     grouped = max(n * k for n, k in zip(locals_, capacities, strict=True))
     rows_of = {Layout.EXPERT_MAJOR: grouped, Layout.RANK_MAJOR: ranks * c.max_tokens_per_rank}
     output_rows = {Layout.EXPERT_MAJOR: (num_local, capacity), Layout.RANK_MAJOR: (ranks, c.max_tokens_per_rank)}
@@ -279,7 +275,7 @@ def _check_limits(c: MoEConfig, most_rows: int) -> None:
 
 def _row_packets(c: MoEConfig, row_bytes: int, scale_bytes: int) -> int:
     """Packets of a row as LL moves it: its bytes and the caller's scales, or fp8 columns whose scales travel inside."""
-    if c.quantize:
+    if c.quantize is True:
         return -(-c.hidden_size // abi.PACKET_COLUMNS)
     return -(-(row_bytes + scale_bytes) // abi.PACKET_DATA)
 
@@ -291,16 +287,9 @@ def _combine_packets(c: MoEConfig) -> int:
     return -(-c.hidden_size * moved.itemsize // abi.PACKET_DATA)
 
 
-def _scales(c: MoEConfig) -> tuple[int, torch.dtype]:
-    if c.quantize:
-        packed = c.scale_format is ScaleFormat.UE8M0_PACKED
-        return quant.scale_columns(c.hidden_size, c.scale_format), torch.int32 if packed else torch.float32
-    return c.scale_columns, c.scale_dtype
-
-
 @dataclass(frozen=True, slots=True)
 class StateMap:
-    """Byte offsets in the two buffers that hold a dispatch's routing (see `engine.DispatchState`).
+    """Byte offsets in the two buffers that hold a dispatch's routing (see `routing_state.StateParts`).
 
     Attributes:
         routes, dst_rows, tokens, source_rows, saved_counts: as in `abi.DispatchArgs`, in the first buffer, of
@@ -355,7 +344,6 @@ class Launch:
 
 
 def narrow_launch(c: MoEConfig) -> Launch:
-    """Launch of the kernel that narrows M x K ids."""
     return Launch(-(-c.max_tokens_per_rank * c.topk // jit.NUM_THREADS), 0, 0, 0)
 
 
@@ -402,13 +390,13 @@ def dispatch_launch(c: MoEConfig, sizes: Sizes, mode: Mode, num_sms: int) -> Lau
             raise ConfigError(
                 "max_tokens_per_rank, num_experts", "few enough for one block's tables", f"{control} bytes"
             )
-        return _ll_launch(num_sms, control, DISPATCH_SENDERS[c.resolved_layout.per_expert, c.quantize])
+        return _ll_launch(num_sms, control, DISPATCH_SENDERS[c.resolved_layout.per_expert, c.quantize is True])
     # HT: counters per warp, a tile of rows.
     groups = c.resolved_expert_map.stride if c.resolved_layout.per_expert else 0
     words = 4 * counters + 3 * c.group.size + 1 + groups + 1 + c.num_experts + 5
     control = _head_bytes(c) + TILE_BYTES + 2 * WARPS * counters + 4 * words
     blocks = num_sms if c.resolved_dispatch_sms else min(num_sms, dispatch_blocks(c, sizes))
-    width = c.dtype.itemsize if c.quantize else 1
+    width = c.dtype.itemsize if c.quantize is True else 1
     return _launch(blocks, control, sizes.row_bytes, c.max_tokens_per_rank, width)
 
 
@@ -460,9 +448,9 @@ def dispatch_blocks(c: MoEConfig, sizes: Sizes) -> int:
     """
     if c.resolved_layout.per_expert:
         return HT_BLOCKS
-    ranks, width = _ranks_of_a_token(c), c.dtype.itemsize if c.quantize else 1
+    ranks, width = _ranks_of_a_token(c), c.dtype.itemsize if c.quantize is True else 1
     over_links = sizes.row_bytes * ranks * (c.group.size - 1) / c.group.size
-    return _enough_blocks(sizes.row_bytes * (width + ranks) / DISPATCH_GBPS[c.quantize], over_links)
+    return _enough_blocks(sizes.row_bytes * (width + ranks) / DISPATCH_GBPS[c.quantize is True], over_links)
 
 
 def combine_blocks(c: MoEConfig) -> int:

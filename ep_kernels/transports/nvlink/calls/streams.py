@@ -70,7 +70,6 @@ class StreamOrder:
     """The order of one communicator's launches.
 
     Args:
-        device: CUDA device of the launches.
         num_blocks, num_sms: most blocks of a launch, and multiprocessors of the device: see `beside`. 0: unknown.
     """
 
@@ -137,7 +136,7 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
         if thing.is_cuda:
             yield thing
     elif isinstance(thing, StateParts):
-        yield from tensors_in(thing.flatten())
+        yield from tensors_in(thing.memory)
     elif isinstance(thing, list | tuple):
         for each in thing:
             yield from tensors_in(each)

@@ -33,9 +33,7 @@ class RankTables:
         world: `abi.World` that points to all of it, as far as it is known here; kernels take a copy with each launch.
 
     Args:
-        group: whose rank.
         timeout_s: deadline of every wait on the device, seconds.
-        device: CUDA device.
     """
 
     def __init__(self, group: Group, timeout_s: float, device: torch.device) -> None:
@@ -52,7 +50,6 @@ class RankTables:
         )  # fmt: skip
 
     def _set(self, **fields: Any) -> None:
-        """Further fields of `world`."""
         for name, value in fields.items():
             setattr(self.world, name, value)
 
@@ -81,7 +78,6 @@ class RankTables:
         return self._ring.take(self.host.clock_offset_ns)
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
-        """See `base.Transport`."""
         return self._ring.peek(words)
 
     @property
@@ -111,9 +107,6 @@ class Tables(RankTables):
     """Device memory that only this rank's kernels use, and the `World` record that points to all of it.
 
     Args:
-        config: of the communicator.
-        sizes: `plan.sizes_of(config)`.
-        device: CUDA device.
         num_blocks: most blocks of a launch whose blocks count for one another (HT dispatch).
     """
 
@@ -174,7 +167,6 @@ class Tables(RankTables):
 
 
 def wire_bytes(config: MoEConfig, mode: Mode) -> tuple[int, int]:
-    """See `base.Transport.wire_bytes`."""
     shape = plan.sizes_of(config).shape
     if plan.algorithm(config, mode) is Mode.LL:
         routing = shape.metadata_lines * abi.LINE_BYTES

@@ -17,12 +17,11 @@ from ep_kernels.transports.collective_base import GatherArgs, GatherPart, SentTe
 from ep_kernels.transports.nvlink.calls.engine import Call
 from ep_kernels.transports.nvlink.copy_engines import collective_plan as plan
 from ep_kernels.transports.nvlink.copy_engines.collective_engine import CollectiveEngine
-from ep_kernels.transports.nvlink.copy_engines.collective_repeat import CopyPlan, PlanOwner
-from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyWork, WorkOwner
+from ep_kernels.transports.nvlink.copy_engines.collective_work import CopyPlan, CopyWork, PlanOwner, WorkOwner
 from ep_kernels.transports.nvlink.copy_engines.copies import CopyEngines
-from ep_kernels.transports.nvlink.copy_engines.repeat_records import Quiet
 from ep_kernels.transports.nvlink.gpu import copy_schedule
 from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPart
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 from ep_kernels.transports.nvlink.gpu.signature import signature
 from ep_kernels.transports.nvlink.memory.memory import Mapping
 
@@ -42,10 +41,6 @@ class GatherCopies:
     """All-gathers of one rank.
 
     Args:
-        owner: the transport.
-        engine, engines: of this rank.
-        stream: of the copies.
-        region: of this rank.
         offset_of: of a tensor in the region; None where it is not registered.
     """
 
@@ -114,7 +109,6 @@ class GatherCopies:
         return CopyPlan(self._owner, self._engines, lambda: self._engines.template(listed, word, quiet), self._rank)
 
     def own(self, part: GatherPart) -> torch.Tensor:
-        """This rank's place in the out."""
         return part.out[self._rank * part.x.numel() :][: part.x.numel()]
 
     def _signature(self, parts: Sequence[GatherPart], algorithm: Algorithm, places: Any) -> int:
@@ -181,8 +175,6 @@ class NvlinkTerms:
     stream's sum of those before.
 
     Args:
-        owner: the transport.
-        engine, engines: of this rank.
         enter: the CUstream that is current, made to wait for what was launched before on another.
         launch: of a kernel, there.
         check: raises ArgumentError for a tensor, by name, that is not on this rank's device.
@@ -202,7 +194,6 @@ class NvlinkTerms:
         self.row_bytes = int(engine.map.reduce_row)
 
     def send(self, rows: torch.Tensor, made: Iterable[int]) -> SentTerms:
-        """See `collective_base.TermCopies`."""
         self._check("x", rows)
         slot, num_bytes, engines = self._engine.copy_slot(self._engines.seq + 1), rows[0].nbytes, self._engines
         parts = [CopyPart(rows.data_ptr(), slot, 0, num_bytes, self.row_bytes, x_stride=num_bytes)]
@@ -215,12 +206,10 @@ class NvlinkTerms:
         return SentTerms(seq, slot)
 
     def add(self, sent: SentTerms, own: torch.Tensor, out: torch.Tensor, *, shares: bool = False) -> None:
-        """See `collective_base.TermCopies`."""
         self._owner.await_end(sent.seq)
         self._launch(self._engine.add_terms(own, out, sent.slot, shares))
 
     def share(self, sent: SentTerms, out: torch.Tensor) -> CopyWork:
-        """See `collective_base.TermCopies`."""
         assert self._engine.copy_slot(self._engines.seq + 1) == sent.slot, "an odd number of operations later"
         num_bytes = out[0].nbytes
         part = CopyPart(0, out.data_ptr(), sent.slot, num_bytes, num_bytes, slot_stride=self.row_bytes)

@@ -41,14 +41,11 @@ class CollectiveEngine:
     """Prepares the operations of one rank.
 
     Attributes:
-        sizes: of the region.
         tables: counters, host page.
         active: which ranks take part, as the host knows it.
         available: fewest multiprocessors of any rank; set before the first operation.
 
     Args:
-        group, timeout_s, pool_bytes, staging_bytes: of the CollectiveConfig.
-        device: CUDA device.
         available: multiprocessors of this one.
     """
 
@@ -65,7 +62,6 @@ class CollectiveEngine:
 
     @property
     def region_bytes(self) -> int:
-        """Size of the region."""
         return int(self.map.num_bytes)
 
     @property
@@ -94,11 +90,9 @@ class CollectiveEngine:
         return int(self.map.copies) + seq % collective_abi.SLOTS * int(self.map.slot_stride)
 
     def attach(self, addresses: Sequence[int]) -> None:
-        """The address of every rank's region."""
         self.tables.set_peers(addresses)
 
     def set_active(self, mask: Sequence[bool]) -> None:
-        """Ranks whose mask is False take no part any longer."""
         self.active = list(mask)
         self.tables.set_active(mask)
 
@@ -109,7 +103,6 @@ class CollectiveEngine:
         )  # fmt: skip
 
     def barrier(self, left_out_epoch: int = 0) -> Call:
-        """See `LaunchEngine.barrier`."""
         args = abi.BarrierArgs(self.tables.world, left_out_epoch)
         return Call(plan.barrier_variant(), Launch(1, 0, 0, 0), args)
 

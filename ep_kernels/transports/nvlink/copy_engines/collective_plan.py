@@ -65,7 +65,6 @@ def gather_launch(blocks: int, size: int) -> Launch:
 
 
 def reduce_launch(blocks: int, size: int) -> Launch:
-    """Launch of the kernels that sum."""
     return Launch(blocks, _HEAD_BYTES + (size + 1) // 2 * 16, 0, 0)
 
 
@@ -75,7 +74,6 @@ def add_launch(blocks: int, size: int) -> Launch:
 
 
 def gather_variant() -> jit.Variant:
-    """The all-gather kernel."""
     return jit.Variant("all_gather")
 
 
@@ -123,7 +121,6 @@ def reduce_rounds(num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def slot_bytes(sizes: CollectiveSizes) -> int:
-    """What a slot holds."""
     return int(collective_abi.collective_map(sizes).slot_stride)
 
 
@@ -133,7 +130,6 @@ def copy_wait_variant() -> jit.Variant:
 
 
 def barrier_variant() -> jit.Variant:
-    """The barrier kernel."""
     return jit.Variant("barrier")
 
 

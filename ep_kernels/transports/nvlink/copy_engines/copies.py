@@ -25,9 +25,10 @@ from ep_kernels.collectives.collective_types import Algorithm
 from ep_kernels.errors import PeerTimeout, TransportError
 from ep_kernels.kernels import abi, collective_abi
 from ep_kernels.transports.nvlink.copy_engines.copy_times import CopyTimes, TimedKind
-from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, PushTemplate, Quiet
+from ep_kernels.transports.nvlink.copy_engines.repeat_records import DISTURBED, PushTemplate
 from ep_kernels.transports.nvlink.gpu import copy_schedule, launch
 from ep_kernels.transports.nvlink.gpu.copy_schedule import CopyPart, CopyPlaces
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 from ep_kernels.transports.nvlink.memory.host_page import HostPage, Mismatch
 from ep_kernels.types import LatencySample
 
@@ -54,7 +55,6 @@ class FlagMemory:
     """The rows of flags that peers write here, from any thread, beside whatever the device does.
 
     Args:
-        size: R.
         address: of READY [R], which SHARD [R] and HALF [R] follow.
         aborted: address of the word that stops this rank's kernels.
     """
@@ -97,8 +97,6 @@ class CopyEngines:
         places: everything but the words of host memory.
         host: learns of failures, and knows who is gone.
         timeout_s: deadline of an operation, from when the stream has come to it.
-        stream: CUstream of the copies.
-        library: `launch.load()`.
         flags: this rank's own.
         times: events around operations.
     """
@@ -381,7 +379,6 @@ class CopyEngines:
         self._times.close()
 
     def _free_graphs(self) -> None:
-        """Free the graphs; no operation is under way."""
         graphs, self._graphs = self._graphs, []
         for graph in graphs:
             launch.free_graph(graph, self._library)

@@ -55,10 +55,6 @@ class CopyTimes:
 
     Attributes:
         order: an event for the order of streams, of no operation.
-
-    Args:
-        size: R.
-        events: of its device.
     """
 
     def __init__(self, size: int, events: DeviceEvents) -> None:
@@ -77,7 +73,6 @@ class CopyTimes:
         return self._addresses[seq % RING]
 
     def note(self, seq: int, kind: TimedKind) -> None:
-        """An operation begins."""
         self._newest = seq
         self._begun.append((seq, kind))
 
@@ -86,7 +81,6 @@ class CopyTimes:
         return CopyMarks.of(self._ring[seq % RING][_END:], arrivals)
 
     def behind(self, seq: int) -> int:
-        """The event at which an operation begins."""
         return int(self._ring[seq % RING][_BEHIND])
 
     def end(self, seq: int) -> int:

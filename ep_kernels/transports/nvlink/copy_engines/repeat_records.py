@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 from array import array
-from collections.abc import Iterable
 from ctypes import c_int64, c_uint64, c_void_p
 from typing import Any
 
 from ep_kernels.transports.nvlink.copy_engines.copy_times import TimedKind
 from ep_kernels.transports.nvlink.gpu import copy_schedule
 from ep_kernels.transports.nvlink.gpu.copy_schedule import FLAG_BYTES, SEEN_SLOTS, CopyMarks, CopyPlaces
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 
 DISTURBED = -2
 """Status of a call that has begun nothing: the full path must check."""
@@ -19,18 +19,6 @@ _ANY_SEQ, _ANY_EVENT = 1 << 62, 1 << 61
 """Stand for the number of an operation, and, counted on, for its events in a template; no address, length or signature
 is one of them."""
 _STEP_WORDS = 4
-
-
-class QuietWord(ctypes.Structure):
-    """`QuietWord` of native/launch.cpp."""
-
-    _fields_ = (("word", c_uint64), ("most", c_int64))
-
-
-class QuietRecord(ctypes.Structure):
-    """`Quiet` of native/launch.cpp."""
-
-    _fields_ = (("words", c_void_p), ("count", c_int64))
 
 
 class KernelRepeat(ctypes.Structure):
@@ -50,29 +38,11 @@ class CopyRepeat(ctypes.Structure):
     )
 
 
-class Quiet:
-    """Words that an operation looks at before it repeats.
-
-    Attributes:
-        address: of the record.
-
-    Args:
-        words: (address of an int64, the most that it may be).
-    """
-
-    def __init__(self, words: Iterable[tuple[int, int]]) -> None:
-        listed = [QuietWord(*word) for word in words]
-        self._words = (QuietWord * len(listed))(*listed)
-        self._record = QuietRecord(ctypes.addressof(self._words), len(listed))
-        self.address = ctypes.addressof(self._record)
-
-
 class PushTemplate:
     """`copy_schedule.push_by_graphs` for any number and events: what changes is told apart once.
 
     Attributes:
         address: of the `CopyRepeat`. Its events are those of `CopyMarks.listed`.
-        signature, kind: of the operation.
 
     Args:
         places, signature: as in `push`.

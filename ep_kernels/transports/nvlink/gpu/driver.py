@@ -54,13 +54,7 @@ def block_bytes(device: int) -> int:
 
 
 class Function(launch.Kernel):
-    """One kernel, loaded.
-
-    Args:
-        cubin: machine code.
-        name: entry point.
-        shared_bytes: dynamic shared memory per block.
-    """
+    """One kernel, loaded."""
 
     def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
         library = launch.load()

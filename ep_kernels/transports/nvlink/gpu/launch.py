@@ -9,7 +9,7 @@ import ctypes
 import functools
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import addressof, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
@@ -37,6 +37,32 @@ class Prepared(ctypes.Structure):
     )
 
 
+class QuietWord(ctypes.Structure):
+    """`QuietWord` of native/launch.hpp."""
+
+    _fields_ = (("word", c_uint64), ("most", c_int64))
+
+
+class QuietRecord(ctypes.Structure):
+    """`Quiet` of native/launch.hpp."""
+
+    _fields_ = (("words", c_void_p), ("count", c_int64))
+
+
+class Quiet:
+    """Words that an operation looks at first.
+
+    Args:
+        words: (address of an int64, the most that it may be).
+    """
+
+    def __init__(self, words: Iterable[tuple[int, int]]) -> None:
+        listed = [QuietWord(*word) for word in words]
+        self._words = (QuietWord * len(listed))(*listed)
+        self._record = QuietRecord(ctypes.addressof(self._words), len(listed))
+        self.address = ctypes.addressof(self._record)
+
+
 _SIGNATURES: dict[str, Signature] = {
     "cd_open": (c_char_p, (c_char_p,)),
     "cd_error": (c_char_p, (c_int, c_int)),
@@ -49,8 +75,8 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_await": (c_int, (c_void_p, c_void_p)),
     "cd_repeat_kernel": (c_int, (c_void_p, c_void_p, c_uint64, c_uint64)),
     "cd_repeat_copies": (c_int, (c_void_p, c_uint64, c_void_p, c_void_p)),
-    "cd_quick_open": (c_int, (c_void_p, c_void_p)),
-    "cd_quick_plan_bytes": (c_size_t, ()),
+    "cd_operation_open": (c_int, (c_void_p, c_void_p)),
+    "cd_operation_plan_bytes": (c_size_t, ()),
     # The rest needs no driver. Parts the stores and loads of Python before it from those behind it, on processors
     # (Arm's) which would not keep them in order.
     "cd_fence": (None, ()),
@@ -111,7 +137,6 @@ def graph_of(steps: Sequence[StreamOp], library: ctypes.CDLL) -> int:
 
 
 def free_graph(graph: int, library: ctypes.CDLL) -> None:
-    """Free a graph of which nothing runs any more."""
     library.cd_graph_free(graph)
 
 
@@ -122,22 +147,12 @@ def raise_refused(call: str, status: int, library: ctypes.CDLL) -> None:
 
 
 def refused(call: str, status: int, library: ctypes.CDLL) -> TransportError:
-    """An error in the driver's words."""
     name, text = (library.cd_error(status, which).decode() for which in (_NAME, _TEXT))
     return TransportError(f"{call}: {name or status}: {text or 'unknown error'}")
 
 
 class Kernel:
-    """A loaded kernel as its callers see it.
-
-    Attributes:
-        library: `load()`.
-
-    Args:
-        function: CUfunction.
-        shared_bytes: dynamic shared memory per block.
-        library: `load()`.
-    """
+    """A loaded kernel as its callers see it."""
 
     def __init__(self, function: int, shared_bytes: int, library: ctypes.CDLL) -> None:
         self._function, self._shared_bytes, self.library = function, shared_bytes, library
@@ -163,22 +178,14 @@ class Kernel:
         if status:
             raise refused(LAUNCH, status, self.library)
 
-    def starter(
-        self, num_blocks: int, num_threads: int, *, cooperative: bool, overlapped: bool
-    ) -> Callable[[int, Any], bool]:
-        """`start(stream, record)` launches a kernel of one argument as `launch` does, at the least price; True where a
-        CUDA graph captured the launch."""
+    def launch_record(
+        self, num_blocks: int, num_threads: int, stream: int, record: Any, *, cooperative: bool, overlapped: bool
+    ) -> bool:
+        """`launch` of a kernel of one argument; True where a CUDA graph captured it."""
         prepared = self.prepared(num_blocks, num_threads, cooperative=cooperative, overlapped=overlapped)
-        address = addressof(prepared)
-        library, launch_one = self.library, self.library.cd_launch_one
-
-        def start(stream: int, record: Any) -> bool:
-            status = launch_one(address, stream, addressof(record))
-            if status > 0:
-                raise refused(LAUNCH, status, library)
-            return bool(status)
-
-        return start
+        status = int(self.library.cd_launch_one(addressof(prepared), stream, addressof(record)))
+        raise_refused(LAUNCH, status, self.library)
+        return bool(status)
 
     def prepared(self, num_blocks: int, num_threads: int, *, cooperative: bool, overlapped: bool) -> Prepared:
         """A launch with this grid; made once."""

@@ -108,7 +108,6 @@ class Domain:
         watch: tells `host` of dead peers; from `import_regions` on.
 
     Args:
-        group: who takes part.
         timeout_s: deadline of a peer's answer, seconds.
         abi: what all ranks must have in common.
         host: this rank's page of host memory, which knows who is dead.
@@ -309,7 +308,6 @@ class Domain:
             memory.free_returned()
 
     def close_in_child(self) -> None:
-        """In a forked child: close its copies of all descriptors."""
         for part in (*self._open, *self.mappings):
             if part is not None:
                 part.close_in_child()

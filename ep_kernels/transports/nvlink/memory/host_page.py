@@ -28,8 +28,6 @@ class Mismatch(NamedTuple):
     """What a rank and a peer brought to one operation.
 
     Attributes:
-        op: which.
-        peer: the first rank that differs.
         mine, theirs: the seq of the dispatch whose routing they brought; of a collective: `signature`.
     """
 
@@ -89,7 +87,6 @@ class HostPage:
             self._gone[rank] = abi.GIVEN_UP
 
     def is_gone(self, rank: int) -> bool:
-        """Whether its process is dead."""
         return int(self._gone[rank]) == abi.DEAD
 
     def is_given_up(self, rank: int) -> bool:

@@ -47,7 +47,6 @@ class Mailbox:
     """This rank's page and its view of the others'.
 
     Args:
-        rank: this rank.
         gone: tells whether a rank's process is known to be dead.
     """
 
@@ -172,7 +171,6 @@ class Mailbox:
         return self._aborted is not None or self._lost() is not None
 
     def _lost(self) -> int | None:
-        """An active rank that was given up."""
         return next((rank for rank in self._given_up if self._active[rank]), None)
 
     def _renew(self, deadline: float) -> None:
@@ -290,11 +288,9 @@ class Mailbox:
             nap = min(2 * nap, 2 * _LONGEST_NAP_S)
 
     def wake(self) -> None:
-        """End a `wait_for_peer`."""
         self._woken.set()
 
     def check(self) -> None:
-        """Raise AbortedError after `abort`."""
         if self._aborted is not None:
             raise AbortedError(self._aborted)
 

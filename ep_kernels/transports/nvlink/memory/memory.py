@@ -81,7 +81,6 @@ class Mapping:
         self._finalizer.atexit = False  # the process's end frees everything; the driver may be gone by then
 
     def close_in_child(self) -> None:
-        """In a forked child: close its copy of the lease."""
         if self._lease is not None:
             self._lease.close()
 

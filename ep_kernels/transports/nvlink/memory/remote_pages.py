@@ -28,11 +28,7 @@ class RemotePages:
     """The copies here, and the connections over which this rank's own page is sent.
 
     Args:
-        config: of the network.
-        rank, size: of the group.
-        page: this rank's own page.
         gone: address of [size] int64: set to `abi.DEAD` for ranks whose connections end; kernels read it.
-        timeout_s: deadline of the rank's waits.
 
     Attributes:
         ranks: those of other hosts; empty before `connect`.
@@ -63,7 +59,6 @@ class RemotePages:
         return frozenset(self._tickets)
 
     def ticket(self) -> NetworkTicket:
-        """For the ranks of other hosts."""
         return self._channel.ticket()
 
     def page(self, rank: int) -> memoryview:
@@ -117,7 +112,6 @@ class RemotePages:
             self._channel.leave(rank, epoch)
 
     def is_up(self, rank: int) -> bool:
-        """Whether the connections with a rank of another host stand."""
         return bool(self._channel.up() >> rank & 1)
 
     def close(self) -> None:
@@ -129,7 +123,6 @@ class RemotePages:
             self._lib.cd_words_close(words)
 
     def close_in_child(self) -> None:
-        """In a forked child: nothing of this is used any more."""
         self._channel.close_in_child()
         self._words = None
 

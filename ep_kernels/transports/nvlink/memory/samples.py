@@ -50,9 +50,7 @@ class SampleRing:
     """The newest SAMPLE_CAPACITY records of one rank, and which of them have been read.
 
     Args:
-        size: R.
         head: int64 [1], records begun so far; the ring lies on its device.
-        copy: how the host gets at both.
     """
 
     def __init__(self, size: int, head: torch.Tensor, copy: Copy) -> None:

@@ -35,7 +35,6 @@ class RegionTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_bytes: of the region.
         place: of its GPU; `links.pci_number`.
         server: address of the rank's descriptor server.
-        token: of the region.
         host: where the rank runs.
     """
 
@@ -48,7 +47,6 @@ class RegionTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Host
 
     def encode(self) -> bytes:
-        """As it is published."""
         return msgspec.json.encode(self)
 
 

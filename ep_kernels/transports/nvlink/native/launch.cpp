@@ -260,25 +260,7 @@ CD_API int cd_copies_behind(const Step* steps, int count, void* stream, void* be
   return status ? status : cd_copies(steps, count, stream);
 }
 
-// Words whose value beyond `quiet` means that the host must check.
-struct QuietWord {
-  const volatile int64_t* word;
-  int64_t most;
-};
-
-// An operation that repeats does nothing where a word is not.
-struct Quiet {
-  const QuietWord* words;
-  int64_t count;
-};
-
 constexpr int kDisturbed = -2;
-
-static bool is_quiet(const Quiet* quiet) {
-  for (int64_t i = 0; i < quiet->count; ++i)
-    if (*quiet->words[i].word > quiet->words[i].most) return false;
-  return true;
-}
 
 // A kernel of one argument, in whose record the addresses at `x` and `out` change.
 struct KernelRepeat {
@@ -290,7 +272,7 @@ struct KernelRepeat {
 
 // The driver's status, kCaptured, or kDisturbed: nothing was launched.
 CD_API int cd_repeat_kernel(const KernelRepeat* again, void* stream, uint64_t x, uint64_t out) {
-  if (!is_quiet(again->quiet)) return kDisturbed;
+  if (!cd::is_quiet(again->quiet)) return kDisturbed;
   *again->x = x;
   *again->out = out;
   return cd_launch_one(again->prepared, stream, again->argument);
@@ -309,7 +291,7 @@ struct CopyRepeat {
 
 // As cd_copies_behind, or kDisturbed. `events`: the first stands behind what `behind` has now, the others are marks.
 CD_API int cd_repeat_copies(const CopyRepeat* again, uint64_t seq, void* behind, const uint64_t* events) {
-  if (!is_quiet(again->quiet)) return kDisturbed;
+  if (!cd::is_quiet(again->quiet)) return kDisturbed;
   for (int64_t i = 0; i < again->num_numbers; ++i) again->steps[again->numbers[i]] = seq;
   for (int64_t i = 0; i < again->num_marks; ++i) again->steps[again->marks[i]] = events[1 + i];
   again->steps[again->seen_at] = again->seen_first + seq % again->seen_slots * again->seen_bytes;

@@ -16,6 +16,16 @@ enum Flags : uint32_t { kIsCooperative = 1, kIsOverlapped = 2 };
 
 constexpr int kCaptured = -1;
 
+// Words of which one that is above its `most` means that Python must look.
+struct QuietWord {
+  const volatile int64_t* word;
+  int64_t most;
+};
+struct Quiet {
+  const QuietWord* words;
+  int64_t count;
+};
+
 // The driver's status. `arguments`: addresses of the parameters.
 CD_API int cd_launch(const Prepared* p, void* stream, void** arguments);
 
@@ -24,6 +34,11 @@ CD_API int cd_launch_one(const Prepared* p, void* stream, void* argument);
 
 namespace cd {
 
+inline bool is_quiet(const Quiet* quiet) {
+  for (const QuietWord* each = quiet->words; each < quiet->words + quiet->count; ++each)
+    if (*each->word > each->most) return false;
+  return true;
+}
 // Whether a graph captures the stream; no where the driver cannot say.
 bool is_captured(void* stream);
 // The context that is current on this thread; null where the driver cannot say.

@@ -74,7 +74,6 @@ class PinnedBoxes:
         self._memory: mmap.mmap | None = None
 
     def reserve(self, num_bytes: int) -> int:
-        """See `Boxes`."""
         try:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
             self._memory = mmap.mmap(-1, num_bytes, flags=flags)
@@ -84,13 +83,11 @@ class PinnedBoxes:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def take(self, address: int, num_bytes: int) -> int:
-        """See `Boxes`."""
         self._register(address, num_bytes)
         self._taken.append(address)
         return -1
 
     def close(self) -> None:
-        """See `Boxes`."""
         while self._taken:
             self._unregister(self._taken.pop())
 

@@ -27,7 +27,6 @@ class CudaGpu:
         self._device = device
 
     def order(self) -> tuple[Flush | None, str]:
-        """See `GpuMemory`."""
         for name in ("GPU_DIRECT_RDMA_SUPPORTED", "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
             if not self._attribute(name):
                 raise TransportError(f"the GPU's driver does not support {name}")
@@ -38,7 +37,6 @@ class CudaGpu:
         return flush_of(), "writes by NICs are flushed before kernels see their word"
 
     def boxes(self, access: BoxAccess, flush: Flush | None) -> Boxes:
-        """See `GpuMemory`."""
         return PinnedBoxes(pin, unpin) if access is BoxAccess.STAGED else CudaBoxes(self._device, access, flush)
 
     def probe(self) -> str:

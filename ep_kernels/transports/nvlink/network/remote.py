@@ -43,12 +43,8 @@ class RemoteRanks:
         channel: of the network.
 
     Args:
-        network: of the configuration.
-        rank, size: of this rank, R.
-        shape: of its region.
         host: its page, in which dead ranks are marked.
         boxes: where they lie; `close` gives them back.
-        timeout_s: deadline of the rank's waits.
         register, unregister: make host memory reachable by the GPU, and give it back.
 
     Raises:
@@ -112,7 +108,6 @@ class RemoteRanks:
         return tuple(self._tickets)
 
     def ticket(self) -> NetworkTicket:
-        """For the ranks of other hosts."""
         return self.channel.ticket()
 
     def connect(self, tickets: Mapping[int, NetworkTicket], timeout_s: float) -> None:
@@ -161,7 +156,6 @@ class RemoteRanks:
         self._lib.cd_boxes_restart(self._native, dispatch, combine, barrier)
 
     def peers(self) -> list[PeerTraffic]:
-        """See `base.MemberTransport.traffic`."""
         up, by_rank = self.channel.up(), self.channel.traffic()
         found = [(rank, by_rank[rank]) for rank in sorted(self.ranks)]
         return [
@@ -183,7 +177,6 @@ class RemoteRanks:
         self._native = None
 
     def close_in_child(self) -> None:
-        """In a forked child: nothing of this is used any more."""
         self._native = None
         self._boxes.close_in_child()
 

@@ -64,13 +64,11 @@ def record(group: Group, event: Heartbeat, report: str, now: float) -> tuple[Gro
 
 
 def forget(group: Group, uids: Iterable[str]) -> Group:
-    """Drop the reports about these."""
     gone = frozenset(uids)
     return replace(group, blames=tuple(blame for blame in group.blames if blame.accused not in gone))
 
 
 def expire(group: Group, now: float) -> Group:
-    """Drop reports older than the window."""
     if group.blames and group.blames[0].at <= now - group.settings.blame_window_s:
         kept = tuple(blame for blame in group.blames if blame.at > now - group.settings.blame_window_s)
         group = replace(group, blames=kept)
@@ -111,7 +109,6 @@ def ranks_to_exclude(group: Group) -> tuple[int, ...]:
 
 
 def summary(group: Group) -> str:
-    """The held reports as one text."""
     reports = list(dict.fromkeys(blame.report for blame in held(group)))
     more = f"; and {len(reports) - MAX_NAMED} more reports" if len(reports) > MAX_NAMED else ""
     return "; ".join(reports[:MAX_NAMED]) + more
@@ -183,7 +180,7 @@ def _quarantine_left(group: Group) -> int:
     """How many more ranks may be in quarantine."""
     if not group.settings.quarantine_s or group.recovering:
         return 0
-    return max(0, (group.settings.world_size - 1) // 2 - sum(bar.cause == "quarantined" for bar in group.bars))
+    return max(0, (group.world_size - 1) // 2 - sum(bar.cause == "quarantined" for bar in group.bars))
 
 
 def laggards(group: Group, late: Sequence[Member]) -> list[Verdict]:
@@ -218,7 +215,7 @@ def _doubted(group: Group) -> set[str]:
     for blame in group.blames:
         by.setdefault(blame.accused, set()).add(blame.accuser)
         of.setdefault(blame.accuser, set()).add(blame.accused)
-    loud = {uid for uid, named in of.items() if 2 * len(named) > group.settings.world_size - 1}
+    loud = {uid for uid, named in of.items() if 2 * len(named) > group.world_size - 1}
     return loud | {uid for uid, accusers in by.items() if len(accusers - loud) >= _TWO}
 
 

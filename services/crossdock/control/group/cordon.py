@@ -38,7 +38,6 @@ def is_kept_out(group: Group, event: Register) -> Bar | None:
 
 
 def put(group: Group, bars: Iterable[Bar]) -> Group:
-    """Add bars; each replaces the one of its uid."""
     fresh = {bar.uid: bar for bar in bars}
     kept = tuple(bar for bar in group.bars if bar.uid not in fresh)
     spares = tuple(spare for spare in group.spares if spare.uid not in fresh)
@@ -46,12 +45,10 @@ def put(group: Group, bars: Iterable[Bar]) -> Group:
 
 
 def lift(group: Group, uids: frozenset[str]) -> Group:
-    """Remove bars."""
     return replace(group, bars=tuple(bar for bar in group.bars if bar.uid not in uids))
 
 
 def add_spare(group: Group, worker: Worker, now: float) -> Group:
-    """Add a spare."""
     if group.member(worker.uid) is not None:
         return group
     spare = Spare(worker.uid, worker.place.hostname, now)
@@ -59,7 +56,6 @@ def add_spare(group: Group, worker: Worker, now: float) -> Group:
 
 
 def remove_spare(group: Group, uid: str) -> Group:
-    """Remove a spare that has become a member."""
     return replace(group, spares=_without(group, uid))
 
 

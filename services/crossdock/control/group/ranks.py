@@ -38,8 +38,6 @@ class NetworkPlace:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Location of a worker."""
-
     uid: str
     hostname: str
     local_rank: int = 0

@@ -45,14 +45,7 @@ class Said:
 
 
 class LatencyWatch:
-    """Reports and verdict of one group.
-
-    Args:
-        metrics: of the control plane.
-
-    Attributes:
-        said: the verdict.
-    """
+    """Reports and verdict of one group."""
 
     def __init__(self, metrics: ControlMetrics) -> None:
         self._metrics = metrics
@@ -77,7 +70,6 @@ class LatencyWatch:
         request.stats.ClearField("latency")
 
     def forget(self, uid: str) -> None:
-        """Drop the reports of a member that is gone."""
         self._reports.pop(uid, None)
         self._totals.pop(uid, None)
 
@@ -203,7 +195,6 @@ def check(report: pb.LatencyReport, world_size: int) -> None:
 
 
 def text_of(found: Judgement) -> str:
-    """The verdict in words."""
     return f"{_headline(found)}: {found.detail}" if found.detail else _headline(found)
 
 

@@ -122,7 +122,6 @@ class Judgement:
 
     @property
     def named(self) -> tuple[object, ...]:
-        """The kind and its subject, without figures."""
         return self.kind, self.ranks, self.hosts, self.expert
 
 

@@ -56,8 +56,6 @@ class State:
     """State of one candidate.
 
     Attributes:
-        identity: unique for each process.
-        address: its advertised host:port.
         lease_s: duration that it writes.
         seen: the lease read last; None = there is none.
         since: when it was read first.

@@ -39,7 +39,6 @@ class KubernetesLeaseStore:
         self._metadata = V1ObjectMeta()
 
     def read(self, timeout_s: float) -> Lease | None:
-        """See `LeaseStore`."""
         try:
             return self._ask("read_namespaced_lease", timeout_s, self._config.lease_name, self._namespace)
         except ApiError as error:
@@ -65,7 +64,6 @@ class KubernetesLeaseStore:
             raise
 
     def close(self) -> None:
-        """See `LeaseStore`."""
         self._server.close()
 
     def _ask(self, method: str, timeout_s: float, *args: Any) -> Lease:

@@ -57,8 +57,6 @@ class Elector:
     """Reads and renews the lease in its own thread, so that a busy event loop does not lose it.
 
     Args:
-        state: initial state of the candidate.
-        leases: storage of the lease.
         changed: called in that thread when the leader changes.
         failed: called for each failed read or write.
 
@@ -93,7 +91,6 @@ class Elector:
         return seen.address if seen is not None and seen.holder not in {"", self._state.identity} else ""
 
     def start(self) -> None:
-        """Start the candidacy."""
         self._thread.start()
 
     def note_term(self, term: int) -> None:
@@ -187,7 +184,6 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
 
     Args:
         make: returns a new ControlPlane.
-        elector: knows the leader.
         term_changed: called with the term when a leadership begins, with 0 when it ends.
     """
 
@@ -201,7 +197,6 @@ class Replica(control_pb2_grpc.ControlPlaneServicer):
 
     @property
     def group(self) -> Group | None:
-        """The group of the current leadership."""
         return self._service.group if self._service is not None else None
 
     def tick(self) -> None:

@@ -73,7 +73,6 @@ class Checkpoints:
         return Checkpoints(message.version, message.settled, message.wanted, refs)
 
     def message(self) -> pb.Checkpoints:
-        """For workers."""
         refs = [pb.CheckpointRef(number=ref.number, path=ref.path, fingerprint=ref.fingerprint) for ref in self.refs]
         return pb.Checkpoints(version=self.version, settled=self.settled, wanted=self.wanted, refs=refs)
 
@@ -83,7 +82,6 @@ NO_CHECKPOINTS = Checkpoints()
 
 
 def number_of(table: Table, num_experts: int) -> int:
-    """The checkpoint of a layer's table."""
     return next((held[0] // num_experts for held in table if held), 0)
 
 

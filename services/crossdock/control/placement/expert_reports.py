@@ -31,7 +31,6 @@ class Report:
 
     @property
     def done(self) -> bool:
-        """Whether the rank has finished its move."""
         return self.switched == self.to_switch and not self.error
 
 

@@ -14,10 +14,8 @@ class Rebalance:
     """A better placement.
 
     Attributes:
-        base: version of the tables before.
         before, after: tables by layer.
         imbalance, imbalance_after: of all layers, now and then; see `total_imbalance`.
-        moves: copies to load.
     """
 
     base: int

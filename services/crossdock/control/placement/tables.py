@@ -20,8 +20,6 @@ class Shape:
     """Numbers of experts and slots, and domains of the ranks, of a placement.
 
     Attributes:
-        num_experts: E.
-        num_slots: P.
         domains: number of the NVLink domain of each rank; [R].
 
     Raises ValueError unless R >= 1 and E <= P <= E * R.
@@ -40,11 +38,9 @@ class Shape:
 
     @property
     def num_ranks(self) -> int:
-        """R."""
         return len(self.domains)
 
     def capacity(self, rank: int) -> int:
-        """Slots of a rank."""
         share, more = divmod(self.num_slots, self.num_ranks)
         return share + (rank < more)
 

@@ -45,6 +45,7 @@ from crossdock.control.group.group_state import (
     Refusal,
     Refuse,
     RefusedWorker,
+    Scale,
     Settings,
     Tick,
     Uncordon,
@@ -91,11 +92,7 @@ _EXCLUDED = ("cordoned", "quarantined")
 
 
 class GroupMeasures:
-    """The group's state as metrics: gauges of its members, and how long it was without service, and why.
-
-    Args:
-        metrics: of the control plane.
-    """
+    """The group's state as metrics: gauges of its members, and how long it was without service, and why."""
 
     def __init__(self, metrics: ControlMetrics) -> None:
         self._metrics = metrics
@@ -103,12 +100,10 @@ class GroupMeasures:
         self._cause = self._lost = ""
 
     def lost(self, cause: str) -> None:
-        """A member was lost; called before `changed`."""
         self._metrics.members_lost_total.labels(cause=cause).inc()
         self._lost = self._lost or cause
 
     def blamed(self, rank: int) -> None:
-        """A member reported that rank silent."""
         self._metrics.silent_rank_reports_total.labels(rank=str(rank)).inc()
 
     def changed(self, before: Group, after: Group, now: float) -> None:
@@ -126,11 +121,12 @@ class GroupMeasures:
             self._since = None
 
     def measure(self, group: Group) -> None:
-        """Set the gauges."""
         metrics, active = self._metrics, group.active
         metrics.epoch.set(group.epoch)
+        metrics.world_size.set(group.world_size)
+        metrics.wanted_workers.set(group.wanted.workers)
         metrics.members.set(len(group.members))
-        metrics.active_ranks.set(len(group.members) if active is None else len(active))
+        metrics.active_ranks.set(min(len(group.members), group.world_size) if active is None else len(active))
         barred = Counter(bar.cause for bar in group.bars)
         for cause in _EXCLUDED:
             metrics.excluded_workers.labels(cause=cause).set(barred[cause])
@@ -168,12 +164,10 @@ class Postmortems:
             self._records.append(pb.Postmortem(uid=uid, arrived_unix_s=time.time(), record=text))
 
     def changed(self, group: Group) -> None:
-        """Keep a change of the group."""
         change = pb.GroupChange(unix_s=time.time(), epoch=group.epoch, state=group.phase.value, reason=group.why)
         self._changes.append(change)
 
     def message(self) -> pb.PostmortemsResponse:
-        """All of them."""
         return pb.PostmortemsResponse(postmortems=self._records, changes=self._changes)
 
 
@@ -208,7 +202,6 @@ class WorkerKeys:
             self._bound.pop(worker.uid, None)
 
     def forget(self, uid: str) -> None:
-        """Remove the key of a former member."""
         self._bound.pop(uid, None)
 
 
@@ -224,8 +217,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     """The ControlPlane service of one group.
 
     Args:
-        config: of this process.
-        metrics: of this process.
         clock: monotonic seconds.
         labels: returns the platform's labels of hosts, by hostname.
     """
@@ -246,6 +237,9 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             blame_epochs=config.blame_epochs,
             blame_window_s=config.blame_window_s,
             quarantine_s=config.quarantine_s,
+            min_workers=config.min_workers,
+            max_workers=config.most_workers,
+            follow_workers=config.follow_workers,
         )
         # State: lost with the process, told again by workers.
         self._id = secrets.randbits(63) | 1
@@ -253,25 +247,23 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._facts: dict[str, tuple[topology_pb2.HostFacts, int]] = {}
         self._planned: tuple[int, float, pb.ExpertsResponse] | None = None
         self._topology: tuple[int, dict[str, discovery.Labels], bytes] | None = None
-        self._limits = views.Limits.of(config.num_ranks)
+        self._limits = views.Limits.of(config.most_workers)
         self._group = new_group(settings, clock(), 1 + secrets.randbelow(MAX_LEAP))
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
         # Parts beside the state machine.
         self._keys = WorkerKeys()
-        self._watchers = Watchers(config.num_ranks, metrics)
+        self._watchers = Watchers(config.most_workers, metrics)
         self._rendered: dict[bool, tuple[int, bytes]] = {}
         self._experts = PlacementService(
             config.placement, config.num_ranks, metrics, clock, lambda: self._group, self._announce
         )
         self._postmortems, self._measures = Postmortems(), GroupMeasures(metrics)
         self._latency, self._slow_s = latency_watch.LatencyWatch(metrics), config.quarantine_slow_s
-        metrics.world_size.set(config.num_ranks)
         self._measure()
 
     @property
     def group(self) -> Group:
-        """The current state."""
         return self._group
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
@@ -318,7 +310,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return True
 
     async def PublishRegion(self, request: pb.PublishRegionRequest, context: Any) -> pb.PublishRegionResponse:
-        """Store a member's region for this epoch."""
         self._keys.check(request.worker, context)
         self._apply(views.publish_event(request, self._limits))
         return pb.PublishRegionResponse()
@@ -335,7 +326,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         report = self._experts.check_report(self._group, request)
         views.check_stats(request.stats)
         latency_watch.check(request.stats.latency, self._limits.world_size)
-        self._apply(views.heartbeat_event(request, self._limits, self._max_epoch()))
+        prepared = self._experts.is_prepared(self._group, request)
+        self._apply(views.heartbeat_event(request, self._limits, self._max_epoch(), prepared))
         self._metrics.heartbeats_total.inc()
         self._postmortems.record(request)
         if report is not None:
@@ -365,7 +357,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return made[2]
 
     async def Placement(self, request: pb.PlacementRequest, context: Any) -> pb.PlacementResponse:
-        """The expert tables of an epoch."""
         return self._experts.placement(self._group, request)
 
     async def Experts(self, request: pb.ExpertsRequest, context: Any) -> pb.ExpertsResponse:
@@ -379,11 +370,17 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return self._planned[2]
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceResponse:
-        """Move experts now."""
         return await self._experts.rebalance()
 
+    async def Scale(self, request: pb.ScaleRequest, context: Any) -> pb.ScaleResponse:
+        """Have more or fewer workers."""
+        if request.workers >= self._group.settings.min_workers:  # else that is what is wrong
+            self._experts.check_size(request.workers)
+        self._apply(Scale(request.workers))
+        log.warning("scaling", workers=self._group.world_size, wanted=self._group.wanted.workers)
+        return pb.ScaleResponse(workers=self._group.wanted.workers, world_size=self._group.world_size)
+
     async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:
-        """Load another checkpoint now."""
         return self._experts.load(request)
 
     async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:
@@ -394,14 +391,12 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         return pb.CordonResponse(barred=views.bar_messages(bars, self._clock(), self._id))
 
     async def Uncordon(self, request: pb.UncordonRequest, context: Any) -> pb.UncordonResponse:
-        """Lift bars."""
         bars = views.bars_to_lift(self._group, request)
         self._apply(Uncordon(frozenset(bar.uid for bar in bars)))
         log.warning("uncordoned", workers=", ".join(bar.uid for bar in bars))
         return pb.UncordonResponse(barred=views.bar_messages(bars, self._clock(), self._id))
 
     async def Postmortems(self, request: pb.PostmortemsRequest, context: Any) -> pb.PostmortemsResponse:
-        """What ranks knew when a wait failed."""
         return self._postmortems.message()
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.GroupView | bytes]:
@@ -426,7 +421,6 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             self._watchers.leave(changed, inside)
 
     def tick(self) -> None:
-        """Advance time."""
         self._apply(Tick())
         self._measures.measure_members(self._group)
         self._latency.tick(self._group, self._clock())
@@ -451,8 +445,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """The view for a watcher, and the epoch of the last region table sent to it; `has_table`: the one before."""
         group, inside = self._group, views.is_member(self._group, worker)
         if not (brief and inside):
-            stats, placement = self._stats, self._experts.version
-            whole = views.group_view(group, self._version, self._clock(), stats, regions=inside, placement=placement)
+            stats, experts = self._stats, self._placement_view()
+            whole = views.group_view(group, self._version, self._clock(), stats, regions=inside, experts=experts)
             whole.barred.extend(views.bar_messages(group.bars, self._clock(), self._id))
             if latency:
                 self._latency.show(whole, self._clock())
@@ -465,12 +459,15 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         group, rendered = self._group, self._rendered.get(table)
         if rendered is None or rendered[0] != self._version:
             make = views.table_view if table else views.brief_view
-            rendered = self._version, make(group, self._version, self._experts.version).SerializeToString()
+            rendered = self._version, make(group, self._version, self._placement_view()).SerializeToString()
             self._rendered[table] = rendered
         return rendered[1] if table else rendered[1] + views.own_seat(group, worker).SerializeToString()
 
+    def _placement_view(self) -> views.PlacementView:
+        experts, group = self._experts, self._group
+        return views.PlacementView(experts.version, experts.next_version(group), experts.scaling(group))
+
     def _announce(self) -> None:
-        """Notify the watchers of another placement."""
         self._version += 1
         self._watchers.notify_now()
 
@@ -513,7 +510,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             "group changed",
             state=group.phase.value,
             epoch=group.epoch,
-            members=f"{len(group.members)}/{group.settings.world_size}",
+            members=f"{len(group.members)}/{group.world_size}",
             regions="complete" if group.sealed else "missing",
             reason=group.why,
         )

@@ -29,7 +29,6 @@ class Watchers:
     """The open Watch streams of one control plane.
 
     Args:
-        world_size: ranks of the group.
         metrics: where they are counted.
 
     Attributes:
@@ -55,7 +54,6 @@ class Watchers:
         return changed
 
     def leave(self, changed: asyncio.Event, is_member: bool) -> None:
-        """Remove a stream that has ended."""
         self._num_members -= is_member
         self._open.discard(changed)
         self._measure()
@@ -76,7 +74,6 @@ class Watchers:
         self.notify_now()
 
     def notify_now(self) -> None:
-        """Notify all streams at once."""
         self._cancel_notify_timer()
         self._notified_at = time.monotonic()
         _wake(list(self._open))

@@ -73,7 +73,6 @@ class Device:
 
     Attributes:
         host: index into the hosts that were joined.
-        gpu: its index on that host, CPU = -1.
         domain: name of its NVLink domain, "" = none; `no_domain` then says why.
         nic: the RDMA port that is nearest to it, "" = none; `no_nic` then says why.
         nic_distance: a word of WORDS, "" = unknown.
@@ -138,12 +137,10 @@ class Topology:
         return hostname if here.gpu == CPU else f"{hostname}/{here.gpu}"
 
     def gpu(self, device: int) -> pb.Gpu | None:
-        """The facts of a device's GPU."""
         here = self.devices[device]
         return _gpu_of(self.hosts[here.host], here.gpu)
 
     def nic(self, device: int) -> pb.Nic | None:
-        """The facts of a device's own NIC."""
         here = self.devices[device]
         return next((nic for nic in self.hosts[here.host].nics if nic.name == here.nic), None)
 

@@ -44,11 +44,9 @@ class ModelSpec:
         num_experts: E, routed experts per layer.
         hidden_size: H, columns of the rows that experts take.
         intermediate_size: I of one routed expert.
-        topk: K, experts per token.
         gating: what an expert computes between its products.
         bias: both products add one.
         formats: of the experts' matrices, by layer as in moe_layers.
-        dtype: what the model computes in.
         fingerprint: hash of all of the above, the expert tensors' names, types and shapes, and a sample of every
             expert's bytes and scales.
     """
@@ -99,7 +97,6 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Unmap the files."""
         self._shards.close()
 
     def stacks(
@@ -159,7 +156,7 @@ class Checkpoint:
         fields["moe_layers"] = tuple(names)
         shape = fields["num_experts"], fields["hidden_size"], fields["intermediate_size"]
         sizes, fp8 = LayerSizes(*shape, fields["gating"].halves, fields["bias"]), config.fp8_formats()
-        turned = {"alternates": family.interleaved, "transposed": family.transposed}
+        turned = {"alternates": family.interleaved, "transposed": family.transposed, "one_less": config.one_less()}
         return {layer: StoredLayer(shards, each, sizes, fp8, **turned) for layer, each in names.items()}
 
     def _fingerprint(self, fields: dict[str, Any], tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> str:

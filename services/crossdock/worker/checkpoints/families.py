@@ -75,7 +75,6 @@ class Naming:
 
     @property
     def stacked(self) -> bool:
-        """One tensor for all experts."""
         return "{e}" not in self.down
 
 

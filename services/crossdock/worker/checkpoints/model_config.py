@@ -17,6 +17,8 @@ from crossdock.worker.checkpoints.weights import Format
 _MOST = 1 << 20
 """Most of any size or number: loops go over layers and experts."""
 _PER_TENSOR = Format("fp8")
+_INTEGERS = {"awq": ("version", ["gemm"]), "gptq": ("checkpoint_format", ["gptq", "gptq_v2"])}
+"""By method: the key of its packing, and those that are read; the first one where the key is not there."""
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,7 +39,6 @@ def sparse_layers(keys: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
     Args:
         keys: of config.json, with the family's defaults.
-        num_layers: decoder layers.
 
     Raises:
         ValueError: key, expected, got.
@@ -93,7 +94,6 @@ class ModelConfig:
     """config.json with typed look-ups that name the key; the text model's part of it where it is nested.
 
     Attributes:
-        path: of the file.
         model_type: of the text model.
         family: what that means.
 
@@ -124,7 +124,6 @@ class ModelConfig:
         return data, model_type
 
     def text(self, name: str, data: dict[str, Any], default: str | None) -> str:
-        """A string value."""
         value = data.get(name, default)
         if not isinstance(value, str):
             raise CheckpointError(f"{self.path}: {name}: expected a string, got {value!r}")
@@ -204,11 +203,24 @@ class ModelConfig:
             raise CheckpointError(f"{self.path}: dtype: expected one of {sorted(_FLOATS)}, got {name!r}")
         return _FLOATS[name]
 
-    def fp8_formats(self) -> list[Format]:
-        """The formats that fp8 experts may have; empty: it does not say. Raises CheckpointError."""
+    def _quantisation(self) -> dict[str, Any]:
         found = self._data.get("quantization_config") or self._whole.get("quantization_config") or {}
         if not isinstance(found, dict):
             raise CheckpointError(f"{self.path}: quantization_config: expected an object, got {found!r}")
+        return found
+
+    def one_less(self) -> bool:
+        """Zeros of GPTQ are stored one less than they mean. Raises CheckpointError: a packing that is not read."""
+        found = self._quantisation()
+        name, known = _INTEGERS.get(str(found.get("quant_method")), ("", [""]))
+        value = found.get(name) or known[0]
+        if str(value).lower() not in known:
+            raise CheckpointError(f"{self.path}: {name}: expected one of {known}, got {value!r}")
+        return bool(value != "gptq_v2")
+
+    def fp8_formats(self) -> list[Format]:
+        """The formats that fp8 experts may have; empty: it does not say. Raises CheckpointError."""
+        found = self._quantisation()
         method = found.get("quant_method", "fp8")
         if method == "modelopt":
             return [_PER_TENSOR]

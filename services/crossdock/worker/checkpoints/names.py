@@ -7,22 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from crossdock.worker.checkpoints.families import PREFIXES, Family, Naming, namings
+from crossdock.worker.checkpoints.packings import PACKINGS, named
 from crossdock.worker.checkpoints.shards import CheckpointError
 
 _IN_A_LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>[0-9]{1,9})\.(?P<rest>.*)")
 _OF_EXPERTS = re.compile(r"\bexperts\.")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
-_SUFFIXES = ("", "_blocks")
-"""Suffixes of a matrix' name: none, or MXFP4's."""
-_NOT_COMPUTED = {
-    "_global_scale": "NVFP4 of compressed-tensors",
-    "_scale_2": "NVFP4 of ModelOpt",
-    ".absmax": "bitsandbytes",
-    "_packed": "packed integers of compressed-tensors",
-    "qweight": "int4 of AWQ or GPTQ",
-}
-"""Formats by the end of a tensor's name, the most telling first."""
-HINT = "serve this model's bfloat16, fp8 or MXFP4 checkpoint, or write one with the weights dequantised"
+NOT_COMPUTED = {"_weight_scale_2": "NVFP4 of ModelOpt in one tensor for all experts", ".absmax": "bitsandbytes"}
+"""Formats by the end of a tensor's name."""
+HINT = "serve this model in another format of docs/models.md, or write a checkpoint with the weights dequantised"
 """What to do about weights that are not computed here."""
 
 
@@ -32,7 +25,6 @@ class Names:
 
     Attributes:
         start: of each name, `layers.{number}.` included.
-        naming: what follows.
     """
 
     start: str
@@ -43,7 +35,6 @@ class Names:
         return tuple(self._named(name, expert) for name in self.naming.first)
 
     def down(self, expert: int) -> str:
-        """Name of the second matrix."""
         return self._named(self.naming.down, expert)
 
     def _named(self, name: str, expert: int) -> str:
@@ -56,7 +47,6 @@ def find_names(
     """The names of the experts, by layer.
 
     Args:
-        names: of all tensors.
         family: whose namings are looked for.
         layers: those of `num_layers` that have experts according to config.json, ascending.
         where: named by errors.
@@ -86,7 +76,7 @@ def find_names(
 
 def _names_of(rests: set[str], family: Family) -> Naming | None:
     for naming in namings(family):
-        if any(name + end in rests for name in (*naming.first, naming.down) for end in _SUFFIXES):
+        if any(named(name, each.data) in rests for name in (*naming.first, naming.down) for each in PACKINGS):
             return naming
     return None
 
@@ -94,7 +84,7 @@ def _names_of(rests: set[str], family: Family) -> Naming | None:
 def packed_as(names: Iterable[str]) -> str:
     """In words, the format of experts' tensors among these names that is not computed here; "": there are none."""
     experts = [name for name in names if _OF_EXPERTS.search(name)]
-    return next((words for end, words in _NOT_COMPUTED.items() if any(name.endswith(end) for name in experts)), "")
+    return next((words for end, words in NOT_COMPUTED.items() if any(name.endswith(end) for name in experts)), "")
 
 
 def _by_layer(names: Iterable[str]) -> dict[tuple[str, int], set[str]]:

@@ -28,6 +28,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
 }
 """Element types that expert weights and their scales may have, by safetensors' name."""
 
@@ -124,7 +126,6 @@ class Shards:
         return iter(self._file_of)
 
     def file(self, name: str) -> Path:
-        """The file that holds a tensor."""
         return self._directory / self._file_of[name]
 
     def _slice(self, name: str) -> Any:
@@ -201,7 +202,6 @@ class _RawFile:
         self._header, self._data = json.loads(os.pread(self._fd, length, 8)), 8 + length
 
     def sample(self, name: str, index: int | None, num_bytes: int) -> bytes:
-        """See `Shards.samples`."""
         tensor = self._header[name]
         start, end = tensor["data_offsets"]
         if index is not None:

@@ -11,19 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from crossdock.worker.checkpoints.names import HINT, Names, packed_as
+from crossdock.worker.checkpoints.names import HINT, NOT_COMPUTED, Names, packed_as
+from crossdock.worker.checkpoints.packings import FLOATS, FP8, PACKINGS, PLAIN, Packing, named
 from crossdock.worker.checkpoints.shards import CheckpointError, Shards
-from crossdock.worker.checkpoints.weights import FLOAT, MX_BLOCK, Format, Stack, from_fp8, from_mxfp4
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_DATA = {"float": _FLOATS, "fp8": (torch.float8_e4m3fn,), "mxfp4": (torch.uint8,)}
-_SCALES = {"fp8": (*_FLOATS, torch.float8_e8m0fnu), "mxfp4": (torch.uint8,)}
-"""dtypes of matrices and of their scales, by format."""
-_FP8_SCALES = ("_scale_inv", "_scale")
-"""What follows a matrix' name in the name of its scales: DeepSeek's, and compressed-tensors', ModelOpt's, AutoFP8's."""
-
-_PACKED_BESIDE = ("_scale_2", "_weight_scale_2", ".absmax")
-"""What lies beside a matrix of a format that is not computed here."""
+from crossdock.worker.checkpoints.weights import FLOAT, MXFP4, MXFP8, NVFP4, Format, Stack, from_codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +32,12 @@ class StoredLayer:
     """One layer's experts in the files.
 
     Args:
-        shards: the files.
         names: of the layer's tensors.
         sizes: that they must have.
         alternates: rows of gate and up alternate where one tensor holds both.
         transposed: stacked float tensors are [E, H, 2I] and [E, I, H], where H = I leaves it open.
         fp8: the formats that fp8 matrices may have; those that do not fit the scales are left out.
+        one_less: GPTQ's zeros are stored one less than they mean.
 
     Attributes:
         dtype: of the first tensor.
@@ -65,18 +56,16 @@ class StoredLayer:
         *,
         alternates: bool,
         transposed: bool,
+        one_less: bool,
     ) -> None:
-        self._shards, self._names, self._sizes = shards, names, sizes
+        self._shards, self._names, self._sizes, self._one_less = shards, names, sizes, one_less
         self._parts, self._stacked = len(names.naming.first), names.naming.stacked
         self._alternates = names.naming.interleaved or (alternates and self._parts == 1)
-        self._data, self._scales = "", ""
         name = names.first(0)[0]
-        if f"{name}_blocks" in shards:
-            self.dtype, self.format, self._data, self._scales = torch.uint8, Format("mxfp4"), "_blocks", "_scales"
-        else:
-            self.dtype = self._dtype_of(name)
-            self.format = self._fp8_format(name, fp8) if self.dtype is torch.float8_e4m3fn else FLOAT
+        self._packing, self.format = self._recognised(name, fp8)
+        self.dtype = self._dtype_of(named(name, self._packing.data))
         self._transposed = self._is_transposed(transposed)
+        self._check_order(name, sizes.hidden, 0 if self._stacked else None)
 
     def stacks(
         self, num: int, dtype: torch.dtype, device: str | torch.device, *, widen: bool = False
@@ -90,7 +79,6 @@ class StoredLayer:
         )
 
     def read_expert(self, expert: int, first: Stack, down: Stack) -> None:
-        """See `Checkpoint.read_expert`."""
         of_first = self._names.first(expert)
         for part, name in enumerate(of_first):
             rows = first.rows // len(of_first)
@@ -99,52 +87,59 @@ class StoredLayer:
 
     def _read(self, name: str, expert: int, into: Stack, rows: slice, part: int, *, split: bool) -> None:
         """One matrix into rows of `into`. split: its rows alternate between gate and up."""
-        index = expert if self._stacked else None
-        weight = self._shards.read(name + self._data, index)
-        scales = self._shards.read(name + self._scales, index) if self._scales else None
-        if self.format.kind == "mxfp4":
-            weight = weight.flatten(1)
-        if self._transposed:
-            weight = weight.t()
-        if into.format.kind == "float":
-            weight = self._as_float(weight, scales, into.data.dtype)
-        elif scales is not None and into.scales is not None:
-            into_scales = into.scales[part] if into.format.kind == "fp8" else into.scales[rows]
-            into_scales.copy_(_gate_first(scales, split).view_as(into_scales))
-        into.data[rows].copy_(_gate_first(weight, split))
+        index, format, target = expert if self._stacked else None, self.format, into.data[rows]
+        if format.kind == "float":
+            weight = self._shards.read(name, index)
+            target.copy_(_gate_first(weight.t() if self._transposed else weight, split))
+        else:
+            self._check_order(name, into.columns, index)
+            shape = target.shape[0], into.columns
+            data, scales, zeros, whole = self._packing.read(
+                format, shape, lambda end: self._shards.read(named(name, end), index), self._one_less
+            )
+            data, scales = _gate_first(data, split), _gate_first(scales, split)
+            zeros = None if zeros is None else _gate_first(zeros, split)
+            if into.format.kind == "float":
+                wide = torch.empty(shape, dtype=torch.float32, device="cpu")
+                target.copy_(from_codes(format, data, scales, wide, zeros, whole))
+            else:
+                target.copy_(data)
+                for held, stored in ((into.scales, scales), (into.zeros, zeros), (into.whole, whole)):
+                    if held is not None and stored is not None:
+                        held[part].copy_(stored)
         if into.bias is not None:
             into.bias[rows].copy_(_gate_first(self._shards.read(f"{name}_bias", index), split))
 
-    def _as_float(self, weight: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        if scales is None:
-            return weight
-        if self.format.kind == "mxfp4":
-            return from_mxfp4(
-                weight, scales, torch.empty(weight.shape[0], 2 * weight.shape[1], dtype=torch.float32, device="cpu")
+    def _check_order(self, name: str, columns: int, index: int | None) -> None:
+        """Raises CheckpointError: columns that share a scale do not lie side by side."""
+        groups = named(name, self._packing.groups) if self._packing.groups else name
+        if groups == name or groups not in self._shards:
+            return
+        self._check(groups, [(*self._stack(), columns)], (torch.int32,))
+        found, width = self._shards.read(groups, index), self.format.block[1] or columns
+        wrong = (found != torch.arange(columns, dtype=found.dtype, device="cpu") // width).nonzero()
+        if len(wrong):
+            (column,) = wrong[0].tolist()
+            raise CheckpointError(
+                f"{self._shards.file(groups)}: {groups}: expected column {column} in group {column // width}, got "
+                f"{int(found[column])}: columns in act-order (desc_act) are not computed here: quantise without it"
             )
-        block = tuple(size or whole for size, whole in zip(self.format.block, weight.shape, strict=True))
-        grid = scales.float().view(self.format.grid(*weight.shape))
-        return from_fp8(
-            weight, grid, (block[0], block[1]), torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-        ).to(dtype)
 
     def stored(self, expert: int) -> Iterator[tuple[str, int | None]]:
         """(name, index) of all tensors of the expert: matrices, scales, biases."""
         index = expert if self._stacked else None
         for name in (*self._names.first(expert), self._names.down(expert)):
-            yield name + self._data, index
-            if self._scales:
-                yield name + self._scales, index
+            yield from self._tensors(name, index)
             if self._sizes.bias:
                 yield f"{name}_bias", index
 
     def sampled(self, expert: int, turn: int) -> Iterator[tuple[str, int | None]]:
         """(name, index) of one matrix of the expert, the turn-th, and of its scales."""
         names = (*self._names.first(expert), self._names.down(expert))
-        name, index = names[turn % len(names)], expert if self._stacked else None
-        yield name + self._data, index
-        if self._scales:
-            yield name + self._scales, index
+        return self._tensors(names[turn % len(names)], expert if self._stacked else None)
+
+    def _tensors(self, name: str, index: int | None) -> Iterator[tuple[str, int | None]]:
+        return ((named(name, end), index) for end in self._packing.ends(self.format))
 
     def check(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Name, dtype and shape of each matrix, without the dimension of experts. Raises CheckpointError: one is
@@ -156,26 +151,21 @@ class StoredLayer:
             yield self._check_tensor(names.down(expert), sizes.hidden, sizes.inner)
 
     def _check_tensor(self, name: str, rows: int, columns: int) -> tuple[str, torch.dtype, tuple[int, ...]]:
-        stack, format = self._stack(), self.format
-        expected = {
-            "float": (columns, rows) if self._transposed else (rows, columns),
-            "fp8": (rows, columns),
-            "mxfp4": (rows, columns // MX_BLOCK, MX_BLOCK // 2),
-        }[format.kind]
-        data = name + self._data
-        if format.kind == "mxfp4" and columns % MX_BLOCK:
-            where = self._shards.file(data)
-            raise CheckpointError(f"{where}: {data}: expected a multiple of {MX_BLOCK} columns in mxfp4, got {columns}")
-        dtype = self._check(
-            data, [(*stack, *expected)], _DATA[format.kind], f"{format} as in the layer's other experts"
-        )
-        if self._scales:
-            self._check(name + self._scales, self._scale_shapes(format, rows, columns), _SCALES[format.kind])
-        elif any(name + suffix in self._shards for suffix in _FP8_SCALES):
+        format, stack, data = self.format, self._stack(), named(name, self._packing.data)
+        for word, size, unit in zip(("rows", "columns"), (rows, columns), self._packing.unit(format), strict=True):
+            if size % unit:
+                where = f"{self._shards.file(data)}: {data}"
+                raise CheckpointError(f"{where}: expected a multiple of {unit} {word} in {format}, got {size}")
+        turned = (columns, rows) if self._transposed else (rows, columns)
+        (_, (shape, *_), right), *others = self._packing.tensors(format, *turned)
+        dtype = self._check(data, [(*stack, *shape)], right, f"{format} as in the layer's other experts")
+        for end, shapes, right in others:
+            self._check(named(name, end), [(*stack, *each) for each in shapes], right)
+        if format.kind == "float" and any(named(name, each.scales) in self._shards for each in PACKINGS):
             raise CheckpointError(f"{self._shards.file(name)}: {name}: expected float without scales, got scales")
         if self._sizes.bias:
-            self._check(f"{name}_bias", [(*stack, rows)], _FLOATS)
-        return data, dtype, expected
+            self._check(f"{name}_bias", [(*stack, rows)], FLOATS)
+        return data, dtype, shape
 
     def _check(
         self, name: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], words: str = ""
@@ -192,33 +182,57 @@ class StoredLayer:
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """Raises CheckpointError: missing, or of a format that is not computed here."""
-        if packed := packed_as(name + end for end in _PACKED_BESIDE if name + end in self._shards):
+        if packed := packed_as(name + end for end in NOT_COMPUTED if name + end in self._shards):
             raise CheckpointError(f"{self._shards.file(name)}: {name}: {packed}, not computed here: {HINT}")
         return self._shards.describe(name)[0]
 
-    def _fp8_format(self, name: str, formats: Sequence[Format]) -> Format:
-        """The one whose scales have the shape of those of `name`, the layer's first matrix; notes their suffix."""
-        where = f"{self._shards.file(name)}: {name}"
-        if not formats:
-            raise CheckpointError(f"{where}: fp8, of which config.json does not say how it is scaled: {HINT}")
-        self._scales = next((suffix for suffix in _FP8_SCALES if name + suffix in self._shards), _FP8_SCALES[0])
+    def _recognised(self, name: str, fp8: Sequence[Format]) -> tuple[Packing, Format]:
+        """Of `name`, the layer's first matrix: the one that its tensors fit."""
         rows, columns = self._sizes.halves * self._sizes.inner // self._parts, self._sizes.hidden
-        shape = self._shards.describe(name + self._scales)[1]
-        fitting = [each for each in formats if shape in self._scale_shapes(each, rows, columns)] or list(formats[:1])
-        format = fitting[0]
-        meanings = {each.shared(rows, columns) for each in fitting}
-        if len(meanings) > 1:
-            raise CheckpointError(f"{where}: scales of {list(shape)} fit {' and '.join(map(str, fitting))}")
+        candidates = list(self._candidates(name, columns, fp8))
+        if not candidates:
+            dtype = self._dtype_of(name)
+            candidates = [(FP8, MXFP8)] if dtype is torch.float8_e4m3fn else [(PLAIN, FLOAT)]
+        fitting = [each for each in candidates if self._fits(name, *each, rows, columns)]
+        packing, format = (fitting or candidates)[0]
+        where = f"{self._shards.file(named(name, packing.data))}: {named(name, packing.data)}"
+        if format.element == "e4m3" and not fp8 and not fitting:
+            raise CheckpointError(f"{where}: fp8, of which config.json does not say how it is scaled: {HINT}")
+        if len({each.shared(rows, columns) for _, each in fitting}) > 1:
+            shape, words = self._shards.describe(named(name, packing.scales))[1], [str(each) for _, each in fitting]
+            raise CheckpointError(f"{where}: scales of {list(shape)} fit {' and '.join(words)}")
         if self._alternates and format.block[0] > 1:
             raise CheckpointError(f"{where}: gate and up alternate within blocks of {format}")
-        return format
+        return packing, format
 
-    def _scale_shapes(self, format: Format, rows: int, columns: int) -> list[tuple[int, ...]]:
-        """Of the scales of a matrix. One scale of a whole matrix may have fewer dimensions."""
-        if format.kind == "mxfp4":
-            return [(*self._stack(), rows, columns // MX_BLOCK)]
-        shape = (*self._stack(), *format.grid(rows, columns))
-        return [shape, shape[:-1], shape[:-2]] if format.block == (0, 0) else [shape]
+    def _candidates(self, name: str, columns: int, fp8: Sequence[Format]) -> Iterator[tuple[Packing, Format]]:
+        """How a matrix may be stored that has such tensors, by names and types."""
+        for packing in PACKINGS:
+            data, scales = named(name, packing.data), named(name, packing.scales)
+            if data not in self._shards or (data == name and scales not in self._shards):
+                continue
+            dtype, (scale, shape) = self._dtype_of(data), self._shards.describe(scales)
+            if dtype is torch.float8_e4m3fn:
+                yield from ((packing, format) for format in (*fp8, MXFP8))
+            elif dtype is torch.int32:
+                is_awq = self._shards.describe(data)[1][-2:-1] == (columns,)
+                if is_awq == (packing.order == "awq") or packing.order == "rows":
+                    num = (1, 1, *shape)[-1 if packing.order == "rows" else -2]
+                    block = 1, 0 if num < 2 or columns % num else columns // num
+                    zeros = named(name, packing.zeros) in self._shards
+                    yield packing, Format("int4", block, scale, zeros)
+                    yield from () if packing.order == "awq" else ((packing, Format("int8", block, scale, zeros)),)
+            elif dtype not in FLOATS:
+                yield packing, NVFP4 if scale is torch.float8_e4m3fn else MXFP4
+
+    def _fits(self, name: str, packing: Packing, format: Format, rows: int, columns: int) -> bool:
+        for end, shapes, dtypes in packing.tensors(format, rows, columns):
+            if (tensor := named(name, end)) not in self._shards:
+                return False
+            dtype, shape = self._shards.describe(tensor)
+            if dtype not in dtypes or shape not in [(*self._stack(), *each) for each in shapes]:
+                return False
+        return True
 
     def _stack(self) -> tuple[int, ...]:
         return (self._sizes.num_experts,) if self._stacked else ()

@@ -1,13 +1,22 @@
-"""Expert weights as they are held: in float, in fp8 e4m3 with scales, or in MXFP4. Tensors only; knows no model.
+"""Expert weights as they are held: floats, or codes of 4 or 8 bits with scales. Tensors only; knows no model.
 
-Bytes of quantised weights are those of the checkpoint. They become floats a tile of rows at a time (`Stack.tile`),
-never a layer, and not a whole matrix either.
+Quantised weights take the bytes that they have in the checkpoint. They become floats a tile of rows at a time
+(`Stack.tile`), never a layer, and not a whole matrix either. One formula for all formats:
 
-    float    data [L, B, A] float
-    fp8      data [L, B, A] e4m3, scales float32 [L, P, R, C]: of the P parts of B (gate and up were two tensors), each
-             in blocks of (B / P / R) x (A / C), the last ones short
-    mxfp4    data uint8 [L, B, A / 2]: column 2i in the low half of byte i; scales uint8 [L, B, A / 32], powers of two
-             with bias 127, as OCP's MX formats have them
+    weight = (value of the code - zero) * scale * whole
+
+    kind    code              columns of a scale    scale                     zero              whole
+    fp8     e4m3              by Format.block       float32
+    mxfp8   e4m3              32                    e8m0, a power of two
+    mxfp4   e2m1              32                    e8m0
+    nvfp4   e2m1              16                    e4m3                                        float32
+    int4    0 .. 15           by Format.block       float16, bfloat16, ...    as stored, or 8
+    int8    0 .. 255          by Format.block       float16, bfloat16, ...    as stored, or 128
+
+    data    [L, B, A] float, e4m3 or uint8; of 4 bits uint8 [L, B, A / 2], column 2i in the low half of byte i
+    scales  [L, P, R, C]: of the P parts of B (gate and up were two tensors), each in blocks of (B / P / R) x (A / C),
+            the last ones short. zeros: uint8 of the same shape
+    whole   float32 [L, P, 1, 1]
 
 Letters: L experts here, B rows (outputs) and A columns (inputs) of a matrix.
 """
@@ -15,19 +24,19 @@ Letters: L experts here, B rows (outputs) and A columns (inputs) of a matrix.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-MX_BLOCK = 32
-"""Columns that share one scale in MXFP4."""
 _TILE_ELEMENTS = 1 << 19
 _PAIR = {2: torch.int32, 4: torch.int64}
 """An integer as large as two floats, by the bytes of one."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_ELEMENTS = {"fp8": "e4m3", "mxfp8": "e4m3", "mxfp4": "e2m1", "nvfp4": "e2m1", "int4": "int", "int8": "int"}
+_BITS = {"mxfp4": 4, "nvfp4": 4, "int4": 4}
+"""Of a code, where they are not 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +45,48 @@ class Format:
 
     Attributes:
         kind: see above.
-        block: fp8: rows and columns that share a scale; 0: all of them. (1, 0) is per channel, (0, 0) per tensor.
+        block: rows and columns that share a scale; 0: all of them. (1, 0) is per channel, (0, 0) per tensor.
+        scale: dtype of scales.
+        zeros: they are stored.
     """
 
-    kind: Literal["float", "fp8", "mxfp4"] = "float"
+    kind: Literal["float", "fp8", "mxfp8", "mxfp4", "nvfp4", "int4", "int8"] = "float"
     block: tuple[int, int] = (0, 0)
+    scale: torch.dtype = torch.float32
+    zeros: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return _BITS.get(self.kind, 8)
+
+    @property
+    def element(self) -> str:
+        """What a code is: "e4m3" | "e2m1" | "int"; "": there are none."""
+        return _ELEMENTS.get(self.kind, "")
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """Scales of an fp8 matrix of this shape."""
+        """Scales of a matrix of this shape."""
         (height, width) = self.block
         return -(-rows // height) if height else 1, -(-columns // width) if width else 1
 
     def shared(self, rows: int, columns: int) -> tuple[int, int]:
-        """Rows and columns of an fp8 matrix of this shape that share a scale."""
+        """Rows and columns of a matrix of this shape that share a scale."""
         return min(self.block[0] or rows, rows), min(self.block[1] or columns, columns)
 
     def __str__(self) -> str:
-        """For people."""
-        if self.kind != "fp8":
+        if self.kind not in ("fp8", "int4", "int8"):
             return self.kind
-        shared = {(1, 0): "channel", (0, 0): "tensor"}.get(self.block, "block of {} x {}".format(*self.block))
-        return f"fp8, a scale per {shared}"
+        (height, width) = self.block
+        shared = {(1, 0): "channel", (0, 0): "tensor"}.get(self.block, f"block of {height} x {width}")
+        return f"{self.kind}, a scale per {f'{width} columns' if height == 1 and width else shared}" + (
+            ", with zeros" if self.zeros else ""
+        )
 
 
 FLOAT = Format()
+MXFP8, MXFP4 = Format("mxfp8", (1, 32), torch.float8_e8m0fnu), Format("mxfp4", (1, 32), torch.float8_e8m0fnu)
+NVFP4 = Format("nvfp4", (1, 16), torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +94,7 @@ class Stack:
     """One matrix of several experts, or of one, then without the leading L.
 
     Attributes:
-        format: of data and scales.
-        data, scales: see the head of this page; scales None in float.
+        data, scales, zeros, whole: see the head of this page; None where the format has none.
         bias: [L, B] float, or None.
         parts: P.
     """
@@ -78,6 +104,8 @@ class Stack:
     scales: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     parts: int = 1
+    zeros: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
 
     @staticmethod
     def empty(
@@ -95,12 +123,17 @@ class Stack:
         added = make(num, rows, dtype=dtype) if bias else None
         if format.kind == "float":
             return Stack(format, make(num, rows, columns, dtype=dtype), None, added)
-        if format.kind == "mxfp4":
-            data = make(num, rows, columns // 2, dtype=torch.uint8)
-            return Stack(format, data, make(num, rows, columns // MX_BLOCK, dtype=torch.uint8), added)
-        data = make(num, rows, columns, dtype=torch.float8_e4m3fn)
-        grid = format.grid(rows // parts, columns)
-        return Stack(format, data, make(num, parts, *grid, dtype=torch.float32), added, parts)
+        code = torch.float8_e4m3fn if format.element == "e4m3" else torch.uint8
+        grid = num, parts, *format.grid(rows // parts, columns)
+        return Stack(
+            format,
+            make(num, rows, columns * format.bits // 8, dtype=code),
+            make(grid, dtype=format.scale),
+            added,
+            parts,
+            make(grid, dtype=torch.uint8) if format.zeros else None,
+            make(num, parts, 1, 1, dtype=torch.float32) if format.kind == "nvfp4" else None,
+        )
 
     @property
     def rows(self) -> int:
@@ -110,25 +143,25 @@ class Stack:
     @property
     def columns(self) -> int:
         """A."""
-        return self.data.shape[-1] * (2 if self.format.kind == "mxfp4" else 1)
+        return self.data.shape[-1] * 8 // self.format.bits
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors that are there."""
-        return tuple(tensor for tensor in (self.data, self.scales, self.bias) if tensor is not None)
+        every = self.data, self.scales, self.bias, self.zeros, self.whole
+        return tuple(tensor for tensor in every if tensor is not None)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def __getitem__(self, slot: int) -> Stack:
         """One expert's, as views."""
-        scales, bias = (None if tensor is None else tensor[slot] for tensor in (self.scales, self.bias))
-        return replace(self, data=self.data[slot], scales=scales, bias=bias)
+        tensors = self.scales, self.bias, self.zeros, self.whole
+        scales, bias, zeros, whole = (None if tensor is None else tensor[slot] for tensor in tensors)
+        return replace(self, data=self.data[slot], scales=scales, bias=bias, zeros=zeros, whole=whole)
 
     def copy_(self, other: Stack) -> None:
-        """Take another one's contents; same format and shape."""
         for target, source in zip(self.tensors, other.tensors, strict=True):
             target.copy_(source)
 
@@ -143,15 +176,15 @@ class Stack:
 
     def tile(self, first: int, end: int, out: torch.Tensor) -> torch.Tensor:
         """Rows first..end of one expert (see `tiles`) as floats into `out`, a flat buffer. Returns a view of it."""
-        tile = out[: (end - first) * self.columns].view(end - first, self.columns)
-        if self.format.kind == "mxfp4":
-            assert self.scales is not None
-            return from_mxfp4(self.data[first:end], self.scales[first:end], tile)
-        assert self.scales is not None
         part, start = divmod(first, self.rows // self.parts)
         height = self.format.block[0] or self.rows
-        scales = self.scales[part, start // height : -(-(start + end - first) // height)]
-        return from_fp8(self.data[first:end], scales, (height, self.format.block[1] or self.columns), tile)
+        at = part, slice(start // height, -(-(start + end - first) // height))
+        scales, zeros = (None if tensor is None else tensor[at] for tensor in (self.scales, self.zeros))
+        tile = out[: (end - first) * self.columns].view(end - first, self.columns)
+        assert scales is not None
+        return from_codes(
+            self.format, self.data[first:end], scales, tile, zeros, None if self.whole is None else self.whole[part]
+        )
 
 
 def tile_elements(columns: int, format: Format) -> int:
@@ -159,51 +192,57 @@ def tile_elements(columns: int, format: Format) -> int:
     return max(_TILE_ELEMENTS, columns * max(1, format.block[0]))
 
 
-def from_fp8(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], out: torch.Tensor) -> torch.Tensor:
-    """e4m3 [B, A] times its block scales [ceil(B / block[0]), ceil(A / block[1])] into `out`, rounded once."""
-    rows, columns = weight.shape
-    height, width = min(block[0], rows), min(block[1], columns)
-    _from_e4m3(weight, out)
+def from_codes(
+    format: Format,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    zeros: torch.Tensor | None = None,
+    whole: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One matrix, or rows of one, into `out` [B, A], rounded once.
+
+    Args:
+        data: [B, A] or, of 4 bits, [B, A / 2].
+        scales, zeros: [R, C]. whole: one number.
+    """
+    _values(format, data, out)
+    factors = scales.float() if whole is None else scales.float() * whole
+    if format.scale is torch.float8_e8m0fnu and out.dtype is torch.bfloat16:
+        factors = factors.to(out.dtype)  # exact, and twice as fast on a CPU
+    height, width = format.shared(*out.shape)
+    (rows, columns) = out.shape
     if rows % height or columns % width:
-        scales = scales.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
-        return out.mul_(scales)
-    out.view(rows // height, height, columns // width, width).mul_(scales[:, None, :, None])
+        assert zeros is None
+        return out.mul_(factors.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns])
+    blocks = out.view(rows // height, height, columns // width, width)
+    if zeros is not None:
+        blocks.sub_(zeros[:, None, :, None])
+    blocks.mul_(factors[:, None, :, None])
     return out
 
 
-def from_mxfp4(weight: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """uint8 [B, A / 2] and uint8 scales [B, A / 32] -> [B, A] into `out`, exact in bfloat16 and float32."""
-    pairs, powers = _mxfp4_tables(out.dtype, out.device)
-    whole = pairs.index_select(0, weight.reshape(-1).int()).view(out.dtype)
-    factors = powers.index_select(0, scales.reshape(-1).int())
-    torch.mul(whole.view(-1, MX_BLOCK), factors[:, None], out=out.view(-1, MX_BLOCK))
-    return out
-
-
-def _from_e4m3(weight: torch.Tensor, out: torch.Tensor) -> None:
-    """The same values. On a CPU two at a time from a table that fits the L2: twelve times as fast as torch's own."""
-    if weight.device.type != "cpu" or weight.shape[-1] % 2 or not weight.is_contiguous() or not out.is_contiguous():
-        out.copy_(weight)
+def _values(format: Format, data: torch.Tensor, out: torch.Tensor) -> None:
+    """Of all codes, two at a time from a table. That of e4m3 fits a CPU's L2, and is twelve times as fast as torch's
+    own conversion there."""
+    if format.element == "e4m3" and (data.device.type != "cpu" or data.shape[-1] % 2):
+        out.copy_(data)
         return
-    pairs = _e4m3_pairs(out.dtype)
-    torch.index_select(pairs, 0, weight.view(torch.uint16).view(-1).int(), out=out.view(-1).view(pairs.dtype))
+    pairs = _pairs(format, out.dtype, out.device)
+    keys = data.contiguous().view(torch.uint8 if format.bits == 4 else torch.uint16).view(-1).int()
+    torch.index_select(pairs, 0, keys, out=out.view(-1).view(pairs.dtype))
 
 
 @functools.cache
-def _e4m3_pairs(dtype: torch.dtype) -> torch.Tensor:
-    """By two bytes: their values, as one integer of both."""
-    values = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).to(dtype)
-    both = torch.arange(1 << 16, device="cpu")
-    return torch.stack([values[both & 255], values[both >> 8]], dim=1).view(_PAIR[dtype.itemsize]).squeeze(1)
-
-
-@functools.cache
-def _mxfp4_tables(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """By byte: its two values, as one integer of both; and the power of two of a scale."""
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype, device="cpu")
-    byte = torch.arange(256, device="cpu")
-    pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=1)
-    powers = torch.tensor(
-        [2.0 ** (scale - 127) for scale in range(255)] + [math.nan], dtype=torch.float32, device="cpu"
-    )
-    return pairs.view(_PAIR[dtype.itemsize]).squeeze(1).to(device), powers.to(dtype).to(device)
+def _pairs(format: Format, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """By the bits of two codes: their values, as one integer of both."""
+    codes = torch.arange(1 << format.bits, dtype=torch.uint8, device="cpu")
+    if format.element == "e4m3":
+        values = codes.view(torch.float8_e4m3fn).to(dtype)
+    elif format.element == "e2m1":
+        values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype, device="cpu")
+    else:
+        values = (codes.int() - (0 if format.zeros else 1 << (format.bits - 1))).to(dtype)
+    both = torch.arange(1 << 2 * format.bits, device="cpu")
+    pairs = torch.stack([values[both & (1 << format.bits) - 1], values[both >> format.bits]], dim=1)
+    return pairs.view(_PAIR[dtype.itemsize]).squeeze(1).to(device)

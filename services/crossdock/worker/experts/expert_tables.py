@@ -58,8 +58,6 @@ class ExpertTables:
 
     Args:
         placement: of all ranks at the start of the epoch.
-        num_experts: E.
-        rank: this rank.
         experts: loaded as `placement` says; None: this rank has no slots.
         mask: by rank, whether it takes part in this epoch; None: all ranks.
         fingerprint: of checkpoint 0, that of the config.
@@ -129,7 +127,6 @@ class ExpertTables:
             return report
 
     def weights(self) -> tuple[WeightsOf, ...]:
-        """Whose weights each layer has now."""
         with self._changed:
             return tuple(self._weights.values())
 
@@ -150,7 +147,6 @@ class ExpertTables:
             return LoadTask(self._target.version, layer, self._target.of_rank(layer, self._rank), weights)
 
     def check(self, task: LoadTask) -> None:
-        """Raise MoveCancelled if the task is obsolete."""
         if self._closed or self._newest.version != task.version:
             raise MoveCancelled
 
@@ -162,7 +158,6 @@ class ExpertTables:
                 self._staged = weights, route
 
     def fail(self, task: LoadTask, error: str) -> None:
-        """Record that the layer cannot be loaded."""
         with self._changed:
             if self._target.version == task.version:
                 self._error = error
@@ -170,7 +165,6 @@ class ExpertTables:
     # The engine's thread.
 
     def route(self, layer: int) -> SlotMap | None:
-        """Slot map of a layer in the next step."""
         return self._routes.get(layer)
 
     def fingerprint(self, layer: int) -> str:

@@ -16,11 +16,7 @@ _VIEWS = 64
 
 
 class KeptRows:
-    """One block, for one tensor at a time. One thread.
-
-    Args:
-        device: where it is.
-    """
+    """One block, for one tensor at a time. One thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

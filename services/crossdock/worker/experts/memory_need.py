@@ -22,7 +22,6 @@ def rank_bytes(checkpoint: Checkpoint, num_slots: int, dtype: torch.dtype, *, wi
     """Weights of one rank in all layers.
 
     Args:
-        checkpoint: opened.
         num_slots: experts per layer here: ceil(E / R) without redundant ones.
         dtype, widen: see `ExpertMLPs.load`.
     """
@@ -69,7 +68,6 @@ def describe(model: Path, ranks: int, expert_dtype: str = "", rank_gib: float | 
 
     Args:
         model: directory of the checkpoint.
-        ranks: R.
         expert_dtype: of a worker's config.
         rank_gib: memory of each rank in GiB; None: what is free here.
 
@@ -107,7 +105,6 @@ def describe(model: Path, ranks: int, expert_dtype: str = "", rank_gib: float | 
 
 
 def _largest(checkpoint: Checkpoint, dtype: torch.dtype, widen: bool) -> int:
-    """Bytes of one expert in the layer where they are largest."""
     return max(expert_bytes(checkpoint, layer, dtype, widen) for layer in checkpoint.spec.moe_layers)
 
 

@@ -39,7 +39,6 @@ class Placement:
 
     Attributes:
         version: grows with each change.
-        num_ranks: R.
         layers: layer number -> expert of each slot; [P] each.
         checkpoints: layer number -> number of the checkpoint of its weights; empty: 0, that of the config, everywhere.
         refs: of the numbers but 0.
@@ -76,7 +75,6 @@ class Placement:
         return Placement(message.version, num_ranks, rows, numbers, message.checkpoints)
 
     def weights(self, layer: int) -> WeightsOf:
-        """Whose weights a layer has."""
         number = self.checkpoints.get(layer, 0)
         ref = next((ref for ref in self.refs.refs if ref.number == number), control_pb2.CheckpointRef())
         return WeightsOf(number, ref.path, ref.fingerprint)
@@ -87,7 +85,6 @@ class Placement:
         return len(next(iter(self.layers.values())))
 
     def of_rank(self, layer: int, rank: int) -> tuple[int, ...]:
-        """The experts of a rank's slots."""
         first = self.first_slot(rank)
         return self.layers[layer][first : self.first_slot(rank + 1)]
 
@@ -99,7 +96,6 @@ class Placement:
         return tuple(mask[rank] for rank in ranks for _ in range(self.first_slot(rank), self.first_slot(rank + 1)))
 
     def first_slot(self, rank: int) -> int:
-        """Number of the first slot of a rank."""
         share, more = divmod(self.num_slots, self.num_ranks)
         return rank * share + min(rank, more)
 
@@ -109,7 +105,6 @@ class SlotMap:
 
     Args:
         row: expert of each slot; [P].
-        num_experts: E.
         live: of each slot, whether its rank takes part; None: all do.
 
     Attributes:
@@ -130,7 +125,6 @@ class SlotMap:
         )
 
     def lost_in(self, topk_ids: torch.Tensor) -> list[int]:
-        """The lost experts among the chosen ones."""
         return sorted(self.lost.intersection(topk_ids.flatten().tolist())) if self.lost else []
 
     def slots(self, topk_ids: torch.Tensor, rank: int) -> torch.Tensor:

@@ -78,7 +78,6 @@ class Refusals:
             log.warning("heartbeat refused", error=self._last, lease_s=lease_s)
 
     def lease_lost(self, error: CallError, log: Logger) -> None:
-        """The lease was lost: log the refusals before it."""
         if self._last:
             log.warning("lease lost", error=error, heartbeats_refused=self._last)
         self.clear()
@@ -89,7 +88,6 @@ class Refusals:
 
 
 def why_barred(barred: control_pb2.Barred) -> str:
-    """Why a worker is barred from the group, and until when."""
     until = f"for {barred.left_s:.0f} s more" if barred.left_s else f"until `crossdock uncordon {barred.uid}`"
     return f"{barred.cause}: {barred.reason}, {until}"
 
@@ -112,8 +110,6 @@ class ControlPlaneClient:
     Args:
         target: host:port of the control plane, or several (`ControlPlaneChannel`).
         registration: the Register request; `prior` is filled in here.
-        stats: called for each heartbeat.
-        security: TLS and tokens; None: plain text.
         experts: called for each heartbeat: the expert report; None: no report.
 
     Attributes:
@@ -143,7 +139,9 @@ class ControlPlaneClient:
         self._refused: JoinRefused | None = None
         self._prior: control_pb2.PriorMembership | None = None
         self._fault: tuple[int, Fault] | None = None
-        self._standby_ready = False
+        self._prepared: int | None = None
+        self._unprepared = ""
+        self._leaving = False
         self._barred = control_pb2.Barred()
         self._refusals = Refusals()
         self._lease_s = 3.0
@@ -162,7 +160,6 @@ class ControlPlaneClient:
 
     @property
     def registered(self) -> bool:
-        """True once a view has arrived."""
         return bool(self._view.version)
 
     @property
@@ -170,7 +167,6 @@ class ControlPlaneClient:
         return max(_GROUP_CALL_S, 2 * self._lease_s)
 
     def start(self) -> None:
-        """Start the two tasks."""
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._heartbeat_loop())]
 
     async def supervise(self) -> None:
@@ -198,7 +194,7 @@ class ControlPlaneClient:
         """Wait for the regions of all ranks in `epoch`; None: that epoch is over. Raises JoinRefused."""
         await self.wait(lambda view: view.epoch > epoch or self._table.epoch == epoch)
         over = self._view.epoch > epoch or self._table.epoch != epoch
-        return None if over else [member.region for member in self._table.members]
+        return None if over else [member.region for member in self._table.members[: self._table.world_size]]
 
     def own_member(self, view: View) -> control_pb2.Member | None:
         """This worker's entry in a view."""
@@ -210,7 +206,8 @@ class ControlPlaneClient:
 
     async def publish_region(self, epoch: int, rank: int, region: bytes) -> None:
         """Publish this rank's region for `epoch`. Raises CallError (FailedPrecondition: the epoch is over)."""
-        self._prior = control_pb2.PriorMembership(epoch=epoch, rank=rank, region=region)
+        size = self._view.world_size if self._view.epoch == epoch else 0
+        self._prior = control_pb2.PriorMembership(epoch=epoch, rank=rank, region=region, world_size=size)
         request = control_pb2.PublishRegionRequest(worker=self._registration.worker, epoch=epoch, region=region)
         await self._call("PublishRegion", request, self._group_call_s, retry_s=self._group_call_s)
 
@@ -220,19 +217,22 @@ class ControlPlaneClient:
         request = control_pb2.ReadyRequest(worker=self._registration.worker, epoch=epoch, placement=placement)
         await self._call("Ready", request, self._group_call_s, retry_s=self._group_call_s)
 
-    async def placement(self, epoch: int) -> control_pb2.PlacementResponse:
-        """Fetch the placement of `epoch`. Raises CallError (FailedPrecondition: the epoch is over).
+    async def placement(self, epoch: int, *, of_next: bool = False) -> control_pb2.PlacementResponse:
+        """Fetch the placement of `epoch`, or of the one that is planned after it. Raises CallError (FailedPrecondition:
+        the epoch is over, or none is planned).
 
         An answer that was in flight when the Watch stream ended may be from a former leader, whose successor may use
         the same version for other tables. Such an answer is dropped and the call is repeated."""
-        request = control_pb2.PlacementRequest(epoch=epoch)
+        worker = self._registration.worker if of_next else None
+        request = control_pb2.PlacementRequest(epoch=epoch, next_of=worker)
         while True:
             stream = self._num_streams
             answer: control_pb2.PlacementResponse = await self._call(
                 "Placement", request, self._group_call_s, retry_s=self._group_call_s
             )
             if stream == self._num_streams:
-                self._registration.checkpoints.CopyFrom(answer.checkpoints)  # for whatever leader comes next
+                if answer.layers:
+                    self._registration.checkpoints.CopyFrom(answer.checkpoints)  # for whatever leader comes next
                 return answer
 
     def serving(self, epoch: int) -> None:
@@ -247,11 +247,29 @@ class ControlPlaneClient:
             self._prior.ready = False
         self._heartbeat_now.set()
 
-    def standby_ready(self, is_ready: bool) -> None:
-        """Set whether this worker, a standby of a serving group, holds the experts of its rank."""
-        if is_ready != self._standby_ready:
-            self._standby_ready = is_ready
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the experts of the planned epoch in the newest view are here."""
+        return self._prepared == self._view.next_placement
+
+    def prepared(self, version: int | None, why_not: str = "") -> None:
+        """Set the planned placement whose experts this worker holds, None for none, or why it cannot load them."""
+        if (version, why_not) != (self._prepared, self._unprepared):
+            self._prepared, self._unprepared = version, why_not
             self._heartbeat_now.set()
+
+    async def wait_replaced(self, timeout_s: float) -> bool:
+        """Say that this worker is being stopped, and wait until the group has no need of it any more. False: the group
+        waits for the successors of those that leave, or it took too long."""
+        own = self.own_member(self._view)
+        if not self._view.follows_workers or own is None or own.rank >= self._view.world_size:
+            return False
+        self._leaving = True
+        self._heartbeat_now.set()
+        with contextlib.suppress(TimeoutError, JoinRefused):
+            await asyncio.wait_for(self.wait(lambda view: self.own_member(view) is None), timeout_s)
+            return True
+        return False
 
     async def leave(self, reason: str) -> None:
         """Leave the group; nothing is sent after this. Best effort: the lease expires otherwise."""
@@ -261,7 +279,6 @@ class ControlPlaneClient:
             await self._call("Leave", request, 2.0)
 
     async def close(self) -> None:
-        """Stop both tasks and close the channel."""
         await self._stop_tasks()
         await self._channel.close()
 
@@ -379,7 +396,10 @@ class ControlPlaneClient:
         self._remember(view)
         async with self._changed:
             self._view = view
-            if len(view.members) == view.world_size and view.members[-1].region:  # all members have a region, or none
+            if view.HasField("wanted"):
+                self._registration.wanted.CopyFrom(view.wanted)  # for whatever leader comes next
+            ranks = view.members[: view.world_size]  # standbys have ranks above
+            if len(ranks) == view.world_size and ranks[-1].region:  # all members have a region, or none
                 self._table = view
             self._changed.notify_all()
 
@@ -394,7 +414,11 @@ class ControlPlaneClient:
         if own_member is not None:
             kept = self._prior.region if self._prior is not None and own_member.rank in view.active_ranks else b""
             self._prior = control_pb2.PriorMembership(
-                epoch=view.epoch, rank=own_member.rank, region=own_member.region or kept, active_ranks=view.active_ranks
+                epoch=view.epoch,
+                rank=own_member.rank,
+                region=own_member.region or kept,
+                active_ranks=view.active_ranks,
+                world_size=view.world_size,
             )
         elif self._prior is not None:  # lost and not yet registered again: no seat in the newer epoch
             self._prior.ready = False
@@ -417,7 +441,8 @@ class ControlPlaneClient:
             response = await self._call("Heartbeat", self._heartbeat(), max(0.5, self._lease_s * 2 / 3))
         except NotFound as error:
             self._refusals.lease_lost(error, _log)
-            self._register_again.set()
+            if not self._leaving:
+                self._register_again.set()
         except AlreadyExists as error:
             await self._refuse(JoinRefused(str(error)))
         except CallError as error:
@@ -445,7 +470,8 @@ class ControlPlaneClient:
     def _heartbeat(self) -> control_pb2.HeartbeatRequest:
         epoch = self._prior.epoch if self._prior is not None else 0
         request = control_pb2.HeartbeatRequest(worker=self._registration.worker, epoch=epoch, stats=self._stats())
-        request.loaded = self._standby_ready
+        request.loaded, request.prepared = self._prepared is not None, self._prepared or 0
+        request.unprepared, request.leaving = self._unprepared, self._leaving
         experts = self._experts()
         if experts is not None:
             request.experts.CopyFrom(experts)

@@ -60,10 +60,8 @@ def announced(
     """What is registered at the control plane; None: this worker has no network.
 
     Args:
-        network: of this worker.
         address: host:port at which clients reach this worker; its host stands in for a data port that listens on every
             interface and is not advertised.
-        boot_id: of this host.
         choice: its RDMA port.
         boxes: of its GPU, in words.
     """

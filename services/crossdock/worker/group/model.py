@@ -17,7 +17,7 @@ from crossdock.worker.checkpoints.weights import FLOAT, Format
 from crossdock.worker.experts import device as devices
 from crossdock.worker.experts.expert_mlps import ExpertMLPs, Weights
 from crossdock.worker.experts.grouped.support import compile_into
-from crossdock.worker.experts.memory_need import DTYPES, check_memory
+from crossdock.worker.experts.memory_need import DTYPES, available_bytes, check_memory, rank_bytes
 from crossdock.worker.experts.placement import FROM_CONFIG, Placement, WeightsOf
 from crossdock.worker.group.data_network import network_of, with_device
 from crossdock.worker.group.same_weights import sum_of
@@ -31,6 +31,8 @@ _OF_PLACEMENT = {"num_experts", "expert_map"}
 """Fields of the data plane's configuration that depend on the placement: numbers of slots, and where they are."""
 
 
+MoreExperts = dict[int, tuple[tuple[int, ...], Weights, WeightsOf]]
+"""By layer: experts that are loaded beside those that are served, their weights, and of which checkpoint."""
 _MAX_OTHERS = 2
 """Of a mixed group: the one that layers have, and the one that they are to have."""
 
@@ -65,7 +67,6 @@ class OpenCheckpoints:
             return found
 
     def close(self) -> None:
-        """Unmap all."""
         for each in (self._first, *self._others.values()):
             each.close()
 
@@ -94,11 +95,9 @@ class Model:
     """One model on one device.
 
     Args:
-        config: of the worker.
         checkpoint: opened; closed by `close`.
 
     Attributes:
-        spec: of the checkpoint.
         dtype: of x and y.
         capabilities: of the configured transport.
         device: where experts are held and steps computed; current in the thread that made this.
@@ -130,10 +129,10 @@ class Model:
         index = self.device.index if self.device.type == "cuda" else -1
         self.boxes = "" if self._network is None or index < 0 else boxes(config.transport, self._network, index)
         self._experts: ExpertMLPs | None = None
+        self._more: MoreExperts = {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the experts that are loaded."""
         return self._experts.num_bytes if self._experts else 0
 
     @property
@@ -148,7 +147,7 @@ class Model:
         return width * self.dtype.itemsize, width * (self._output_dtype or self.dtype).itemsize
 
     def load(self, placement: Placement, rank: int, progress: Callable[[int, int], None]) -> ExpertMLPs | None:
-        """Load the experts of a rank; loaded ones are kept. None: the rank has no slots. Blocks.
+        """Load the experts of a rank; loaded and prepared ones are kept. None: the rank has no slots. Blocks.
 
         Raises:
             CheckpointError: unreadable weights, or no room for them.
@@ -156,18 +155,65 @@ class Model:
         """
         devices.enter(self.device)
         ids = {layer: placement.of_rank(layer, rank) for layer in self.spec.moe_layers}
-        num_slots = len(ids[self.spec.moe_layers[0]])
-        if self._experts is not None and self._experts.num_experts == num_slots:
+        num_slots, more, self._more = len(ids[self.spec.moe_layers[0]]), self._more, {}
+        if self._experts is not None and num_slots:  # one layer at a time, since two sets might not fit
             for layer, row in ids.items():
                 weights = placement.weights(layer)
-                staged = self.stage(layer, row, progress, weights)
+                staged = self.stage(layer, row, progress, weights, more.pop(layer, None))
                 if staged is not None:
                     self._experts.replace(layer, row, *staged, checkpoint=weights.number)
+            self._experts.resized()
             return self._experts
-        self._experts = None  # two sets might not fit
+        self._experts = None
         if num_slots:
             self._experts = self._load_all(placement, ids, num_slots, progress)
         return self._experts
+
+    def prepare(self, placement: Placement, rank: int, progress: Callable[[int, int], None]) -> None:
+        """Load the experts that a rank has in a later epoch, beside those that it serves with: `load` takes them. All
+        of them if there is room, so that nothing is copied then; else those that are not held. Blocks; not beside
+        `load`.
+
+        Args:
+            placement, rank: of the later epoch.
+            progress: as `ExpertMLPs.load`.
+
+        Raises:
+            CheckpointError: unreadable weights, or no room for them.
+            DeviceLost: the GPU does not work any more.
+        """
+        devices.enter(self.device)
+        experts, more, self._more = self._experts, {}, {}
+        rows = {layer: placement.of_rank(layer, rank) for layer in self.spec.moe_layers}
+        num_slots = len(rows[self.spec.moe_layers[0]])
+        if experts is None or not num_slots:
+            return
+        # What is held, and what is to be read beside it.
+        same = (layer for layer in rows if experts.checkpoints[layer] == placement.weights(layer).number)
+        held = {layer: experts.held(layer) for layer in same}
+        whole = rank_bytes(self._checkpoint, num_slots, self._held_dtype, widen=self._widen)
+        sharing = placement.num_ranks if self.device.type == "cpu" else 1  # of one host's memory, at most
+        if whole * sharing > available_bytes(self.device):
+            known = {layer: held[layer][0] if layer in held else () for layer in rows}
+            rows = {layer: tuple(each for each in row if each not in known[layer]) for layer, row in rows.items()}
+            num_slots = max(map(len, rows.values()))
+            check_memory(self._checkpoint, num_slots, self.device, self._held_dtype, widen=self._widen)
+        with self._memory_errors(num_slots):
+            for layer, row in rows.items():
+                if row and not (layer in held and row == held[layer][0]):
+                    weights = placement.weights(layer)
+                    beside, checkpoint = [held[layer]] if layer in held else [], self._checkpoints.open(weights)
+                    more[layer] = row, experts.read(checkpoint, layer, row, progress, beside), weights
+        self._synchronise()
+        self._more = more
+
+    def forget_prepared(self) -> None:
+        """Another epoch is planned than the one of `prepare`, or none."""
+        self._more = {}
+
+    def release(self) -> None:
+        """Hold no experts. Not while a step runs."""
+        self._experts, self._more = None, {}
 
     def _load_all(
         self,
@@ -191,9 +237,10 @@ class Model:
         ids: Sequence[int],
         progress: Callable[[int, int], None],
         weights: WeightsOf = FROM_CONFIG,
+        more: tuple[tuple[int, ...], Weights, WeightsOf] | None = None,
     ) -> Weights | None:
         """Weights of one layer for other experts than are loaded, or of another checkpoint; None: they are these.
-        Blocks; not beside `load`.
+        `more`: experts that were prepared. Blocks; not beside `load`.
 
         Raises:
             CheckpointError: unreadable weights, or no room for them.
@@ -205,10 +252,14 @@ class Model:
         devices.enter(self.device)
         checkpoint = self._checkpoints.open(weights)
         with self._memory_errors(len(ids)):
-            staged = experts.stage(checkpoint, layer, ids, progress, number=number)
+            prepared = more[:2] if more is not None and more[2] == weights else None
+            staged = experts.stage(checkpoint, layer, ids, progress, number=number, more=prepared)
+        self._synchronise()
+        return staged
+
+    def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return staged
 
     def sum(self, placement: Placement, rank: int | None = None) -> int:
         """Of the digests of a rank's experts, or of all, with the files of this worker; reads those that were not
@@ -231,7 +282,6 @@ class Model:
         return [self.sum(placement, rank) for rank in range(placement.num_ranks)], self.sum(placement)
 
     def is_read(self, placement: Placement) -> bool:
-        """Whether `read_all` reads nothing."""
         return all(self._checkpoints.open(placement.weights(layer)).is_read for layer in self.spec.moe_layers)
 
     def connect(self, group: ControlGroup, num_slots: int) -> MoECommunicator:
@@ -251,7 +301,6 @@ class Model:
         return {name: value for name, value in fields.items() if name not in _OF_PLACEMENT}
 
     def close(self) -> None:
-        """Unmap the checkpoints."""
         self._checkpoints.close()
 
     @property
@@ -263,7 +312,6 @@ class Model:
         return torch.float32 if self.capabilities.device_type == "cpu" else None
 
     def _expert_dtype(self) -> torch.dtype:
-        """The dtype of experts that are held in float."""
         held = DTYPES[self._config.expert_dtype] if self._config.expert_dtype else self.dtype
         if held is not self.dtype and (held is not torch.float32 or self.device.type != "cpu"):
             wider = ", or torch.float32" if self.device.type == "cpu" else ""
@@ -324,5 +372,4 @@ class _Alone:
     rank, size, epoch = 0, 1, 0
 
     def all_gather(self, payload: bytes, timeout_s: float) -> Sequence[bytes]:
-        """See `ep_kernels.Group`."""
         return [payload]

@@ -27,7 +27,6 @@ class Seat:
 
     @property
     def mask(self) -> tuple[bool, ...]:
-        """By rank: whether it takes part."""
         return tuple(self.active is None or rank in self.active for rank in range(self.size))
 
 
@@ -41,7 +40,6 @@ class ControlGroup:
         pack: of a region, what this rank publishes with it.
 
     Attributes:
-        rank, size, epoch: of the seat.
         parcels: of all ranks, once they are gathered.
     """
 
@@ -91,4 +89,6 @@ def seat_in(view: View, control: ControlPlaneClient) -> Seat | None:
 def is_standby(view: View, control: ControlPlaneClient) -> bool:
     """Whether this worker has a rank in a group that serves without it for now."""
     own_member = control.own_member(view)
-    return own_member is not None and bool(view.active_ranks) and own_member.rank not in view.active_ranks
+    if own_member is None:
+        return False
+    return own_member.rank >= view.world_size or (bool(view.active_ranks) and own_member.rank not in view.active_ranks)

@@ -6,7 +6,9 @@
           epoch, in the same process, experts kept
 
 An elastic group continues without a lost rank: the remaining ranks keep communicator and experts, pass the remaining
-ranks to the communicator (`set_active`), and serve. A standby loads its experts and waits to be readmitted.
+ranks to the communicator (`set_active`), and serve. A standby loads its experts and waits to be admitted, to the slot
+of a lost rank or as one more rank. Before the group is scaled, ranks that serve load what they lack afterwards
+(`_prepare`).
 
 An epoch ends for one of three reasons: the control plane has a newer one (a rank was lost, left or was replaced); the
 engine found a peer silent and reported it, so that a newer one begins; or ranks left between two steps. In each case
@@ -18,6 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +32,16 @@ from crossdock.common import log
 from crossdock.common.call_errors import CallError
 from crossdock.common.tasks import background, end_tasks
 from crossdock.protocol.v1 import control_pb2
+from crossdock.worker.checkpoints.checkpoint import CheckpointError
 from crossdock.worker.experts import device as devices
 from crossdock.worker.experts.device import DeviceLost
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
-from crossdock.worker.experts.expert_tables import ExpertTables
+from crossdock.worker.experts.expert_tables import ExpertTables, MoveCancelled
 from crossdock.worker.experts.placement import Placement, PlacementError
-from crossdock.worker.group.comparison import WeightsComparison
 from crossdock.worker.group.control_client import ControlPlaneClient, JoinRefused, View
 from crossdock.worker.group.expert_mover import ExpertMover
 from crossdock.worker.group.model import Model
+from crossdock.worker.group.same_weights import Parcel, differences
 from crossdock.worker.group.seat import ControlGroup, Seat, is_standby, seat_in
 from crossdock.worker.group.threads import in_thread
 from crossdock.worker.group.worker_status import WorkerStatus
@@ -46,11 +52,72 @@ from ep_kernels import EpError, MoECommunicator, PeerTimeout, TransportError
 
 _log = log.get(__name__)
 
+
+class WeightsComparison:
+    """Of one worker, over all its epochs. Make and use it on the event loop.
+
+    Args:
+        model: gives the sums.
+        report: called with an epoch and why it must end.
+    """
+
+    def __init__(self, model: Model, report: Callable[[int, Fault], None]) -> None:
+        self._model, self._report = model, report
+        self._gathered: tuple[Placement, list[Parcel]] | None = None
+        self._reading: asyncio.Future[tuple[list[int], int]] | None = None
+        self._weights = ""
+
+    def weights(self, version: int | None) -> str:
+        """Of rank 0: digest of every byte of the group's experts, once all ranks were compared with its files. Empty if
+        the placement that they follow has another version: then not all that they hold was compared."""
+        compared = self._gathered is not None and self._gathered[0].version == version
+        return self._weights if compared else ""
+
+    def packing(self, placement: Placement, rank: int) -> Callable[[bytes], Parcel]:
+        """What makes a parcel of this rank's region. Blocks: not on the event loop."""
+        expected = self._model.read_all(placement)[0] if rank == 0 and self._model.is_read(placement) else []
+        return functools.partial(Parcel, sum=self._model.sum(placement, rank), expected=expected)
+
+    def take(self, seat: Seat, placement: Placement, parcels: list[Parcel]) -> None:
+        """Compare what all ranks have published. Raises JoinRefused: this rank's weights are not those of rank 0;
+        TransportError: another rank's are not."""
+        self._gathered, self._weights = (placement, parcels), ""
+        wrong = differences(parcels[0].expected, parcels)
+        if seat.rank in wrong:
+            raise JoinRefused(wrong[seat.rank])
+        if wrong:
+            raise TransportError(next(iter(wrong.values())))
+
+    async def run(self, seat: Seat) -> None:
+        """Of rank 0, while it serves: read all of the checkpoint, and report a rank that has other weights. A read that
+        outlasts the epoch goes on; there is one at a time."""
+        if seat.rank or self._gathered is None:
+            return
+        if self._reading is not None and not self._reading.done():
+            await asyncio.wait([self._reading])
+        placement, parcels = self._gathered
+        self._reading = in_thread("whole checkpoint", self._model.read_all, placement)
+        await asyncio.wait([self._reading])
+        try:
+            expected, whole = self._reading.result()
+        except CheckpointError as error:
+            _log.warning("cannot compare the weights of all ranks", error=error)
+            return
+        there = [words for rank, words in differences(expected, parcels).items() if seat.mask[rank]]
+        if there:
+            self._report(seat.epoch, Fault(there[0]))
+            return
+        self._weights = f"{whole:016x}"
+        _log.info("all ranks have the weights of this checkpoint", weights=self._weights)
+
+
 _LEAVE_GRACE_S = 0.25
 """Delay before leaving, so that ranks that are stopped together leave in one step."""
 _LEAVE_AGREEMENT_S = 2.0
 """Longest wait for the peers to agree to the departure of this rank."""
 _RETRY_S = 0.5
+_PREPARE_AGAIN_S = 10.0
+"""Pause after experts of a planned epoch could not be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +137,9 @@ class Session:
     Args:
         control: client of the control plane; started.
         model: the served model; makes communicators for it.
-        engine: takes the steps.
         status: readiness of the process.
         telemetry: counts by expert.
         mover: fetches placements and moves experts.
-
-    Attributes:
-        comparison: of the weights of all ranks.
     """
 
     def __init__(
@@ -94,8 +157,8 @@ class Session:
         self._epoch = 0
         self._comm: MoECommunicator | None = None
         self._aborted = False
-        self._standby_rank: int | None = None
         self._left = asyncio.Event()
+        self._leaves = False
         self.comparison = WeightsComparison(model, self._report)
 
     async def run(self) -> None:
@@ -112,6 +175,10 @@ class Session:
             # A seat, and the placement for it.
             await self._control.wait(lambda view: view.version > 0)
             self._status.waiting()
+            if self._leaves and self._control.own_member(self._control.view) is None:
+                _log.warning("left the group", why=self._control.view.reason)
+                self._model.release()
+            self._leaves = False
             seat = await self._next_seat()
             self._status.seated(seat)
             placement = await self._placement(seat)
@@ -151,8 +218,8 @@ class Session:
             if seat is None:
                 await self._load_as_standby(view)
                 continue
-            self._control.standby_ready(False)
-            self._standby_rank, self._epoch = None, seat.epoch
+            self._control.prepared(None)
+            self._epoch = seat.epoch
             if seat.active is None:
                 self._close_comm()
             return seat
@@ -160,30 +227,67 @@ class Session:
     def _concerns(self, view: View) -> bool:
         if seat_in(view, self._control) is not None:
             return True
-        own_member = self._control.own_member(view)
-        return own_member is not None and is_standby(view, self._control) and self._standby_rank != own_member.rank
+        return is_standby(view, self._control) and bool(view.next_placement) and not self._control.is_prepared
 
     async def _load_as_standby(self, view: View) -> None:
-        """The group serves without this worker: load the experts of its rank, then report standby_ready."""
-        own_member = self._control.own_member(view)
-        assert own_member is not None
-        self._control.standby_ready(False)
+        """The group serves without this worker: load the experts that it is to have, and say so."""
+        self._control.prepared(None)
         self._close_comm()
         self._status.joining("loading as a standby of a serving group")
         try:
-            placement = await self._mover.fetch(Seat(view.epoch, own_member.rank, view.world_size))
+            planned = await self._mover.fetch_next(view)
         except (CallError, PlacementError) as error:
             _log.info("no placement", error=error, retry_s=_RETRY_S)
             await asyncio.sleep(_RETRY_S)
             return
-        experts = await in_thread("load", self._model.load, placement, own_member.rank, self._loading)
-        self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
-        now = self._control.own_member(self._control.view)
-        if now is None or now.rank != own_member.rank or not is_standby(self._control.view, self._control):
-            return  # it was readmitted, or lost its rank, while it loaded
-        self._status.joining("waiting to be readmitted by a serving group")
-        self._standby_rank = own_member.rank
-        self._control.standby_ready(True)
+        if planned is None:  # it has no seat there, so nothing is missing
+            self._control.prepared(view.next_placement)
+        else:
+            placement, rank = planned
+            loading = in_thread("load", self._model.load, placement, rank, self._loading)
+            experts, _ = await asyncio.gather(loading, in_thread("sum", self._model.sum, placement, rank))
+            self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
+            self._status.joining("waiting to be admitted by a serving group")
+            self._control.prepared(placement.version)
+
+    async def _prepare(self, seat: Seat) -> None:
+        """While the group serves `seat`'s epoch: load what this rank lacks in the epoch that is planned next."""
+        tried = 0
+
+        def another(view: View) -> bool:
+            return view.epoch == seat.epoch and view.next_placement != tried
+
+        def check(done_bytes: int, total_bytes: int) -> None:
+            if self._control.view.next_placement != tried:
+                raise MoveCancelled
+
+        while True:
+            view = await self._control.wait(another)
+            tried = view.next_placement
+            self._control.prepared(None)
+            self._model.forget_prepared()
+            try:
+                planned = await self._mover.fetch_next(view) if tried else None
+                self._leaves = bool(tried) and planned is None
+                if self._leaves:
+                    _log.warning("this worker will leave the group", why=view.scaling)
+                elif planned is not None:
+                    preparing = in_thread("prepare", self._model.prepare, *planned, check)
+                    await asyncio.gather(preparing, in_thread("sum", self._model.sum, *planned))  # at the switch, too
+                    self._control.prepared(planned[0].version)
+            except MoveCancelled:
+                _log.info("another epoch is planned", was=tried, now=self._control.view.next_placement)
+            except (CallError, PlacementError) as error:
+                _log.info("no placement", error=error, retry_s=_RETRY_S)
+                await asyncio.sleep(_RETRY_S)
+                tried = 0
+            except JoinRefused:
+                raise
+            except Exception as error:  # must be reported: the group waits for this rank, and it may pass
+                _log.exception("cannot load the experts of the planned epoch", retry_s=_PREPARE_AGAIN_S)
+                self._control.prepared(None, f"{type(error).__name__}: {error}")
+                await asyncio.sleep(_PREPARE_AGAIN_S)
+                tried = 0
 
     async def _placement(self, seat: Seat) -> Placement | None:
         """Fetch the placement of this epoch; None on failure, which is reported."""
@@ -261,6 +365,7 @@ class Session:
         steps = in_thread("engine", self._engine.run, comm, membership.experts, seat.epoch, tables)
         moving = background(self._mover.run(seat, tables), "the expert mover", JoinRefused)
         comparing = background(self.comparison.run(seat), "the comparison of weights")
+        preparing = background(self._prepare(seat), "preparing for another epoch", JoinRefused)
         newer = asyncio.ensure_future(self._control.wait(lambda view: view.epoch > seat.epoch))
         try:
             either: set[asyncio.Future[Any]] = {steps, newer}
@@ -273,7 +378,7 @@ class Session:
             await self._follow_up(ended, seat, newer, witness=witness)
         finally:
             newer.cancel()
-            await end_tasks(moving, comparing)
+            await end_tasks(moving, comparing, preparing)
 
     def _end_epoch(self, newer: asyncio.Future[View], comm: MoECommunicator, seat: Seat) -> None:
         """The control plane has ended the epoch: fail the requests and stop the engine. If this rank keeps its
@@ -318,14 +423,17 @@ class Session:
             self._comm = None
 
     async def wait_left(self) -> None:
-        """Wait until this rank has left."""
         await self._left.wait()
 
     async def drain(self, timeout_s: float) -> None:
         """Serve queued requests, refuse new ones, then leave between two steps, which ends `run`. After `timeout_s` the
-        remaining requests are answered UNAVAILABLE."""
+        remaining requests are answered UNAVAILABLE. A group that follows its workers gets smaller first."""
         self._status.draining()
         self._engine.drain()
+        began = time.monotonic()
+        if await self._control.wait_replaced(timeout_s):
+            self._left.set()
+        timeout_s = max(0.0, timeout_s - (time.monotonic() - began))
         emptied, _ = await asyncio.gather(
             in_thread("drain", self._engine.wait_empty, timeout_s), asyncio.sleep(_LEAVE_GRACE_S)
         )

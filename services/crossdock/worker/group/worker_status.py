@@ -79,7 +79,6 @@ class WorkerStatus:
         metrics.serving.set(0)
 
     def ready(self) -> tuple[bool, str]:
-        """The answer of /readyz."""
         return self.is_serving and not self._is_draining, "draining" if self._is_draining else self._text
 
     def waiting(self) -> None:
@@ -111,24 +110,20 @@ class WorkerStatus:
             _log.info("loading experts", done_bytes=done_bytes, total_bytes=total_bytes)
 
     def serving(self, seat: Seat) -> None:
-        """The group serves."""
         _log.info("serving")
         without = "".join(f", without rank {rank}" for rank, active in enumerate(seat.mask) if not active)
         self._say(True, f"serving: rank {seat.rank} of {seat.size}, epoch {seat.epoch}{without}")
 
     def faulty(self, fault: Fault) -> None:
-        """Count the silent peers of a fault."""
         for peer in fault.silent_ranks:
             self._metrics.peer_timeouts_total.labels(str(peer)).inc()
 
     def draining(self) -> None:
-        """New requests are refused."""
         _log.info("draining")
         self._is_draining = True
         self._on_serving(False)
 
     def close(self) -> None:
-        """Close the progress bar: the process ends, perhaps during loading."""
         self._bar.close()
 
     def _say(self, serving: bool, text: str) -> None:

@@ -37,7 +37,6 @@ class Budget:
 
     Args:
         max_bytes_per_client: soft limit of one client; see above.
-        max_bytes: of all clients together.
 
     Attributes:
         num_bytes: held now.
@@ -59,7 +58,6 @@ class Budget:
         """The quota of a new stream of `client`; close it.
 
         Args:
-            client: whose stream it is.
             on_room: called when there is room for what `wait` was told, by any thread.
             stalled_s: how long the stream's current write has been blocked.
             give_up: ends the stream, with the reason; any thread.
@@ -97,7 +95,6 @@ class StreamQuota:
 
     @property
     def client(self) -> Hashable:
-        """The client."""
         return self._account.client
 
     @property
@@ -119,7 +116,6 @@ class StreamQuota:
             self._account.waiting.setdefault(self, num_bytes)
 
     def stop_waiting(self) -> None:
-        """What it waited for is not wanted any more."""
         with self._budget._lock:
             self._account.waiting.pop(self, None)
 

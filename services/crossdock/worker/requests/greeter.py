@@ -44,7 +44,6 @@ class OtherEnd:
     token: str = ""
 
     def peer(self) -> str:
-        """Host and port."""
         return self.address
 
     def auth_context(self) -> Mapping[str, tuple[bytes, ...]]:

@@ -53,7 +53,6 @@ class RequestServer:
     """All request connections of a worker.
 
     Args:
-        backend: where requests go.
         security: TLS and tokens of this worker; None: plain text.
         authorizer: of its callers; None: all are welcome.
     """
@@ -95,7 +94,6 @@ class RequestServer:
         HelperThread("request connections", go_on, self._turn).start()
 
     def describe(self, response: expert_pb2.DescribeResponse) -> expert_pb2.DescribeResponse:
-        """The answer to Describe, with where clients connect to."""
         response.request_port, response.request_socket, response.request_host = self.port, self._name, self._host
         return response
 

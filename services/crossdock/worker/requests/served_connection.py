@@ -59,12 +59,9 @@ class ServedConnection:
     """One client's connection.
 
     Args:
-        backend: where requests go.
         slots: memory of their rows.
-        sockets: which read this.
         client: whose it is; its connections share one account.
         line: carries the frames; it was welcomed.
-        drop: called once when it has ended.
     """
 
     def __init__(
@@ -141,12 +138,10 @@ class ServedConnection:
             self.end()
 
     def go_away(self) -> None:
-        """Ask the client to send no more here."""
         self.was_sent_away = True
         self._send([frames.plain(FrameKind.GOAWAY)])
 
     def welcome(self, frame: bytes) -> None:
-        """Greet the client."""
         self._send([frame])
 
     def end(self) -> None:

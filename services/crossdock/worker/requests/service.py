@@ -57,7 +57,6 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
     """The servicer.
 
     Args:
-        backend: where requests go.
         requests: request connections of this worker.
         describe: returns the answer to Describe.
         drain: serves queued requests and leaves the group.
@@ -78,7 +77,6 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
 
     @property
     def num_streams(self) -> int:
-        """Open Forward streams."""
         return len(self._streams)
 
     async def end(self, error: CallError, timeout_s: float) -> None:
@@ -94,7 +92,6 @@ class ExpertService(expert_pb2_grpc.ExpertServiceServicer):
                 await asyncio.wait_for(self._none_left.wait(), max(0.0, until - time.monotonic()))
 
     async def Describe(self, request: expert_pb2.DescribeRequest, context: Any) -> expert_pb2.DescribeResponse:
-        """The served model and the state of the group."""
         return self.requests.describe(self._describe())
 
     async def Drain(self, request: expert_pb2.DrainRequest, context: Any) -> expert_pb2.DrainResponse:
@@ -268,7 +265,6 @@ class _Stream:
         self._quota.release(self._quota.num_bytes - self._writing_bytes)
 
     def end(self, error: CallError) -> None:
-        """Raise `error` from `answers`, after the answers that are ready."""
         self._events.put_nowait(error)
 
     def hang_up(self) -> None:

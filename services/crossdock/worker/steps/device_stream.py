@@ -65,7 +65,6 @@ class DeviceStream(Protocol):
 
 
 def stream_of(device: torch.device) -> DeviceStream:
-    """The stream of a device. Raises DeviceLost."""
     return GpuStream(device) if device.type == "cuda" else CpuStream()
 
 
@@ -119,9 +118,6 @@ class GpuStream(DeviceStream):
     """A CUDA stream and its events, kept over epochs, since torch caches device memory per stream. Pinned memory comes
     from torch's cache, which reuses a block only after its copy has finished, so result rows may be kept until their
     client has read them.
-
-    Args:
-        device: one GPU.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -63,7 +63,6 @@ class Engine:
     Args:
         max_tokens_per_step: M.
         telemetry: counts steps and samples.
-        device: of the steps.
 
     Raises:
         DeviceLost: the device does not work.
@@ -117,7 +116,6 @@ class Engine:
         self._answer([work], failure)
 
     def open(self) -> None:
-        """Accept requests."""
         with self._lock:
             self._refusal, self._paused = None, False
 
@@ -130,7 +128,6 @@ class Engine:
         self._answer(works, failure)
 
     def drain(self) -> None:
-        """Serve queued requests and refuse new ones."""
         with self._lock:
             self._draining = True
             self._wake()
@@ -158,7 +155,6 @@ class Engine:
             self._wake()
 
     def num_queued(self) -> int:
-        """Number of requests that wait for a step."""
         with self._lock:
             return len(self._batcher)
 
@@ -377,7 +373,6 @@ class Engine:
                 self._answer([work], Done(work.y, work.timing, work.model))
 
     def _clear_running(self) -> None:
-        """No step is running."""
         with self._lock:
             self._running = []
             self._emptied.notify_all()

@@ -208,7 +208,6 @@ class Stepper:
         return self._stream.output(num_tokens, self._hidden_size, self._output_dtype)
 
     def _slots(self, layer: int, ids: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Slots of the experts chosen by the tokens of a step."""
         route = self._tables.route(layer) if self._tables is not None else None
         if route is None:
             return ids

@@ -84,7 +84,6 @@ def choose_step(proposals: Mapping[int, Proposal], max_tokens_per_step: int) -> 
     longest queue among them bounds the step, so that AUTO can choose the algorithm; else the full step size does.
 
     Args:
-        proposals: by rank, of every active rank.
         max_tokens_per_step: M.
 
     Raises:

@@ -26,7 +26,6 @@ class Timing(NamedTuple):
     steps: int = 0
 
     def plus_step(self, dispatch_ns: int, experts_ns: int, combine_ns: int) -> Timing:
-        """One more step."""
         return Timing(
             self.queue_ns,
             self.dispatch_ns + dispatch_ns,
@@ -81,13 +80,11 @@ class Work:
 
     Attributes:
         client: of the request; clients take turns.
-        layer: MoE layer number.
         x: [T, H] in the served dtype.
         topk_ids: int32 [T, K], -1 = no expert.
         topk_weights: float32 [T, K].
         deadline_ns: monotonic time after which the request expires.
         arrived_ns: monotonic time of admission.
-        reply: called once, from any thread, with the answer.
         num_taken: tokens that were given to steps so far.
         y: [T, H] filled by the steps: where its sender wants it, or None until the first one has made it.
         kept: of the memory of its tensors and of y, where its sender gave that.
@@ -95,7 +92,6 @@ class Work:
         answered: True once `reply` was called (or must not be any more).
         trace: of the request; None: not traced.
         model: fingerprint of the checkpoint that its sender expects, empty: any; of the layer's, once a step took it.
-        num_tokens: T.
     """
 
     client: Hashable
@@ -135,21 +131,17 @@ class Slice(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Rows in the slice."""
         return self.stop - self.start
 
     @property
     def is_last(self) -> bool:
-        """True if the request ends with this slice."""
         return self.stop == self.work.num_tokens
 
     @property
     def is_whole(self) -> bool:
-        """True if it is all of the request."""
         return self.start == 0 and self.stop == self.work.num_tokens
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows of x, topk_ids and topk_weights."""
         parts = self.work.x, self.work.topk_ids, self.work.topk_weights
         if self.is_whole:
             return parts

@@ -46,7 +46,6 @@ class Watch:
 
     Args:
         give_back: gives back all that is free.
-        resident: bytes now.
     """
 
     def __init__(self, give_back: Callable[[], object], resident: int) -> None:
@@ -73,5 +72,4 @@ class Watch:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

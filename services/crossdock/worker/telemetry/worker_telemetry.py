@@ -105,12 +105,10 @@ class LatencySums:
                     self._ops.setdefault(found.op, _Operation()).add(found)
 
     def forget_recent(self) -> None:
-        """The epoch has ended: numbers of operations begin again."""
         with self._lock:
             self._recent.clear()
 
     def recent(self) -> list[LatencySample]:
-        """The last operations. Any thread."""
         with self._lock:
             batches = list(self._recent)
         return [sample for batch in batches for sample in batch][-_MAX_RECENT:]
@@ -154,11 +152,7 @@ def late(waits_ns: np.ndarray) -> np.ndarray:
 
 
 class CommunicatorCounts:
-    """Counters of one worker over all its communicators. Traffic is exported of groups of several hosts only.
-
-    Args:
-        metrics: of this worker.
-    """
+    """Counters of one worker over all its communicators. Traffic is exported of groups of several hosts only."""
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
@@ -203,7 +197,6 @@ class StepRecord(NamedTuple):
         topk_ids: of its tokens, int32 pieces [t, K], as bytes.
         remote_rows: counts the rows that tokens with such ids sent to other ranks (one per token and distinct rank).
         dispatch_ns, experts_ns, combine_ns: time in each phase.
-        layer: MoE layer number.
         experts: logical expert of each slot in that layer; None: those of `WorkerTelemetry.holds`.
         exemplar: labels of a traced request of the step.
         wire_bytes: of one row in dispatch and in combine, as it travels.
@@ -254,7 +247,6 @@ class WorkerTelemetry:
     """Counts of one worker over all its epochs.
 
     Args:
-        metrics: of this worker.
         row_bytes: bytes of one row in dispatch and in combine.
         transport: of its communicators, as a label.
     """
@@ -297,7 +289,6 @@ class WorkerTelemetry:
         self._metrics.expert_weights_bytes.set(num_bytes)
 
     def holds(self, expert_ids: Mapping[int, tuple[int, ...]], num_bytes: int) -> None:
-        """Set the experts of this rank, by layer and slot."""
         self.loaded(num_bytes)
         rows = set(expert_ids.values()) or {()}
         self._expert_ids = min(rows)
@@ -337,7 +328,6 @@ class WorkerTelemetry:
         return [*self._latency.recent(), *samples]
 
     def recent(self) -> list[LatencySample]:
-        """The last operations that were collected. Any thread."""
         return self._latency.recent()
 
     def answered(
@@ -509,7 +499,6 @@ class WorkerTelemetry:
         return self._experts[expert]
 
     def _count_samples(self, samples: Samples) -> None:
-        """Count the samples of one communicator."""
         kinds = list(by_kind(samples))
         self._latency.add_samples(samples, kinds)
         time.sleep(_PAUSE_S)

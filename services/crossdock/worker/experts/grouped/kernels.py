@@ -9,10 +9,10 @@ neighbours. Tiles of one expert that read the same weights follow one another: a
 Rows and weights come by TMA into shared memory, some blocks of columns ahead. Past the last column it writes zeros;
 rows past an expert's are its neighbour's, and what comes of them is not stored.
 
-Arguments of `grouped_product`, beside those of `sums_fp8` and `sums_mxfp4`: bias [L, weight_rows] or None; out [N,
-out_columns]; out_scales, of e4m3 rows for the next product; least, most: rows of the experts that this launch computes;
-scale_rows: rows of scales of an expert; scales_apart: from a half's to the other's. `experts`: a power of two, at least
-their number.
+Arguments of `grouped_product`, beside those of `sums_fp8` and `sums_packed`: factors and bias [L, weight_rows] or None,
+of each row of weights; out [N, out_columns]; out_scales, of e4m3 rows for the next product; least, most: rows of the
+experts that this launch computes; scale_rows: rows of scales of an expert; scales_apart: from a half's to the other's.
+`experts`: a power of two, at least their number.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ import triton.language as tl
 
 BLOCK = tl.constexpr(128)
 """Columns of a step: in fp8 they share a scale."""
-MX_STEP = tl.constexpr(64)
-"""Columns of a step in MXFP4: with more, a program's registers leave no room for others."""
-MX_BLOCK = tl.constexpr(32)
-"""Columns that share a scale in MXFP4."""
+STEP = tl.constexpr(64)
+"""Columns of a step of packed weights: with more, a program's registers leave no room for others."""
 HALF = tl.constexpr(128)
 """Columns of a half: as many as share a scale once they are the next product's input."""
 LARGEST = tl.constexpr(448.0)
@@ -173,48 +171,91 @@ def sums_fp8(
 
 
 @triton.jit
-def _mx_scales(scales, row, end, k, columns: tl.constexpr):
-    """uint8 [HALF, MX_STEP / MX_BLOCK] of one step."""
-    number = k // MX_BLOCK + tl.arange(0, MX_STEP // MX_BLOCK)
-    inside = (row < end)[:, None] & (number < columns // MX_BLOCK)[None, :]
-    return tl.load(scales + row[:, None].to(tl.int64) * (columns // MX_BLOCK) + number[None, :], mask=inside, other=0)
+def _of_step(values, row, end, k, columns: tl.constexpr, width: tl.constexpr):
+    """[HALF, groups] of one step: the scales, or zeros, of the groups of `width` columns in it; 0 past the last."""
+    number = k // width + tl.arange(0, STEP // width if width < STEP else 1)
+    inside = (row < end)[:, None] & (number < columns // width)[None, :]
+    return tl.load(values + row[:, None].to(tl.int64) * (columns // width) + number[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def sums_mxfp4(
-    rows, weights, scales, row_0, row_1, end, first, columns: tl.constexpr,
-    tile_rows: tl.constexpr,
+def _wide(values, width: tl.constexpr):
+    """[HALF, groups] -> [HALF, STEP] float32."""
+    each: tl.constexpr = STEP if width > STEP else width
+    return tl.broadcast_to(values.to(tl.float32)[:, :, None], (HALF, STEP // each, each)).reshape(HALF, STEP)
+
+
+@triton.jit
+def _decoded(
+    codes, scale, zeros, row, end, k, columns: tl.constexpr, width: tl.constexpr, bits: tl.constexpr,
+    element: tl.constexpr,
 ):  # fmt: skip
-    """Both halves, [tile_rows, HALF] each. Weights become bf16 in registers, exactly, and are the side of the product
-    that may lie there. A scale of 255, MX's NaN, gives Inf or NaN.
+    """uint8 codes of one step -> bf16 [HALF, STEP], scaled: exact for e2m1, else rounded once."""
+    if bits == 4:
+        codes = tl.join(codes & 15, codes >> 4).reshape(HALF, STEP)
+    if element == "e2m1":
+        size = (codes & 7).to(tl.int32)
+        halves = tl.where(size < 2, size, (2 | size & 1) << (size >> 1) >> 1)
+        values = tl.where(codes < 8, halves, -halves).to(tl.float32) * 0.5
+    elif zeros is None:
+        values = codes.to(tl.float32) - (1 << bits - 1)
+    else:
+        values = codes.to(tl.float32) - _wide(_of_step(zeros, row, end, k, columns, width), width)
+    return (values * _wide(scale, width)).to(tl.bfloat16)
+
+
+@triton.jit
+def _add_packed(
+    sums, codes, some, scales, zeros, row, end, k, columns: tl.constexpr, width: tl.constexpr, bits: tl.constexpr,
+    element: tl.constexpr,
+):  # fmt: skip
+    """Add one step's product; some: bf16 [STEP, tile_rows]. A scale of 255, MX's NaN, gives Inf or NaN."""
+    scale = _of_step(scales, row, end, k, columns, width)
+    if element == "int" or scales.dtype.element_ty != tl.uint8:
+        values = _decoded(codes, scale, zeros, row, end, k, columns, width, bits, element)
+        sums = tl.dot_scaled(values, None, "bf16", some, None, "bf16", sums)
+    else:
+        sums = tl.dot_scaled(codes, scale, element, some, None, "bf16", sums, fast_math=True)
+    return sums
+
+
+@triton.jit
+def sums_packed(
+    rows, weights, scales, zeros, row_0, row_1, end, first, columns: tl.constexpr, width: tl.constexpr,
+    bits: tl.constexpr, element: tl.constexpr, tile_rows: tl.constexpr,
+):  # fmt: skip
+    """Both halves, [tile_rows, HALF] each. Weights become bf16 in registers, and are the side of the product that may
+    lie there.
 
     Args:
-        rows, weights: descriptors of bf16 [N, columns] and of uint8 [all experts' rows, columns / 2].
-        scales: [all experts' rows, columns / 32]; `end`: number of these rows.
+        rows, weights: descriptors of bf16 [N, columns], and of the codes of all experts' rows, as in `weights.py`.
+        scales, zeros: [all experts' rows, columns / width]; powers of two as uint8; zeros may be None; `end`: number
+            of these rows.
+        element: of codes of so many bits: "e2m1", "e4m3", "int".
     """
     sums_0 = tl.zeros((HALF, tile_rows), tl.float32)
     sums_1 = tl.zeros((HALF, tile_rows), tl.float32)
     line = tl.arange(0, HALF)
-    for k in tl.range(0, columns, MX_STEP):
+    for k in tl.range(0, columns, STEP):
         some = rows.load([first, k]).T
-        scale_0 = _mx_scales(scales, row_0 + line, end, k, columns)
-        scale_1 = _mx_scales(scales, row_1 + line, end, k, columns)
-        weights_0, weights_1 = weights.load([row_0, k // 2]), weights.load([row_1, k // 2])
-        sums_0 = tl.dot_scaled(weights_0, scale_0, "e2m1", some, None, "bf16", sums_0, fast_math=True)
-        sums_1 = tl.dot_scaled(weights_1, scale_1, "e2m1", some, None, "bf16", sums_1, fast_math=True)
+        codes_0, codes_1 = weights.load([row_0, k * bits // 8]), weights.load([row_1, k * bits // 8])
+        sums_0 = _add_packed(sums_0, codes_0, some, scales, zeros, row_0 + line, end, k, columns, width, bits, element)
+        sums_1 = _add_packed(sums_1, codes_1, some, scales, zeros, row_1 + line, end, k, columns, width, bits, element)
     return sums_0.T, sums_1.T
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts", "least", "most"])
 def grouped_product(
-    rows, row_scales, weights, weight_scales, bias, out, out_scales,
+    rows, row_scales, weights, weight_scales, weight_zeros, factors, bias, out, out_scales,
     offsets, counts, num_experts, num_rows, least, most, limit, alpha,
-    format: tl.constexpr, rule: tl.constexpr, has_bias: tl.constexpr, columns: tl.constexpr,
+    bits: tl.constexpr, element: tl.constexpr, blocks: tl.constexpr, rule: tl.constexpr, columns: tl.constexpr,
+    width: tl.constexpr,
     weight_rows: tl.constexpr, out_columns: tl.constexpr, scale_rows: tl.constexpr, scales_apart: tl.constexpr,
     swap: tl.constexpr, tile_rows: tl.constexpr, experts: tl.constexpr,
 ):  # fmt: skip
     """out = rows of each expert times its weights transposed; with a rule other than "plain", the activation of it."""
     gated: tl.constexpr = rule != "plain"
+    is_fp8: tl.constexpr = row_scales is not None
     step: tl.constexpr = HALF if gated else 2 * HALF
     apart: tl.constexpr = out_columns if gated else HALF
     num_columns: tl.constexpr = (out_columns + step - 1) // step
@@ -225,25 +266,35 @@ def grouped_product(
         first, end = begin + row_tile * tile_rows, begin + tl.load(counts + expert)
         row, column = first + tl.arange(0, tile_rows), column_tile * step
         row_0 = expert * weight_rows + column
-        if format == "mxfp4":
-            all_rows = num_experts * weight_rows
-            left, right = sums_mxfp4(
-                rows, weights, weight_scales, row_0, row_0 + apart, all_rows, first, columns, tile_rows
-            )
-        else:
+        if is_fp8:
             left, right = _fp8(
                 rows, row_scales, weights, weight_scales, expert, row, row_0, column, first, num_rows, columns,
-                weight_rows, apart, scale_rows, scales_apart, format, swap, tile_rows,
+                apart, scale_rows, scales_apart, blocks, swap, tile_rows,
             )  # fmt: skip
-        if has_bias:
-            left += _along(bias + row_0, weight_rows - column)
-            right += _along(bias + row_0 + apart, weight_rows - column - apart)
-        quantise: tl.constexpr = gated and format != "mxfp4"
+        else:
+            all_rows = num_experts * weight_rows
+            left, right = sums_packed(
+                rows, weights, weight_scales, weight_zeros, row_0, row_0 + apart, all_rows, first, columns, width,
+                bits, element, tile_rows,
+            )  # fmt: skip
+        left = _per_row(left, factors, bias, row_0, weight_rows - column)
+        right = _per_row(right, factors, bias, row_0 + apart, weight_rows - column - apart)
+        quantise: tl.constexpr = gated and is_fp8
         if gated:
             left = activated(left, right, limit, alpha, rule == "scaled")
         store_rows(left, out, out_scales, row, end, column, num_rows, out_columns, quantise)
         if not gated:
             store_rows(right, out, out_scales, row, end, column + HALF, num_rows, out_columns, quantise)
+
+
+@triton.jit
+def _per_row(sums, factors, bias, row, left):
+    """Times the factor of each row of weights, plus its bias, where there are such."""
+    if factors is not None:
+        sums *= _along(factors + row, left)
+    if bias is not None:
+        sums += _along(bias + row, left)
+    return sums
 
 
 @triton.jit
@@ -256,20 +307,15 @@ def _along(values, left):
 @triton.jit
 def _fp8(
     rows, row_scales, weights, scales, expert, row, row_0, column, first,
-    num_rows, columns: tl.constexpr, weight_rows: tl.constexpr, apart: tl.constexpr, scale_rows: tl.constexpr,
-    scales_apart: tl.constexpr, format: tl.constexpr, swap: tl.constexpr, tile_rows: tl.constexpr,
+    num_rows, columns: tl.constexpr, apart: tl.constexpr, scale_rows: tl.constexpr,
+    scales_apart: tl.constexpr, blocks: tl.constexpr, swap: tl.constexpr, tile_rows: tl.constexpr,
 ):  # fmt: skip
-    """Both halves, scaled: per block of 128 x 128, or per row of weights."""
-    blocks: tl.constexpr = format == "fp8 blocks"
+    """Both halves; scaled where there are blocks of 128 x 128."""
     grid: tl.constexpr = (columns + BLOCK - 1) // BLOCK
     number, of_tile = column // HALF, scales
     if blocks:
         of_tile += (expert * scale_rows + number) * grid
-    left, right = sums_fp8(
+    return sums_fp8(
         rows, row_scales, weights, of_tile, number + scales_apart < scale_rows, row, row_0, row_0 + apart, first,
         num_rows, columns, scales_apart * grid, blocks, swap, tile_rows,
     )  # fmt: skip
-    if not blocks:
-        left *= _along(scales + row_0, weight_rows - column)
-        right *= _along(scales + row_0 + apart, weight_rows - column - apart)
-    return left, right

@@ -2,7 +2,7 @@
 
     fp8      tokens -> e4m3 with a scale per 128 columns -> e4m3 products, fp32 sums -> activation in fp32 -> e4m3 with
              a scale per 128 columns -> e4m3 products, fp32 sums -> out
-    MXFP4    tokens in bf16 -> weights become bf16 in registers, exactly -> activation in fp32 -> bf16 -> out
+    others   tokens in bf16 -> weights become bf16 in registers -> activation in fp32 -> bf16 -> out
 
 Weights are read as they are stored. Nothing is written between the first product and the activation where the rule is
 gated silu or scaled; other rules run in torch on the first product's rows, as they do in bf16.
@@ -28,9 +28,8 @@ from crossdock.worker.checkpoints.weights import Stack
 from crossdock.worker.experts.grouped.kernels import grouped_product, quantise_rows
 from crossdock.worker.experts.grouped.support import fused_rule
 
-BLOCK = 128
-_STEP = {"fp8": (BLOCK, 1), "mxfp4": (64, 2)}
-"""Columns of a step by kind of format, as in `kernels.py`; how many are in a byte."""
+BLOCK, STEP = 128, 64
+"""Columns of a step of fp8 and of other formats, as in `kernels.py`."""
 _QUANTISER_ROWS, _QUANTISER_PROGRAMS = 32, 8
 _MOST = 2**31 - 1
 
@@ -84,7 +83,6 @@ class Tile:
 
     Attributes:
         most: rows of an expert, up to which this tile computes it, from the former tile's on.
-        rows: of a tile.
         swap: weights take the rows' side of the tensor cores' product.
         warps, stages: of a program; blocks of columns in flight.
         programs: per multiprocessor.
@@ -100,9 +98,10 @@ class Tile:
 
 TILES: dict[str, tuple[Tile, ...]] = {
     "fp8": (Tile(64, 32, True, 4, 3, 2), Tile(_MOST, 128, False, 8, 4, 1)),
-    "mxfp4": (Tile(16, 16, True, 4, 4, 3), Tile(_MOST, 64, True, 4, 4, 2)),
+    "packed": (Tile(16, 16, True, 4, 4, 3), Tile(_MOST, 64, True, 4, 4, 2)),
 }
-"""Tiles by kind of format, in ascending order of rows; measured on an H100 with a DeepSeek-V3 rank's experts."""
+"""Tiles of fp8 and of other formats, in ascending order of rows; measured on an H100 with a DeepSeek-V3 rank's experts
+(of the others: MXFP4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +120,8 @@ class _Matrices:
     """One of a layer's two stacks as launches take it.
 
     Attributes:
-        stack: of these weights.
         weights: where they lie.
-        scales: as the kernel reads them.
+        scales, factors: as the kernel reads them.
         constants: of the kernel, which are the same in all launches.
         experts: as the kernel wants it.
     """
@@ -131,21 +129,23 @@ class _Matrices:
     stack: Stack
     weights: TensorDescriptor
     scales: torch.Tensor
+    factors: torch.Tensor | None
     constants: dict[str, Hashable]
     experts: int
 
     @staticmethod
     def of(stack: Stack, rule: str) -> _Matrices:
-        step, packed = _STEP[stack.format.kind]
         data = stack.data.view(-1, stack.data.shape[-1])
-        format, scales, scale_rows, apart = _scales(stack, gated=rule != "plain")
+        blocks, scales, factors, scale_rows, apart = _scales(stack, gated=rule != "plain")
         constants: dict[str, Hashable] = {
-            "format": format, "rule": rule, "has_bias": stack.bias is not None, "columns": stack.columns,
+            "bits": stack.format.bits, "element": stack.format.element, "blocks": blocks, "rule": rule,
+            "columns": stack.columns, "width": stack.format.block[1] or stack.columns,
             "weight_rows": stack.rows, "out_columns": stack.rows // (1 if rule == "plain" else 2),
             "scale_rows": scale_rows, "scales_apart": apart,
         }  # fmt: skip
         experts = max(2, triton.next_power_of_2(stack.data.shape[0]))
-        return _Matrices(stack, TensorDescriptor.from_tensor(data, [BLOCK, step // packed]), scales, constants, experts)
+        described = TensorDescriptor.from_tensor(data, [BLOCK, _step(stack) * stack.format.bits // 8])
+        return _Matrices(stack, described, scales, factors, constants, experts)
 
 
 class GroupedProducts:
@@ -153,7 +153,6 @@ class GroupedProducts:
 
     Args:
         gating: between the products.
-        num_processors: multiprocessors of the GPU.
         tiles: by kind of format.
         every_tile: launch all of them, whatever the number of rows.
     """
@@ -183,7 +182,6 @@ class GroupedProducts:
         return GroupedProducts(gating, num_processors)
 
     def forget(self, layer: int) -> None:
-        """The layer has other weights from now on."""
         self._matrices.pop(layer, None)
 
     def forward(
@@ -224,7 +222,7 @@ class GroupedProducts:
 
     def _rows(self, tokens: torch.Tensor, stack: Stack, offsets: torch.Tensor) -> ProductRows:
         """Input of a product, as its format takes it."""
-        if stack.format.kind == "mxfp4":
+        if stack.format.kind != "fp8":
             return ProductRows(tokens.to(torch.bfloat16).contiguous(), None)
         rows = _empty(tokens, tokens.shape[0], stack)
         args = (
@@ -239,12 +237,13 @@ class GroupedProducts:
     ) -> None:
         offsets, counts = groups
         stack, (num_experts, *_), num_rows = matrices.stack, matrices.stack.data.shape, rows.values.shape[0]
-        kind = stack.format.kind
+        kind = "fp8" if stack.format.kind == "fp8" else "packed"
         for least, most, tile in self._launches(kind, num_rows, num_experts):
-            described = TensorDescriptor.from_tensor(rows.values, [tile.rows, _STEP[kind][0]])
+            described = TensorDescriptor.from_tensor(rows.values, [tile.rows, _step(stack)])
             args = (
-                described, rows.scales, matrices.weights, matrices.scales, stack.bias, out.values, out.scales,
-                offsets, counts, num_experts, num_rows, least, most, self._limit, self._gating.alpha,
+                described, rows.scales, matrices.weights, matrices.scales, stack.zeros, matrices.factors, stack.bias,
+                out.values, out.scales, offsets, counts, num_experts, num_rows, least, most, self._limit,
+                self._gating.alpha,
             )  # fmt: skip
             of_tile = {"swap": tile.swap, "tile_rows": tile.rows, "experts": matrices.experts}
             options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -261,22 +260,29 @@ class GroupedProducts:
         return [(begin, tile.most, tile) for begin, tile in zip(begins, (*few, last), strict=True)]
 
 
+def _step(stack: Stack) -> int:
+    """Columns of one."""
+    return BLOCK if stack.format.kind == "fp8" else STEP
+
+
 def _empty(like: torch.Tensor, num_rows: int, stack: Stack) -> ProductRows:
     """Room for the input of a product."""
-    if stack.format.kind == "mxfp4":
+    if stack.format.kind != "fp8":
         return ProductRows(like.new_empty(num_rows, stack.columns, dtype=torch.bfloat16), None)
     values = like.new_empty(num_rows, stack.columns, dtype=torch.float8_e4m3fn)
     return ProductRows(values, like.new_empty(-(-stack.columns // BLOCK), num_rows, dtype=torch.float32))
 
 
-def _scales(stack: Stack, gated: bool) -> tuple[str, torch.Tensor, int, int]:
-    """(format, scales as the kernel reads them, rows of scales per expert, from gate's to up's or to the next)."""
+def _scales(stack: Stack, gated: bool) -> tuple[bool, torch.Tensor, torch.Tensor | None, int, int]:
+    """(fp8 in blocks, scales as the kernel reads them, factors of rows of weights, rows of scales per expert, from
+    gate's to up's or to the next)."""
     assert stack.scales is not None
-    if stack.format.kind == "mxfp4":
-        return "mxfp4", stack.scales, 0, 0
     num, parts, height, _ = stack.scales.shape
-    if stack.format.block == (BLOCK, BLOCK):
+    is_fp8 = stack.format.kind == "fp8"
+    if is_fp8 and stack.format.block == (BLOCK, BLOCK):
         half = height if parts == 2 else stack.rows // 2 // BLOCK
-        return "fp8 blocks", stack.scales, parts * height, half if gated else 1
-    rows = stack.scales.expand(num, parts, stack.rows // parts, 1).contiguous()
-    return "fp8 rows", rows, 0, 0
+        return True, stack.scales, None, parts * height, half if gated else 1
+    whole = stack.scales if is_fp8 else stack.whole
+    factors = None if whole is None else whole.expand(num, parts, stack.rows // parts, 1).contiguous()
+    is_power = stack.format.scale is torch.float8_e8m0fnu
+    return False, stack.scales.view(torch.uint8) if is_power else stack.scales, factors, 0, 0

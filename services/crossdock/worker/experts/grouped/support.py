@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from crossdock.worker.checkpoints.gating import Gating
-from crossdock.worker.checkpoints.weights import MX_BLOCK, Stack
+from crossdock.worker.checkpoints.weights import Stack
 
-_BLOCK = 128
+_BLOCK, _STEP = 128, 64
 
 
 def compile_into(folder: str) -> None:
@@ -63,8 +63,9 @@ def reason_in_shapes(first: Stack, down: Stack, gating: Gating, dtype: torch.dty
     format, sizes = first.format, f"{first.rows} x {first.columns} and {down.rows} x {down.columns}"
     if any(stack.data.shape[-1] % 16 for stack in (first, down)):
         return f"rows of the matrices, {sizes}, are no multiple of 16 bytes"
-    if format.kind == "mxfp4":
-        return "" if dtype is torch.bfloat16 and first.columns % MX_BLOCK == 0 else f"MXFP4 with {dtype}"
+    if format.kind != "fp8":
+        whole = not format.block[1] or _STEP % format.block[1] == 0 or format.block[1] % _STEP == 0
+        return "" if dtype is torch.bfloat16 and whole else f"{format} with {dtype}"
     if format.block not in {(_BLOCK, _BLOCK), (1, 0), (0, 0)}:
         return f"they know no {format}"
     if first.bias is not None:

@@ -1,9 +1,9 @@
-"""Plain operations by one native call each (native/quick.cpp): it looks at the arguments, fills the record, launches.
+"""Operations of one kind by native calls (native/operation.cpp): look at arguments, fill the record, launch the kernel.
 
-A plan holds what no call of its kind changes. It begins nothing where anything is unlike the plan: an argument that is
-not what it must be, a fault, another stream than before, another thread's context, a graph's capture where the host has
-to read. The call then says None, and the operation takes the long way, which sees to all of that or names what is
-wrong. Without torch's DLPack exchange there are no plans, and every operation takes that way.
+A plan holds what no call of its kind changes. `call` does all of it at once, and begins nothing where anything is
+unlike the plan: an argument that is not what it must be, a fault, another stream than before, another thread's context,
+a graph's capture where the host has to read, a torch without DLPack exchange. It then says None: Python names what is
+wrong, or makes it right and calls `fill` and `launch`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ep_kernels.errors import TransportError
 from ep_kernels.kernels import abi
 from ep_kernels.transports.nvlink.calls.streams import StreamOrder
 from ep_kernels.transports.nvlink.gpu import launch
+from ep_kernels.transports.nvlink.gpu.launch import Quiet
 
 _MOST_DIMS, _MOST_TENSORS, _MOST_ADDRESSES, _MOST_RECORD_BYTES = 3, 7, 24, 4096
 TOKENS, ROWS = -1, -2
@@ -27,7 +29,7 @@ _OPTIONAL, _ALIGNED, _MAY_BE_WIDE = 1, 2, 4
 _MARK = 48
 """Bits of an offset below the number of its base."""
 STATE_BASES = ("routing", "routing_id", "carried", "weights")
-"""What a dispatch leaves to later operations: these addresses, then T and rows (`State` of quick.cpp)."""
+"""What a dispatch leaves to later operations: these addresses, then T and rows (`State` of operation.cpp)."""
 _FIRST_TENSOR = 1 + len(STATE_BASES)
 STATE_BYTES = 8 * (len(STATE_BASES) + 2)
 """Bytes of a state; behind it is the record of the second half of the operation."""
@@ -64,16 +66,12 @@ class _ExpectedWords(ctypes.Structure):
     )
 
 
-class _WatchWords(ctypes.Structure):
-    _fields_ = (("word", c_void_p), ("most", c_uint64))
-
-
 class _PlaceWords(ctypes.Structure):
     _fields_ = (("base", c_uint32), ("pad", c_uint32), ("offset", c_uint64))
 
 
 class _PlanWords(ctypes.Structure):
-    """`Plan` of native/quick.cpp."""
+    """`Plan` of native/operation.cpp."""
 
     _fields_ = (
         ("launch", launch.Prepared),
@@ -92,8 +90,7 @@ class _PlanWords(ctypes.Structure):
         ("takes_state", c_uint32),
         ("most_tokens", c_int64),
         ("rows", c_int64),
-        ("watches", c_void_p),
-        ("num_watches", c_uint64),
+        ("quiet", c_void_p),
         ("context", c_void_p),
         ("stream", c_void_p),
         ("device_type", c_int32),
@@ -117,15 +114,14 @@ class Surroundings(NamedTuple):
 
     Attributes:
         order: of the rank's launches.
-        watched: (address of a word, the most that it may say): more in it ends plain operations.
+        quiet: what a call looks at first.
         keep: what those addresses lie in.
         context: CUDA context that must be current, as an address.
-        library: `launch.load()`.
     """
 
     device: torch.device
     order: StreamOrder
-    watched: Sequence[tuple[int, int]]
+    quiet: Quiet
     keep: Any
     context: int
     library: ctypes.CDLL
@@ -134,9 +130,11 @@ class Surroundings(NamedTuple):
 class OperationPlan:
     """One kind of operation.
 
+    Attributes:
+        trims: whether shapes follow from the rows that are received.
+        numbers: int32 [2], pinned: num_rows and num_dropped, where they are waited for; or None.
+
     Args:
-        around: of the rank.
-        prepared: the launch.
         record: its argument record, filled but for the words below.
         numbers, addresses: names of the first of the two runs of words that a call sets; of the numbers, a call sets
             two: T and the slot.
@@ -148,7 +146,7 @@ class OperationPlan:
         takes_state: a former state is given, whose T and rows hold.
         reads: num_rows and num_dropped are waited for.
         split: two launches, one that sends and one that receives.
-        not_captured: not plain while a CUDA graph captures the stream.
+        not_captured: no `call` while a CUDA graph captures the stream.
         routed: numbers of each token in what follows.
         narrowed: launch of the kernel `narrow`, and where it writes, as `places`.
         copied: (from, to) as `places`: float32 that are copied, by that kernel where it is launched.
@@ -167,8 +165,6 @@ class OperationPlan:
         marks = {name: (1 + i) << _MARK for i, name in enumerate(STATE_BASES)}
         marks |= {name: (_FIRST_TENSOR + i) << _MARK for i, name in enumerate(tensors)}
         found, left = places(marks), () if state is None else state(marks)
-        # What must not have changed for the call to begin.
-        words = (_WatchWords * len(around.watched))(*(_WatchWords(*each) for each in around.watched))
         # The plan as the native library reads it.
         self._plan = _PlanWords(
             launch=prepared, record=addressof(record), record_bytes=ctypes.sizeof(record),
@@ -176,7 +172,7 @@ class OperationPlan:
             addresses_at=getattr(type(record), runs[1]).offset, num_addresses=len(found), num_tensors=len(tensors),
             addresses=tuple(map(_place, found)), tensors=tuple(map(_expected, tensors.values())),
             state=tuple(map(_place, left)), makes_state=state is not None, takes_state=takes_state,
-            most_tokens=most_tokens, rows=rows, watches=addressof(words), num_watches=len(words),
+            most_tokens=most_tokens, rows=rows, quiet=around.quiet.address,
             context=around.context, stream=addressof(around.order.current), not_captured=not_captured,
             device_type=_CUDA if around.device.type == "cuda" else _CPU, device_id=around.device.index or 0,
         )  # fmt: skip
@@ -188,17 +184,20 @@ class OperationPlan:
         if split:
             self._plan.phases_at = type(record).work.offset + abi.Work.phases.offset
         # The functions that a call needs.
+        self.trims = rows < 0
         self.numbers = self._read_numbers(type(record).num_rows.offset) if reads else None
-        self._kept = around, record, words
-        make = _maker(around.library)
-        self.call = make(addressof(self._plan), False)
-        """call(slot, former state or None, *tensors): the state (and what is left, where that is another launch), or 0
-        where there is neither; the driver's status, which is greater; None: nothing has begun."""
-        self.receive = make(addressof(self._plan), True)
-        """receive(what `call` gave): the state; the driver's status; None: nothing was launched."""
+        self._kept = around, record
+        make, at = _maker(around.library), addressof(self._plan)
+        self.call, self.fill, self.launch = make(at, 0), make(at, 1), make(at, 2)
+        """call(slot, former state or None, *tensors): the state (and the record, where the second phase is another
+        launch), or 0 where there is neither; the driver's status, which is greater; None: nothing has begun.
+        fill(slot, former state or None, T, *addresses of tensors): the state and the record; nothing is launched.
+        launch(what `fill` or `call` gave, phases, CUstream): the state; the driver's status; with no CUstream the
+        current one, and None: nothing was launched."""
 
     def _read_numbers(self, at: int) -> torch.Tensor:
-        numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True, device="cpu")
+        with torch.inference_mode(False):  # written later, in whatever mode
+            numbers = torch.zeros(2, dtype=torch.int32, pin_memory=True, device="cpu")
         self._plan.numbers, self._plan.num_rows_at = numbers.data_ptr(), at
         return numbers
 
@@ -218,21 +217,16 @@ def _expected(want: ExpectedTensor) -> _ExpectedWords:
     return _ExpectedWords(code | bits << 8 | 1 << 16, flags, len(want.shape), 0, want.shape)
 
 
-def is_offered(library: ctypes.CDLL) -> bool:
-    """Whether this torch and this Python are what the native call is written for."""
-    return _maker(library) is not None
-
-
 @functools.cache
 def _maker(library: ctypes.CDLL) -> Any:
-    """cd_quick, or None."""
+    """cd_operation. Raises TransportError."""
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = c_void_p, (ctypes.py_object, ctypes.c_char_p)
     try:
         exchange = get(capsule, b"dlpack_exchange_api")
     except (ValueError, TypeError):
-        return None
-    if library.cd_quick_open(exchange, id(torch.Tensor)) != 0:
-        return None
-    return ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_int)(("cd_quick", library))
+        exchange = None
+    if library.cd_operation_open(exchange, id(torch.Tensor)) != 0:
+        raise TransportError("nvlink: needs CPython's stable ABI in the running process")
+    return ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_int)(("cd_operation", library))

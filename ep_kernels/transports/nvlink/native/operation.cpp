@@ -1,7 +1,8 @@
-// A plain operation in one call from Python: its arguments are looked at, its record is filled, its kernel launched.
+// An operation: its record is filled and its kernel launched, by one call from Python that looks at the arguments, too,
+// or by two, of arguments that Python has checked.
 //
-// "Plain" is what `Plan` says; for anything else the call begins nothing and says None, and the operation takes the
-// long way, which names what is wrong. So no error text is here.
+// The one call takes what `Plan` says; of anything else it begins nothing and says None. Python then names what is
+// wrong, or makes it right and calls `fill` and `launch`. So no error text is here.
 #include <sched.h>
 
 #include <atomic>
@@ -31,12 +32,6 @@ struct Expected {
   int64_t shape[kMostDims];
 };
 
-// A word that ends plain operations: more than `most` in it.
-struct Watch {
-  const volatile uint64_t* word;
-  uint64_t most;
-};
-
 // Where a call finds something, as an address: `offset` from base number `base`.
 struct Place {
   uint32_t base, pad;
@@ -50,7 +45,7 @@ struct State {
   int64_t tokens, rows;
 };
 
-// `_PlanWords` of quick.py.
+// `_PlanWords` of operation_plan.py.
 struct Plan {
   Prepared launch;
   const unsigned char* record;  // of the launch, all but what is set below
@@ -65,8 +60,7 @@ struct Plan {
   Place state[4];
   uint32_t makes_state, takes_state;
   int64_t most_tokens, rows;  // `rows`: received, where no call knows better; -1 = as the numbers say
-  const Watch* watches;
-  uint64_t num_watches;
+  const Quiet* quiet;
   void* context;                   // which must be current
   const volatile int64_t* stream;  // of the launch before, which must be the current one
   int32_t device_type, device_id;
@@ -77,13 +71,7 @@ struct Plan {
   Place narrow_to;
   uint64_t token_words;  // numbers of each token in both
 };
-enum Phases : uint32_t { kSend = 1, kReceive = 2 };
-
-bool is_quiet(const Plan* plan) {
-  for (const Watch* w = plan->watches; w < plan->watches + plan->num_watches; ++w)
-    if (*w->word > w->most) return false;
-  return true;
-}
+enum Phases : uint32_t { kSend = 1, kReceive = 2 };  // both: 3
 
 // Whether it has all of its elements one behind the other in memory (an empty one needs none).
 bool is_contiguous(const python::Tensor& t) {
@@ -128,7 +116,7 @@ bool await(const Plan* plan, void* stream) {
   for (int spin = 1;; ++spin) {
     if (plan->numbers[0] >= 0 && plan->numbers[1] >= 0) return true;
     if (spin % kLook) continue;
-    const bool is_over = !is_quiet(plan) || (spin % kLookFar == 0 && !cd::is_busy(stream));
+    const bool is_over = !cd::is_quiet(plan->quiet) || (spin % kLookFar == 0 && !cd::is_busy(stream));
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (is_over) return plan->numbers[0] >= 0 && plan->numbers[1] >= 0;
     if (spin % kLookFar == 0) sched_yield();
@@ -138,32 +126,10 @@ bool await(const Plan* plan, void* stream) {
 // Whether an operation may begin, or go on, without another look; and the stream.
 bool is_undisturbed(const Plan* plan, void** stream) {
   *stream = nullptr;
-  if (!is_quiet(plan) || cd::current_context() != plan->context) return false;
+  if (!cd::is_quiet(plan->quiet) || cd::current_context() != plan->context) return false;
   if (plan->device_type == python::kCuda && exchange->stream(plan->device_type, plan->device_id, stream))
     return py.clear_error(), false;
   return reinterpret_cast<int64_t>(*stream) == *plan->stream && !(plan->not_captured && cd::is_captured(*stream));
-}
-
-// The driver's status. `record`: of this launch alone, since other threads may run.
-int launch(Plan* plan, void* stream, const unsigned char* record) {
-  const int status = cd_launch_one(&plan->launch, stream, const_cast<unsigned char*>(record));
-  if (status != kCaptured) return status;
-  plan->was_captured = 1;
-  return 0;
-}
-
-// The launch that brings the numbers, where they are waited for. `op->rows` is -1 where they were in vain.
-int launch_last(Plan* plan, void* stream, const unsigned char* record, State* op) {
-  if (!plan->numbers) return launch(plan, stream, record);
-  plan->numbers[0] = plan->numbers[1] = -1;
-  if (const int status = launch(plan, stream, record)) return status;
-  uint64_t from;
-  memcpy(&from, record + plan->num_rows_at, sizeof(from));
-  const auto to = reinterpret_cast<uint64_t>(plan->numbers);
-  const bool have_come = !cd::copy(to, from, 2 * sizeof(int32_t), stream) && await(plan, stream);
-  if (!have_come) op->rows = -1;
-  else if (op->rows < 0) op->rows = plan->numbers[0];
-  return 0;
 }
 
 // What a call keeps: its state, then its record. What Python gets of it is the state; of an operation in two launches,
@@ -185,24 +151,68 @@ int narrow(const Plan* plan, uint64_t ids, uint64_t to, uint64_t from, uint64_t 
   return count ? cd_launch(&plan->narrow, stream, arguments) : 0;
 }
 
-int launch_first(Plan* plan, void* stream, Kept* kept) {
-  if (!plan->phases_at) return launch_last(plan, stream, kept->record, &kept->op);
-  kept->set(plan->phases_at, uint32_t{kSend});
-  const int status = launch(plan, stream, kept->record);
-  kept->set(plan->phases_at, uint32_t{kReceive});
-  return status;
+// The driver's status. `phases`: of an operation in two launches. The last one brings the numbers, where they are
+// waited for; `op.rows` is -1 where they were in vain.
+int launch(Plan* plan, void* stream, uint32_t phases, Kept* kept) {
+  if (plan->phases_at) kept->set(plan->phases_at, phases);
+  const bool reads = plan->numbers && phases != kSend;
+  if (reads) plan->numbers[0] = plan->numbers[1] = -1;
+  int status = cd_launch_one(&plan->launch, stream, kept->record);
+  if (status == kCaptured) {
+    plan->was_captured = 1;
+    status = 0;
+  }
+  if (status || !reads) return status;
+  uint64_t from;
+  memcpy(&from, kept->record + plan->num_rows_at, sizeof(from));
+  const auto to = reinterpret_cast<uint64_t>(plan->numbers);
+  const bool have_come = !cd::copy(to, from, 2 * sizeof(int32_t), stream) && await(plan, stream);
+  if (!have_come) kept->op.rows = -1;
+  else if (kept->op.rows < 0) kept->op.rows = plan->numbers[0];
+  return 0;
 }
 
-// The driver's status. `wide`: address of the wide ids, or 0.
+// Both phases, or the first of two. The driver's status. `wide`: address of the wide ids, or 0.
 int start(Plan* plan, const uint64_t* bases, uint64_t wide, void* stream, Kept* kept) {
   const uint64_t from = at(bases, plan->copy_from), to = at(bases, plan->copy_to);
   const auto count = static_cast<int32_t>(kept->op.tokens * plan->token_words);
+  const uint32_t phases = plan->phases_at ? kSend : kSend | kReceive;
   if (wide) {
     const int status = narrow(plan, wide, at(bases, plan->narrow_to), from, to, stream, count);
-    return status ? status : launch_first(plan, stream, kept);
+    return status ? status : launch(plan, stream, phases, kept);
   }
-  const int status = launch_first(plan, stream, kept);
+  const int status = launch(plan, stream, phases, kept);
   return status || !from || !count ? status : cd::copy(to, from, count * sizeof(float), stream);
+}
+
+// The record of the plan and, of a plan that takes one, the state of a former dispatch. False: that is none.
+bool begin(const Plan* plan, python::Object* former, uint64_t* bases, Kept* kept) {
+  kept->op = {0, 0, 0, 0, -1, plan->rows};
+  memcpy(kept->record, plan->record, plan->record_bytes);
+  if (!plan->takes_state) return true;
+  const char* words = py.bytes_of(former);
+  if (!words) return py.clear_error(), false;
+  memcpy(&kept->op, words, sizeof(State));
+  memcpy(bases + kFormer, words, 4 * sizeof(uint64_t));
+  return true;
+}
+
+// What a call sets in them. False: so many tokens have no room.
+bool fill(const Plan* plan, python::Object* slot, const uint64_t* bases, Kept* kept) {
+  if (kept->op.tokens < 0 || kept->op.tokens > plan->most_tokens) return false;
+  kept->set(plan->num_tokens_at, static_cast<int32_t>(kept->op.tokens));
+  kept->set(plan->num_tokens_at + sizeof(int32_t), static_cast<int32_t>(py.as_integer(slot)));
+  for (uint32_t i = 0; i < plan->num_addresses; ++i)
+    kept->set(plan->addresses_at + i * sizeof(uint64_t), at(bases, plan->addresses[i]));
+  if (!plan->makes_state) return true;
+  uint64_t made[4];
+  for (int i = 0; i < 4; ++i) made[i] = at(bases, plan->state[i]);
+  memcpy(&kept->op, made, sizeof(made));
+  return true;
+}
+
+python::Object* bytes_of(const Kept& kept, size_t record_bytes) {
+  return py.new_bytes(reinterpret_cast<const char*>(&kept), sizeof(State) + record_bytes);
 }
 
 // (slot, state of a former dispatch or None, tensors...) -> what Python gets of `Kept` (0 where that is nothing), the
@@ -211,85 +221,87 @@ python::Object* call(python::Object* self, python::Object* const* given, python:
   auto* plan = static_cast<Plan*>(py.as_pointer(self));
   python::Object* none = (py.keep(py.none), py.none);
   void* stream;
-  if (count != plan->num_tensors + 2 || !is_undisturbed(plan, &stream)) return none;
-  // The record of the plan, and the state of the dispatch that a combine belongs to.
+  if (!exchange || count != plan->num_tensors + 2 || !is_undisturbed(plan, &stream)) return none;
   Kept kept;
-  State& op = kept.op = {0, 0, 0, 0, -1, plan->rows};
-  memcpy(kept.record, plan->record, plan->record_bytes);
   uint64_t bases[kTensors + kMostTensors] = {};
-  if (plan->takes_state) {
-    const char* former = py.bytes_of(given[1]);
-    if (!former) return py.clear_error(), none;
-    memcpy(&op, former, sizeof(op));
-    memcpy(bases + kFormer, former, 4 * sizeof(uint64_t));
-  }
+  if (!begin(plan, given[1], bases, &kept)) return none;
   // The tensors are what the plan was made for; int64 ids go through memory of the plan's.
   uint64_t wide = 0, wide_base = 0;
   for (uint32_t i = 0; i < plan->num_tensors; ++i) {
     const uint64_t before = wide;
-    if (!is_expected(plan, plan->tensors[i], given[i + 2], &op, &bases[kTensors + i], &wide)) return none;
+    if (!is_expected(plan, plan->tensors[i], given[i + 2], &kept.op, &bases[kTensors + i], &wide)) return none;
     if (wide != before) wide_base = kTensors + i;
   }
   if (wide) bases[wide_base] = at(bases, plan->narrow_to);
-  // Fill the record.
-  if (op.tokens < 0 || op.tokens > plan->most_tokens) return none;
-  kept.set(plan->num_tokens_at, static_cast<int32_t>(op.tokens));
-  kept.set(plan->num_tokens_at + sizeof(int32_t), static_cast<int32_t>(py.as_integer(given[0])));
-  for (uint32_t i = 0; i < plan->num_addresses; ++i)
-    kept.set(plan->addresses_at + i * sizeof(uint64_t), at(bases, plan->addresses[i]));
+  if (!fill(plan, given[0], bases, &kept)) return none;
   // Launch, while other threads run Python.
   void* thread = py.leave();
   const int status = start(plan, bases, wide, stream, &kept);
   py.enter(thread);
   py.drop(none);
   if (status || !(plan->makes_state || plan->phases_at)) return py.new_integer(status);
-  // What Python keeps of it.
-  uint64_t made[4];
-  for (int i = 0; i < 4; ++i) made[i] = at(bases, plan->state[i]);
-  memcpy(&op, made, sizeof(made));
-  return py.new_bytes(reinterpret_cast<const char*>(&kept), sizeof(State) + (plan->phases_at ? plan->record_bytes : 0));
+  return bytes_of(kept, plan->phases_at ? plan->record_bytes : 0);
 }
 
-// (what `call` told) -> the state as bytes, the driver's status where it is not 0, or None: nothing was launched.
-python::Object* receive(python::Object* self, python::Object* const* given, python::Size count) {
+// (slot, state of a former dispatch or None, T, addresses of tensors or 0...) -> `Kept`, of which nothing is launched;
+// None: so many tokens have no room.
+python::Object* filled(python::Object* self, python::Object* const* given, python::Size count) {
+  auto* plan = static_cast<Plan*>(py.as_pointer(self));
+  Kept kept;
+  uint64_t bases[kTensors + kMostTensors] = {};
+  bool is_good = count == plan->num_tensors + 3 && begin(plan, given[1], bases, &kept);
+  if (is_good) {
+    kept.op.tokens = py.as_integer(given[2]);
+    for (uint32_t i = 0; i < plan->num_tensors; ++i)
+      bases[kTensors + i] = static_cast<uint64_t>(py.as_integer(given[i + 3]));
+    is_good = fill(plan, given[0], bases, &kept);
+  }
+  return is_good ? bytes_of(kept, plan->record_bytes) : (py.keep(py.none), py.none);
+}
+
+// (what `call` or `filled` gave, phases, CUstream) -> the state, the driver's status where it is not 0, or None:
+// nothing was launched. CUstream None: the current one, where nothing speaks against a launch.
+python::Object* launched(python::Object* self, python::Object* const* given, python::Size count) {
   auto* plan = static_cast<Plan*>(py.as_pointer(self));
   python::Object* none = (py.keep(py.none), py.none);
   void* stream;
-  if (count != 1 || !is_undisturbed(plan, &stream)) return none;
-  const char* bytes = py.bytes_of(given[0]);
+  const char* bytes = count == 3 ? py.bytes_of(given[0]) : nullptr;
   if (!bytes) return py.clear_error(), none;
-  State op;
-  memcpy(&op, bytes, sizeof(op));
-  const auto* record = reinterpret_cast<const unsigned char*>(bytes) + sizeof(op);  // the caller holds it
+  if (given[2] != py.none) stream = py.as_pointer(given[2]);
+  else if (!exchange || !is_undisturbed(plan, &stream)) return none;
+  Kept kept;
+  memcpy(&kept, bytes, sizeof(State) + plan->record_bytes);
+  const auto phases = static_cast<uint32_t>(py.as_integer(given[1]));
   void* thread = py.leave();
-  const int status = launch_last(plan, stream, record, &op);
+  const int status = launch(plan, stream, phases, &kept);
   py.enter(thread);
   py.drop(none);
-  return status ? py.new_integer(status) : py.new_bytes(reinterpret_cast<const char*>(&op), sizeof(op));
+  return status ? py.new_integer(status) : bytes_of(kept, 0);
 }
 
 python::Method methods[] = {
     {"call", call, python::kFastCall, nullptr},
-    {"receive", receive, python::kFastCall, nullptr},
+    {"fill", filled, python::kFastCall, nullptr},
+    {"launch", launched, python::kFastCall, nullptr},
 };
 
 }  // namespace
 
-CD_API size_t cd_quick_plan_bytes() { return sizeof(Plan); }
+CD_API size_t cd_operation_plan_bytes() { return sizeof(Plan); }
 
-// Call first. `offered`: torch's DLPackExchangeAPI; `type`: torch.Tensor. 0, or 1 where Python or torch are not as they
-// are declared here.
-CD_API int cd_quick_open(const python::Exchange* offered, python::Object* type) {
-  if (!py.find() || !offered || offered->major != python::kMajor || !offered->view || !offered->stream) return 1;
-  exchange = offered;
+// Call first. `offered`: torch's DLPackExchangeAPI, or null; `type`: torch.Tensor. 0, or 1 where Python is not as it is
+// declared here. Without an exchange that is, `call` always says None.
+CD_API int cd_operation_open(const python::Exchange* offered, python::Object* type) {
+  if (!py.find()) return 1;
+  exchange = offered && offered->major == python::kMajor && offered->view && offered->stream ? offered : nullptr;
   tensor_type = type;
   return 0;
 }
 
-// `call`, or where `receives` `receive`, of one plan, for as long as the plan lives. With the GIL.
-CD_API python::Object* cd_quick(Plan* plan, int receives) {
+// One of `methods`, of one plan, for as long as the plan lives. With the GIL.
+CD_API python::Object* cd_operation(Plan* plan, int which) {
   python::Object* self = py.new_integer(reinterpret_cast<long long>(plan));
-  python::Object* made = py.new_function(&methods[receives != 0], self, nullptr, nullptr);
+  python::Object* made = py.new_function(&methods[which], self, nullptr, nullptr);
   py.drop(self);
   return made;
 }
