@@ -93,7 +93,7 @@ def assert_right(weights: tuple[Stack, Stack], gating: Gating, counts: list[int]
         experts.forward(0, *sent, out=out, num_rows=end + padding)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    limit = 0.08 if weights[0].format.kind == "fp8" else 0.01
+    limit = {"fp8": 0.08, "int4": 0.02, "int8": 0.02}.get(weights[0].format.kind, 0.01)
     for slot, (begin, count) in enumerate(zip(begins, counts, strict=True)):
         rows, found = tokens[begin : begin + count].float(), out[begin : begin + count].float().cpu()
         first, down = (stack[slot] for stack in weights)
