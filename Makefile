@@ -158,6 +158,9 @@ bench-scale: $(DEV) ## Forecast dispatch and combine of 8 to 512 GPUs, in one ho
 chaos: $(DEV) ## Kill, stop and cut off control planes and workers at random under load (3 minutes; ARGS="--seconds 600")
 	$(PY) -m tests.chaos --out docs/results/$$(date +%F)-chaos $(ARGS)
 
+test-elastic: $(DEV) ## Groups that grow and shrink under load, then under kill -9, every layout told by its bits (1 minute; ARGS="--seconds 300")
+	$(PY) -m tests.elastic $(ARGS)
+
 attack: $(DEV) ## Attack a real group, plain and with mTLS, while a client compares every answer (5 minutes; ARGS="--short")
 	$(PY) -m tests.attack --out docs/results/$$(date +%F)-attack $(ARGS)
 

@@ -39,7 +39,7 @@ class Harms:
         self._held = [threading.Lock() for _ in range(NUM_CONTROLS)]
         workers: list[Harm] = [
             self.kill_worker, self.kill_worker, self.stop_worker, self.oversleep_worker, self.drain_worker,
-            self.cut_worker, self.reset_worker,
+            self.cut_worker, self.reset_worker, self.scale, self.scale,
         ]  # fmt: skip
         controls: list[Harm] = [
             self.kill_leader, self.kill_leader, self.stop_leader, self.restart_control, self.cut_leader,
@@ -95,6 +95,11 @@ class Harms:
         number = self._worker()
         many = self._world.ways.reset(number)
         return f"{many} connections to worker {number} reset"
+
+    def scale(self, _: float) -> str:
+        """One worker fewer than there are processes, which then waits as a spare, or all of them."""
+        size = len(self._world.ways.workers) - self._random.randrange(2)
+        return f"{size} workers wanted" + ("" if self._world.scale(size) else ", which nobody heard")
 
     def kill_leader(self, seconds: float) -> str:
         number = self._leader()

@@ -57,6 +57,13 @@ class Load:
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(num_clients)]
 
+    def __enter__(self) -> Load:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def start(self) -> None:
         """Begin to ask."""
         for thread in self._threads:

@@ -13,10 +13,10 @@ from crossdock.common import rpc
 from crossdock.common.addresses import split_address
 from crossdock.common.call_errors import CallError
 from crossdock.common.config import WorkerConfig
-from crossdock.common.control_channel import current_view
+from crossdock.common.control_channel import ask_leader, current_view
 from crossdock.common.settings import WorkerNetworkConfig
 from crossdock.host.supervisor import Supervisor
-from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
+from crossdock.protocol.v1.control_pb2 import SERVING, GroupView, ScaleRequest
 from tests.chaos.ways import Place, Ways
 from tests.services.cluster import write_model
 from tests.services.lease_api import LeaseApi
@@ -121,6 +121,17 @@ class World:
                 return number
         return None
 
+    def scale(self, size: int) -> bool:
+        """Ask whoever leads for so many workers; False: nobody answers, or the group has not formed yet."""
+        number = self.leader()
+        if number is None:
+            return False
+        try:
+            ask_leader(self.ways.controls[number].looked_at, None, "Scale", ScaleRequest(workers=size), _LOOK_S)
+        except CallError:
+            return False
+        return True
+
     def wait_leader(self, beside: int, timeout_s: float) -> int | None:
         """Number of a leader other than `beside`; None: nobody began to lead in time."""
         deadline = time.monotonic() + timeout_s
@@ -146,7 +157,8 @@ class World:
         if number is None:
             return None
         view = look(self.target.split(",")[number])
-        return view if view is not None and view.state == SERVING else None
+        serves = view is not None and view.state == SERVING and view.world_size == view.wanted.workers
+        return view if serves else None
 
     def settle(self, timeout_s: float) -> GroupView | None:
         """Wait until somebody leads and the group serves; None: it did not."""

@@ -77,6 +77,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 ("max(crossdock_members{})", "members"),
                 ("min(crossdock_active_ranks{})", "active"),
                 ("max(crossdock_world_size{})", "of"),
+                ("max(crossdock_wanted_workers{})", "wanted"),
             ),
             "stat",
             6,

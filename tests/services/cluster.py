@@ -287,6 +287,7 @@ def cluster(
         listen="127.0.0.1:0",
         http_listen="127.0.0.1:0",
         world_size=num_workers,
+        max_workers=num_workers + spares,
         lease_s=lease_s,
         recover_s=recover_s,
         security=guard,

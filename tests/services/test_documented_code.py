@@ -170,6 +170,7 @@ def test_tracing() -> None:
 CONFIGS = {
     "docs/engines.md": FrameworkConfig,
     "docs/high-availability.md": ControlConfig,
+    "docs/operations.md": ControlConfig,
     "docs/placement.md": ControlConfig,
     "docs/systemd.md": HostConfig,
     "docs/tracing.md": HostConfig,

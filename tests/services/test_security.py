@@ -407,7 +407,7 @@ def test_its_metrics_are_behind_mtls_and_its_readiness_behind_tls(group: Cluster
     where = group.supervisor.addresses()
     own = group.supervisor
     assert readiness(list(where), where, own.security) == (True, "ready")
-    page = HostMetricsPage(own.metrics, list(where), own.addresses, own.security, "g")("")[0].decode()
+    page = HostMetricsPage(own.metrics, lambda: list(where), own.addresses, own.security, "g")("")[0].decode()
     assert all(f'crossdock_process_scraped{{group="g",process="{name}"}} 1.0' in page for name in where)
     nobody = security(folder, "client", cert_file="", key_file="").http_caller()
     for listens in where.values():

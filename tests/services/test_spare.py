@@ -10,9 +10,11 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 
 from crossdock.common.config import ControlConfig
+from crossdock.common.control_channel import ask_leader
 from crossdock.protocol.v1 import control_pb2 as pb
-from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
+from crossdock.protocol.v1.control_pb2 import SERVING, GroupView, ScaleRequest
 from crossdock.worker.group.control_client import ControlPlaneClient
+from tests.chaos.load import Load
 from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, check, cluster
 from tests.services.control_world import TIMEOUT_S, form, in_process
 from tests.services.replicas import wait
@@ -83,3 +85,24 @@ def test_a_spare_takes_the_place_of_a_lost_rank_and_its_successor_is_the_next_sp
             with after.caller(rank) as caller:
                 check(caller.forward(batch), batch, group.tensors)
     wait(lambda: waits(group, lost))
+
+
+def test_a_spare_becomes_one_more_rank_and_leaves_again(group: Cluster) -> None:
+    """The group is asked without a pause; every answer is right, and none fails."""
+    before = group.now().view
+    (spare,) = {0, 1, 2} - {group.now().place(rank) for rank in range(2)}
+    wait(lambda: waits(group, spare))
+    with Load(group.supervisor.control_address, group.tensors, 1) as load:
+        for size in (3, 2):
+            ask_leader(group.supervisor.control_address, None, "Scale", ScaleRequest(workers=size), TIMEOUT_S)
+            after = group.until(lambda view, size=size: view.state == SERVING and view.world_size == size)  # type: ignore[misc]
+            assert {rank: uid for rank, uid in uids(after.view).items() if rank < 2} == uids(before)
+            good = load.tally.good
+            wait(lambda good=good: load.tally.good > good + 10)  # type: ignore[misc]
+            for rank in range(size):
+                batch = Batch.random(9)
+                with after.caller(rank) as caller:
+                    check(caller.forward(batch), batch, group.tensors)
+    assert after.view.epoch == before.epoch + 2
+    assert (load.tally.wrong, load.tally.failed) == ([], 0)
+    wait(lambda: waits(group, spare))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from crossdock.control.group import blame
+from crossdock.control.group import blame, resize
 from crossdock.control.group.group import MAX_PAUSE_S, advance, new_group
 from crossdock.control.group.group_state import (
     Effect,
@@ -29,8 +29,10 @@ from crossdock.control.group.group_state import (
     Refusal,
     Refuse,
     Register,
+    Scale,
     Settings,
     Tick,
+    Wanted,
     Worker,
 )
 from crossdock.control.group.ranks import Place
@@ -44,13 +46,18 @@ Table = tuple[tuple[int, str, int, bytes], ...]
 
 @dataclass(frozen=True)
 class View:
-    """What a worker was last told."""
+    """What a worker was last told. table: of the ranks of this epoch; own: this worker's slot, which may be above
+    them; plan: the members of the epoch that is planned next, by rank."""
 
     epoch: int
     phase: Phase
     table: Table
     active: frozenset[int] | None = None
     term: int = 0
+    world_size: int = 0
+    own: int | None = None
+    wanted: Wanted | None = None
+    plan: tuple[tuple[str, int], ...] = ()
 
     @property
     def seats(self) -> Table:
@@ -68,6 +75,8 @@ class Peer:
     term: the greatest that it has seen in a view.
     answer: of the control plane to its last question for a placement; it comes later.
     held, target: the placement that it holds, and the one that it goes to.
+    prepared: the planned epoch for which it has loaded its experts.
+    wanted: the size of the group that it was told last.
     """
 
     uid: str
@@ -86,6 +95,8 @@ class Peer:
     answer: Holding | None = None
     held: Holding | None = None
     target: Holding | None = None
+    prepared: tuple[tuple[str, int], ...] = ()
+    wanted: Wanted | None = None
 
     @property
     def region(self) -> bytes:
@@ -110,6 +121,7 @@ class Budget:
     deadlines: int = 0
     takeovers: int = 0
     plans: int = 0
+    scales: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,10 +144,10 @@ class World:
         return [peer for peer in self.peers if peer.alive and peer.stage == "serving"]
 
 
-def start(size: int, budget: Budget, *, elastic: bool = False, experts: bool = False) -> World:
-    """Nothing has happened yet; as many workers as slots."""
-    settings = Settings(size, LEASE_S, FORM_S, RECOVER_S, elastic)
-    peers = tuple(Peer(f"h/{local}") for local in range(size))
+def start(size: int, budget: Budget, *, elastic: bool = False, experts: bool = False, most: int = 0) -> World:
+    """Nothing has happened yet; as many workers as slots, or `most`, the largest size of the group."""
+    settings = Settings(size, LEASE_S, FORM_S, RECOVER_S, elastic, max_workers=most)
+    peers = tuple(Peer(f"h/{local}") for local in range(most or size))
     return World(calm(new_group(settings, 0.0)), peers, budget, Side() if experts else None)
 
 
@@ -198,6 +210,11 @@ def _disturbances(world: World) -> Iterator[tuple[str, World]]:
         yield "another leads", replace(after, term=world.term + 1, former=(world.term, world.group))
     if left.plans and world.side is not None and (side := world.side.asked(world.group, world.term)) is not None:
         yield "a plan is begun", replace(world, side=side, budget=replace(left, plans=left.plans - 1))
+    if left.scales and not world.group.recovering:
+        for size in {world.group.wanted.workers - 1, world.group.wanted.workers + 1}:
+            after, refused = _tell(replace(world, budget=replace(left, scales=left.scales - 1)), Scale(size))
+            if not refused:
+                yield f"{size} workers are wanted", after
     if left.deadlines and world.group.phase is Phase.EXCHANGING:
         after = replace(world, budget=replace(left, deadlines=left.deadlines - 1))
         yield "exchange takes too long", _tick(after, FORM_S)
@@ -228,6 +245,9 @@ def _steps(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
         yield "looks", _put(world, _look(peer, seen))
     yield from _beats(world, peer)
     yield from _follows(world, peer)
+    plan = peer.view.plan if peer.view is not None else ()
+    if (peer.uid, peer.incarnation) in plan and peer.prepared != plan:
+        yield "prepares", _put(world, replace(peer, prepared=plan))
     if peer.view is None:
         return
     current = peer.view.epoch == peer.joined
@@ -320,31 +340,40 @@ def _register(world: World, peer: Peer) -> World:
     host, _, local = peer.uid.partition("/")
     worker = Worker(Place(peer.uid, host, int(local)), peer.incarnation, "a", "b", "cpu", "abi", "model")
     welcomed = world if world.side is None else replace(world, side=world.side.welcomed(world.group))
-    after, refused = _tell(welcomed, Register(worker, peer.prior))
+    after, refused = _tell(welcomed, Register(worker, peer.prior, peer.wanted))
     if refused:
         after = replace(after, side=world.side)
-    if refused is Refusal.GROUP_FULL:
-        return world
+    if refused is Refusal.GROUP_FULL:  # a spare; the ranks that it served with have left it
+        return world if peer.stage == "out" else _put(world, replace(_broken(peer, ()), fault=None))
     return _put(after, replace(peer, registered=not refused, stage=peer.stage if not refused else "gone"))
 
 
 def _seen(group: Group, peer: Peer, term: int) -> View:
     member = group.member(peer.uid)
     inside = member is not None and member.worker.incarnation == peer.incarnation and group.sealed
-    table = tuple((m.rank, m.uid, m.worker.incarnation, m.region if inside else b"") for m in group.members)
-    return View(group.epoch, group.phase, table, group.active, term)
+    table = tuple(
+        (m.rank, m.uid, m.worker.incarnation, m.region if inside else b"")
+        for m in group.members
+        if m.rank < group.world_size
+    )
+    own = member.rank if member is not None and member.worker.incarnation == peer.incarnation else None
+    return View(group.epoch, group.phase, table, group.active, term, group.world_size, own, group.wanted, _plan(group))
+
+
+def _plan(group: Group) -> tuple[tuple[str, int], ...]:
+    return tuple((member.uid, member.worker.incarnation) for member in resize.next_members(group))
 
 
 def _look(peer: Peer, view: View) -> Peer:
     """A view comes: control_client.py's `_take_view` and `_remember`, and a session whose epoch is over."""
     fault = None if peer.fault is not None and view.epoch > peer.fault[0] else peer.fault
-    peer = replace(peer, view=view, fault=fault, term=max(peer.term, view.term))
+    peer = replace(peer, view=view, fault=fault, term=max(peer.term, view.term), wanted=view.wanted)
     past = peer.prior.epoch if peer.prior is not None else 0
     final = peer.prior is not None or view.phase is Phase.EXCHANGING
     if view.epoch > past and final:
         seatless = replace(peer.prior, ready=False) if peer.prior is not None else None
         own = next((region for rank, *_, region in view.table if rank == peer.rank), b"")
-        prior = seatless if peer.rank is None else Prior(view.epoch, peer.rank, own, False, view.active)
+        prior = seatless if view.own is None else Prior(view.epoch, view.own, own, False, view.active, view.world_size)
         peer = replace(peer, prior=prior)
     if peer.stage != "out" and view.epoch > peer.joined:
         peer = replace(peer, stage="out", table=(), answer=None)
@@ -355,7 +384,7 @@ def _publish(world: World, peer: Peer) -> World:
     assert peer.view is not None
     assert peer.rank is not None
     peer = replace(peer, joined=peer.view.epoch, made=peer.made + 1, table=(), mapped=())
-    peer = replace(peer, prior=Prior(peer.joined, peer.rank or 0, peer.region, False))
+    peer = replace(peer, prior=Prior(peer.joined, peer.rank or 0, peer.region, False, None, peer.view.world_size))
     after, refused = _tell(world, PublishRegion(peer.uid, peer.incarnation, peer.joined, peer.region))
     return _put(after, replace(peer, stage="published") if not refused else _broken(peer, ()))
 
@@ -367,8 +396,8 @@ def _beats(world: World, peer: Peer) -> Iterator[tuple[str, World]]:
     if peer.fault is not None:
         epoch, silent = peer.fault
         words = "broken"
-    outside = peer.view is not None and peer.view.active is not None and peer.rank not in peer.view.active
-    beat = Heartbeat(peer.uid, peer.incarnation, epoch, silent, words, standby_ready=outside and peer.rank is not None)
+    plan = _plan(world.group)
+    beat = Heartbeat(peer.uid, peer.incarnation, epoch, silent, words, prepared=bool(plan) and peer.prepared == plan)
     after, refused = _tell(world, beat)
     if after.side is not None and not refused and peer.stage == "serving" and peer.held and peer.target:
         request = pb.HeartbeatRequest(worker=pb.WorkerId(uid=peer.uid, incarnation=peer.incarnation), epoch=epoch)

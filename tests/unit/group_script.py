@@ -48,10 +48,12 @@ from crossdock.control.group.group_state import (
     Refuse,
     RefusedWorker,
     Register,
+    Scale,
     Settings,
     Tick,
     Uncordon,
     Waits,
+    Wanted,
     Worker,
 )
 from crossdock.control.group.ranks import NetworkPlace, Place
@@ -65,6 +67,8 @@ def show(group: Group) -> str:
     members = " ".join(f"{m.rank}:{m.uid}{marks[bool(m.region) + (bool(m.region) and m.ready)]}" for m in group.members)
     extra = f" lost={list(group.lost_ranks)}" if group.lost_ranks else ""
     extra += f" broken={list(group.broken_ranks)}" if group.broken_ranks else ""
+    wanted = group.wanted.workers
+    extra += f" scaling {group.world_size}->{wanted}" if wanted != group.world_size else ""
     extra += f" active={sorted(group.active)}" if group.active is not None else ""
     extra += f" barred={[f'{bar.uid} {bar.cause}' for bar in group.bars]}" if group.bars else ""
     recovering = " (recovering)" if group.recovering else ""
@@ -108,7 +112,8 @@ class Replay:
     def _do_group(self, words: list[str], named: dict[str, str]) -> list[str]:
         numbers = {key: float(value) for key, value in named.items()}
         times, elastic = (numbers["lease"], numbers["form"], numbers["recover"]), bool(numbers.get("elastic"))
-        settings = Settings(int(numbers["world"]), *times, elastic=elastic)
+        most = int(numbers.get("most", 0))
+        settings = Settings(int(numbers["world"]), *times, elastic=elastic, max_workers=most)
         self.group = new_group(settings, self.now, int(numbers.get("leap", 0)))
         return [show(self.group)]
 
@@ -126,13 +131,15 @@ class Replay:
         if "prior" in named:
             epoch, rank, *idle = named["prior"].split(":")
             active = frozenset(int(one) for one in named["active"].split(",")) if "active" in named else None
-            prior = Prior(int(epoch), int(rank), b"" if idle else f"{uid}@{epoch}".encode(), not idle, active)
+            region, size = b"" if idle else f"{uid}@{epoch}".encode(), int(named.get("of", 0))
+            prior = Prior(int(epoch), int(rank), region, not idle, active, size)
+        wanted = Wanted(*map(int, named["wanted"].split(":"))) if "wanted" in named else None
         network = NetworkPlace(named["network"]) if "network" in named else None
         pairs = [tuple(one.split(":")) for one in named.get("communicator", "").split(",") if one]
         communicator = tuple((name, value) for name, value in pairs)
         settings = {"network": network, "boot_id": named.get("boot", ""), "communicator": communicator}
         worker = Worker(place, incarnation, f"{uid}:1", f"{uid}:2", *kind, **settings)  # type: ignore[arg-type]
-        self.group, effects = advance(self.group, Register(worker, prior), self.now)
+        self.group, effects = advance(self.group, Register(worker, prior, wanted), self.now)
         lines = [self._render(effect) for effect in effects]
         full = any(isinstance(effect, Refuse) and effect.refusal is Refusal.GROUP_FULL for effect in effects)
         never = [effect.message for effect in effects if isinstance(effect, Refuse) and effect.refusal in _NEVER]
@@ -160,6 +167,9 @@ class Replay:
         incarnation = self._incarnation(words[0], named)
         told = silent, named.get("fault", ""), "loaded" in named
         return self._take(Heartbeat(words[0], incarnation, int(named["epoch"]), *told))
+
+    def _do_scale(self, words: list[str], named: dict[str, str]) -> list[str]:
+        return self._take(Scale(int(words[0])))
 
     def _do_leave(self, words: list[str], named: dict[str, str]) -> list[str]:
         return self._take(Leave(words[0], self._incarnation(words[0], named), named.get("reason", "")))

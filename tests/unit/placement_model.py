@@ -48,7 +48,7 @@ class Side:
 
     def thaw(self, group: Group) -> PlacementService:
         """The real thing in this state."""
-        size = group.settings.world_size
+        size = group.world_size
         experts = PlacementService(CONFIG, size, METRICS, lambda: 0.0, lambda: group, lambda: None)
         experts._manager = PlacementManager(
             CONFIG,
@@ -85,7 +85,7 @@ class Side:
     def welcomed(self, group: Group) -> Side:
         """A worker of the group has registered."""
         experts = self.thaw(group)
-        experts.set_kind(Kind(2 * group.settings.world_size, (0,)))
+        experts.set_kind(Kind(2 * group.world_size, (0,)))
         return self.after(experts)
 
     def changed(self, before: Group, after: Group) -> Side:

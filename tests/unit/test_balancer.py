@@ -18,6 +18,7 @@ from crossdock.control.placement.balancer import (
     imbalance,
     num_moved,
     rank_loads,
+    resized,
 )
 from crossdock.control.placement.tables import Shape, Table
 
@@ -136,3 +137,37 @@ def test_loads_and_shapes_that_cannot_be_are_refused() -> None:
     for load in ([1.0] * 3, [1.0, 1.0, 1.0, -1.0]):
         with pytest.raises(ValueError, match="load"):
             balance(load, Shape(4, 4, (0, 0)))
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(_worlds(), st.integers(1, 8), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_a_group_of_another_size_loads_what_its_new_slots_hold(
+    world: tuple[Shape, list[float], list[float]], size: int, min_copies: int, order: random.Random
+) -> None:
+    """Any ranks stay, under any numbers. A rank keeps as many experts as it has slots, and loads the rest. Only where
+    the copies of an expert would meet on one rank, a few more are moved, at most as many as there are extra copies."""
+    shape, load, later = world
+    before = balance(load, shape, min_copies=min_copies)
+    slots = min(shape.num_slots, shape.num_experts * size)
+    after = Shape(shape.num_experts, slots, tuple(order.choices(range(size), k=size)))
+    stay = order.sample(range(shape.num_ranks), min(size, shape.num_ranks))
+    former = order.sample([*stay, *(None for _ in range(size - len(stay)))], size)
+    rows = tuple(() if rank is None else before[rank] for rank in former)
+    table = resized(later, after, rows, min_copies)
+    check(table, after)
+    least = sum(max(0, after.capacity(rank) - len(row)) for rank, row in enumerate(rows))
+    moved = num_moved(rows, table)
+    assert least <= moved <= least + slots - shape.num_experts
+    if slots == shape.num_experts:
+        assert moved == least, "one copy each: not one byte more than the slots that are new"
+
+
+@pytest.mark.parametrize(("ranks", "size", "least"), [(4, 6, 84), (6, 3, 127), (8, 4, 128), (4, 5, 51)])
+def test_bytes_of_a_resize_are_those_of_theory_and_the_load_stays_spread(ranks: int, size: int, least: int) -> None:
+    """256 experts, one copy each: 4 -> 6 loads 2/6 of them, 6 -> 3 half, and each part has its share of hot ones."""
+    load = zipf_load(256, 1.0, random.Random(7))
+    before = balance(load, Shape(256, 256, (0,) * ranks))
+    rows = tuple(before[rank] if rank < ranks else () for rank in range(size))
+    table = resized(load, Shape(256, 256, (0,) * size), rows)
+    assert num_moved(rows, table) == least
+    assert imbalance(load, table) < 1.1 * max(imbalance(load, balance(load, Shape(256, 256, (0,) * size))), 1.0)

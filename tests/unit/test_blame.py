@@ -71,7 +71,7 @@ class World:
             for member in inside:
                 self.take(Ready(member.uid, 1, self.group.epoch))
             for member in [m for m in self.group.members if m.rank not in self.group.taking_part]:
-                self.take(Heartbeat(member.uid, 1, self.group.epoch, standby_ready=True))
+                self.take(Heartbeat(member.uid, 1, self.group.epoch, prepared=True))
 
     @property
     def quarantined(self) -> set[str]:

@@ -46,7 +46,7 @@ async def test_a_serving_group_is_remembered(client: ControlPlaneClient) -> None
 
 async def test_a_newer_epoch_makes_the_memory_void(client: ControlPlaneClient) -> None:
     await client._take_view(view(2, pb.FORMING, ME))
-    assert client._prior == pb.PriorMembership(epoch=2, rank=0)
+    assert client._prior == pb.PriorMembership(epoch=2, rank=0, world_size=2)
 
 
 async def test_so_does_a_newer_epoch_without_a_seat(client: ControlPlaneClient) -> None:
@@ -61,11 +61,11 @@ async def test_who_goes_on_remembers_its_region_and_with_whom(client: ControlPla
     later = view(2, pb.EXCHANGING, ME)
     later.active_ranks.append(0)
     await client._take_view(later)
-    assert client._prior == pb.PriorMembership(epoch=2, rank=0, region=b"mine", active_ranks=[0])
+    assert client._prior == pb.PriorMembership(epoch=2, rank=0, region=b"mine", active_ranks=[0], world_size=2)
     outside = view(3, pb.EXCHANGING, ME)
     outside.active_ranks.append(1)
     await client._take_view(outside)
-    assert client._prior == pb.PriorMembership(epoch=3, rank=0, active_ranks=[1])
+    assert client._prior == pb.PriorMembership(epoch=3, rank=0, active_ranks=[1], world_size=2)
 
 
 async def test_a_fault_of_the_epoch_before_says_nothing_of_this_one(client: ControlPlaneClient) -> None:

@@ -189,8 +189,29 @@ def test_weights_go_with_the_tables(tmp_path: Path) -> None:
     assert torch.equal(experts.forward(0, tokens, offsets, counts), wanted.forward(0, tokens, offsets, counts))
     assert experts.ids == {0: (0, 1), 1: (3, 0)}
     assert loaded == [1]
-    with pytest.raises(ValueError, match="expected 2 of them, got 3"):
-        experts.stage(checkpoint, 0, (1, 2, 3))
+
+
+@pytest.mark.parametrize("row", [(3, 0, 2), (2,), (1, 0, 3, 2)])
+def test_a_rank_of_another_number_of_slots_reads_only_what_it_lacks(tmp_path: Path, row: tuple[int, ...]) -> None:
+    """What was prepared is copied as well; both layers have the new number before a step runs."""
+    sizes = Sizes(num_experts=4, hidden=16, inner=8, layers=2)
+    checkpoint = Checkpoint.open(write_files(tmp_path, "mixtral", sizes, draw_weights(sizes)))
+    experts, seen = ExpertMLPs.load(checkpoint, (0, 1), dtype=torch.float32), list[tuple[int, int]]()
+    missing = tuple(expert for expert in row if expert not in (0, 1))
+    more = {layer: (missing, experts.read(checkpoint, layer, missing)) for layer in (0, 1) if missing}
+    for layer in (0, 1):
+        staged = experts.stage(checkpoint, layer, row, lambda *done: seen.append(done), more=more.get(layer))
+        experts.replace(layer, row, *staged)
+    experts.resized()
+    wanted = ExpertMLPs.load(checkpoint, row, dtype=torch.float32)
+    assert not seen, "everything was here"
+    assert (experts.num_experts, experts.num_bytes, experts.ids) == (len(row), wanted.num_bytes, wanted.ids)
+    tokens, counts = torch.randn(2 * len(row), 16), torch.full((len(row),), 2)
+    offsets = torch.arange(0, 2 * len(row) + 1, 2, dtype=torch.int32)
+    for layer in (0, 1):
+        assert torch.equal(
+            experts.forward(layer, tokens, offsets, counts), wanted.forward(layer, tokens, offsets, counts)
+        )
 
 
 def test_a_report_names_a_placement_that_is_not_taken_up_yet() -> None:

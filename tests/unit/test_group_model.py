@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from crossdock.control.group import group as machine
+from crossdock.control.group import resize
 from crossdock.control.group.group_state import Phase
 from crossdock.control.placement.expert_reports import Goal
 from crossdock.control.placement.placement_service import PlacementService, _CachedRebalance
@@ -37,7 +38,9 @@ def faults_of(world: World) -> str:
     for one in serving:
         assert one.table
         ranks = [rank for rank, *_ in one.table]
-        whole = ranks == list(range(len(world.peers)))
+        settings = world.group.settings
+        sizes = range(settings.min_workers, settings.most_workers + 1) if settings.max_workers else [len(world.peers)]
+        whole = ranks == list(range(len(ranks))) and len(ranks) in sizes
         itself = any((uid, incarnation) == (one.uid, one.incarnation) for _, uid, incarnation, _ in one.table)
         if not itself or not (whole or world.group.settings.elastic):
             return f"{one.uid} serves with ranks {ranks}"
@@ -58,9 +61,7 @@ def faults_of(world: World) -> str:
     if group.phase is Phase.SERVING:
         for one in serving:
             members = tuple(
-                (m.rank, m.uid, m.worker.incarnation, m.region)
-                for m in group.members
-                if group.active is None or m.rank in group.active
+                (m.rank, m.uid, m.worker.incarnation, m.region) for m in group.members if m.rank in group.taking_part
             )
             if one.joined == group.epoch and one.registered and one.table != members:
                 return f"{one.uid} serves another table than the control plane's under epoch {group.epoch}"
@@ -75,7 +76,8 @@ def ends_well(world: World, good: set[World]) -> bool:
             break
         path.append(world)
         tables = {(peer.joined, peer.table) for peer in world.serving}
-        if world.group.phase is Phase.SERVING and len(world.serving) == len(world.peers) and len(tables) == 1:
+        group, wanted = world.group, world.group.wanted.workers
+        if group.phase is Phase.SERVING and len(world.serving) == wanted == group.world_size and len(tables) == 1:
             break
         before = world
         for peer in range(len(world.peers)):
@@ -101,6 +103,21 @@ def serving(size: int, budget: Budget, *, elastic: bool = True, experts: bool = 
     world = start(size, Budget(), elastic=elastic, experts=experts)
     while len(world.serving) < size:
         world = next(after for _, after in moves(world) if after != world)
+    return replace(world, budget=budget)
+
+
+def resizing(budget: Budget, *, elastic: bool, size: int = 0) -> World:
+    """A group that serves with two of three workers. `size`: of the epoch that is planned, for which all are prepared;
+    0: none is."""
+    world = start(2, Budget(), elastic=elastic, most=3)
+    while len(world.serving) < 2:
+        world = next(after for _, after in moves(world) if after != world)
+    if size:
+        world = dict(moves(replace(world, budget=Budget(scales=1))))[f"{size} workers are wanted"]
+        world = dict(moves(world))["h/2 registers"] if size > len(world.serving) else world
+        for step in ("looks", "prepares"):
+            for uid in [member.uid for member in world.group.members][:size]:
+                world = dict(moves(world))[f"{uid} {step}"]
     return replace(world, budget=budget)
 
 
@@ -266,6 +283,40 @@ def test_the_search_sees_what_a_former_control_plane_says_late(
         search(2, budget, most=30_000, first=serving(2, budget, elastic=False, experts=True))
 
 
+RESIZES = [
+    Budget(scales=1, crashes=1),
+    Budget(scales=1, silences=1),
+    Budget(scales=1, cuts=1),
+    Budget(scales=1, leaves=1),
+    Budget(scales=1, restarts=1),
+    Budget(scales=1, takeovers=1),
+    Budget(scales=1, deadlines=1),
+    Budget(scales=2),
+]
+"""One worker more or fewer, and a disturbance at any moment. Whole searches are for `make model`: 5,000 to 90,000
+worlds each."""
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["whole", "elastic"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_worker_leaves_or_comes_and_any_disturbance_meets_the_switch(size: int, elastic: bool) -> None:
+    """From the moment at which all are prepared and none has said so."""
+    for budget in (*(replace(one, scales=0) for one in RESIZES[:-1]), Budget(scales=1)):
+        search(2, budget, most=20, first=resizing(budget, elastic=elastic, size=size))
+
+
+def test_another_number_is_wanted_in_every_order() -> None:
+    search(2, Budget(scales=1), most=150, first=resizing(Budget(scales=1), elastic=False))
+
+
+def test_the_search_sees_a_size_that_changes_within_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: the planned epoch gets the number of the one before."""
+    raised = resize.raise_epoch
+    monkeypatch.setattr(resize, "raise_epoch", lambda group, epoch, now: raised(group, epoch - 1, now))
+    with pytest.raises(AssertionError, match=r"serves another table|different tables|does not end"):
+        search(2, Budget(), most=400, first=resizing(Budget(), elastic=False, size=3))
+
+
 def test_three_workers_in_every_order() -> None:
     assert search(3, Budget(), most=10_000)[1]
 
@@ -311,6 +362,11 @@ if __name__ == "__main__":
     kinds = [("workers", start(2, pair)) for pair in PAIRS]
     kinds += [("elastic workers", start(2, pair, elastic=True)) for pair in PAIRS]
     kinds += [("workers whose experts move", start(2, pair, experts=True)) for pair in EXPERTS]
+    kinds += [
+        ("workers, then one more or fewer", resizing(pair, elastic=elastic))
+        for pair in RESIZES
+        for elastic in (False, True)
+    ]
     for kind, first in kinds:
         began = time.monotonic()
         count, whole = search(2, first.budget, most=most, first=first)

@@ -134,7 +134,7 @@ class AnyEvents(RuleBasedStateMachine):
     @rule()
     def everybody_does_the_right_thing(self) -> None:
         """From any state, well-behaved workers get to SERVING, and no member is thrown out on the way."""
-        size = self.group.settings.world_size
+        size = self.group.world_size
         kind = self.group.members[0].worker.model if self.group.members else "tiny"
         for uid in UIDS:
             if not self.group.full and self.group.member(uid) is None:
@@ -176,7 +176,7 @@ class AnyEvents(RuleBasedStateMachine):
         group = self.group
         ranks = [member.rank for member in group.members]
         assert ranks == sorted(set(ranks)), "two members on one rank"
-        assert all(0 <= rank < group.settings.world_size for rank in ranks)
+        assert all(0 <= rank < group.world_size for rank in ranks)
         assert len({member.uid for member in group.members}) == len(group.members)
         if group.phase is not Phase.FORMING:
             assert group.full

@@ -37,7 +37,7 @@ class Bed:
         self.host = HostMetrics()
         for name in NAMES:
             self.host.process_up.labels(process=name).set(1)
-        self.page = HostMetricsPage(self.host, NAMES, lambda: dict(self.where), None, "g")
+        self.page = HostMetricsPage(self.host, lambda: NAMES, lambda: dict(self.where), None, "g")
 
     def worker(self, number: int) -> WorkerMetrics:
         found = self.metrics[f"worker-{number}"]
@@ -147,7 +147,9 @@ def test_scrapers_that_come_together_share_a_page() -> None:
         return f"# HELP a b\n# TYPE a gauge\na {len(asked)}\n".encode(), "text/plain"
 
     server = serve(slow)
-    page = HostMetricsPage(HostMetrics(), ["w"], lambda: {"w": Addresses("unused:1", server.address)}, None, "g")
+    page = HostMetricsPage(
+        HostMetrics(), lambda: ["w"], lambda: {"w": Addresses("unused:1", server.address)}, None, "g"
+    )
     found: list[bytes] = []
     scrapers = [threading.Thread(target=lambda: found.append(page("")[0])) for _ in range(8)]
     scrapers[0].start()

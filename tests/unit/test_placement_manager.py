@@ -232,4 +232,4 @@ def test_odd_reports_are_refused(fields: dict[str, object], said: str) -> None:
 def test_copies_that_no_rank_could_hold_are_refused() -> None:
     manager = PlacementManager(PlacementConfig(redundant_experts=5), R)
     with pytest.raises(ValueError, match="redundant_experts: expected at most 4"):
-        manager.check_kind(KIND)
+        manager.check_kind(KIND, R)

@@ -36,7 +36,7 @@ from crossdock.cli.console import (
     show_json,
 )  # fmt: skip
 from crossdock.cli.doctor import doctor
-from crossdock.cli.orders import cordon, drain, uncordon
+from crossdock.cli.orders import cordon, drain, scale, uncordon
 from crossdock.cli.orders import load as load_checkpoint
 from crossdock.cli.postmortem import postmortem
 from crossdock.cli.top import top
@@ -371,7 +371,7 @@ def memory(
         console().print(regions.as_table(config, hosts))
 
 
-for _command in (doctor, tune, drain, cordon, uncordon, load_checkpoint, postmortem, top, trace):
+for _command in (doctor, tune, drain, cordon, uncordon, scale, load_checkpoint, postmortem, top, trace):
     app.command()(_command)
 
 

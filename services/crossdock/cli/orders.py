@@ -1,4 +1,4 @@
-"""Orders to a group that serves: `crossdock drain`, `cordon`, `uncordon` and `load`."""
+"""Orders to a group that serves: `crossdock drain`, `cordon`, `uncordon`, `load` and `scale`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from crossdock.cli.console import DEFAULT_TARGET, Json, SecurityFile, Target, Timeout, security_of, show_json
 
 if TYPE_CHECKING:
-    from crossdock.protocol.v1.control_pb2 import Barred, LoadRequest
+    from crossdock.protocol.v1.control_pb2 import Barred, GroupView, LoadRequest
 
 Name = Annotated[str, typer.Argument(help="A rank, a worker (uid), or a host: every worker there.")]
 Reason = Annotated[str, typer.Option("--reason", help="Shown as the reason.")]
@@ -137,3 +137,34 @@ def _load_request(path: Path) -> LoadRequest:
         return LoadRequest(path=str(path), fingerprint=checkpoint.spec.fingerprint)
     finally:
         checkpoint.close()
+
+
+def scale(
+    workers: Annotated[int, typer.Option("--workers", min=1, help="How many workers the group is to have.")],
+    target: Target = DEFAULT_TARGET,
+    wait_s: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait until it serves with them.")] = 600.0,
+    as_json: Json = False,
+    timeout_s: Timeout = 5.0,
+    security: SecurityFile = None,
+) -> None:
+    """Have more or fewer workers while the group serves. Exit status 1 unless it serves with so many."""
+    from crossdock.cli.top import fetch
+    from crossdock.common.control_channel import ask_leader
+    from crossdock.protocol.v1.control_pb2 import SERVING, ScaleRequest
+
+    def has_all(view: GroupView) -> bool:
+        return view.state == SERVING and view.world_size == workers and not view.active_ranks
+
+    ask_leader(target, security_of(security), "Scale", ScaleRequest(workers=workers), timeout_s)
+    deadline, view, said = time.monotonic() + wait_s, fetch(target, timeout_s, security), ""
+    while not has_all(view) and view.wanted.workers == workers and time.monotonic() < deadline:
+        if view.scaling != said and not as_json:
+            print(said := view.scaling, flush=True)
+        time.sleep(POLL_S)
+        view = fetch(target, timeout_s, security)
+    state = {"workers": view.world_size, "wanted": view.wanted.workers, "epoch": view.epoch, "waits_for": view.scaling}
+    if as_json:
+        show_json(state)
+    else:
+        print(f"epoch {view.epoch}: {view.world_size} workers" + (f", {view.scaling}" if view.scaling else ""))
+    raise typer.Exit(0 if has_all(view) else 1)

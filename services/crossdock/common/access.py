@@ -63,6 +63,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
     "/crossdock.v1.ControlPlane/Experts": ANYBODY,
     "/crossdock.v1.ControlPlane/Rebalance": OPERATORS,
     "/crossdock.v1.ControlPlane/Load": OPERATORS,
+    "/crossdock.v1.ControlPlane/Scale": OPERATORS,
     "/crossdock.v1.ControlPlane/Cordon": OPERATORS,
     "/crossdock.v1.ControlPlane/Uncordon": OPERATORS,
     "/crossdock.v1.ControlPlane/Postmortems": ANYBODY,

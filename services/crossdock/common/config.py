@@ -111,8 +111,12 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     http_listen: str = ""
     """host:port of /metrics, /livez, /readyz. Empty: on loopback, the port after `listen`'s."""
     world_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] | None = None
-    """Ranks in the group. Fixed: the slot of a lost rank stays empty until it is replaced. Null: 4; under `crossdock
-    up` as many as it has workers, and a larger number waits for workers of other hosts."""
+    """Ranks in the group until `crossdock scale`. The slot of a lost rank stays empty until it is replaced. Null: 4;
+    under `crossdock up` as many as it has workers, and a larger number waits for workers of other hosts."""
+    min_workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    """Least number of ranks that `crossdock scale` takes."""
+    max_workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] | None = None
+    """Largest number of ranks that `crossdock scale` takes. Null: `world_size`."""
     lease_s: Seconds = 3.0
     """Lease of a worker: it is lost after this time without a heartbeat. Workers send one every third of it."""
     form_timeout_s: Seconds = 600.0
@@ -155,6 +159,14 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
             if split_address(self.listen)[1] == MAX_PORT:
                 raise ValueError(f"http_listen: expected one beside listen {self.listen}, the last port, got none")
             msgspec.structs.force_setattr(self, "http_listen", after)
+        if self.world_size is not None and not self.min_workers <= self.world_size <= self.most_workers:
+            got = f"{self.min_workers} and {self.most_workers} around {self.world_size}"
+            raise ValueError(f"min_workers, max_workers: expected world_size between them, got {got}")
+
+    @property
+    def most_workers(self) -> int:
+        """`max_workers`, the default resolved."""
+        return self.num_ranks if self.max_workers is None else self.max_workers
 
     @property
     def num_ranks(self) -> int:
@@ -272,7 +284,24 @@ class HostConfig(_Config, frozen=True, kw_only=True):
             raise ValueError(f"control.world_size: expected {wanted}, got {world_size} without a network")
         if self.control is not None and self.control.group not in (DEFAULT_GROUP, self.worker.group):
             raise ValueError(f"control.group: expected worker.group, {self.worker.group}, got {self.control.group}")
-        self._worker(self.num_workers - 1)  # its ports are the highest
+        most = None if self.control is None else self.control.max_workers
+        if most is not None and most < self.num_workers:
+            raise ValueError(f"control.max_workers: expected num_workers, {self.num_workers}, or more, got {most}")
+        if self.docker is not None and self.most_workers > self.num_workers:
+            raise ValueError(f"control.max_workers: expected num_workers with containers, got {self.most_workers}")
+        self._worker(self.most_workers - 1)  # its ports are the highest
+
+    @property
+    def scales(self) -> bool:
+        """Whether workers are started and ended here by `crossdock scale`: the group is this host's alone."""
+        control = self.control_config()
+        return self.docker is None and control is not None and control.num_ranks == self.num_workers
+
+    @property
+    def most_workers(self) -> int:
+        """The largest number of workers on this host."""
+        control = self.control_config()
+        return control.most_workers if control is not None and self.scales else self.num_workers
 
     def control_config(self) -> ControlConfig | None:
         """The control plane to start here, its `world_size` resolved, of the workers' group."""
@@ -282,8 +311,8 @@ class HostConfig(_Config, frozen=True, kw_only=True):
         return msgspec.structs.replace(self.control, world_size=world_size, group=self.worker.group)
 
     def worker_configs(self) -> list[WorkerConfig]:
-        """One config per local rank."""
-        return [self._worker(local_rank) for local_rank in range(self.num_workers)]
+        """One config per local rank, also of those that run only after `crossdock scale`."""
+        return [self._worker(local_rank) for local_rank in range(self.most_workers)]
 
     def _worker(self, local_rank: int) -> WorkerConfig:
         shared, port = self.worker, self.worker.request_port

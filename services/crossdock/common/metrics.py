@@ -292,7 +292,8 @@ class ControlMetrics(GuardedMetrics):
         "cause",
     )
     active_ranks = gauge("ranks", "Active ranks: fewer than members while standbys wait to be readmitted")
-    world_size = gauge("ranks", "Configured number of ranks")
+    world_size = gauge("ranks", "Number of ranks in this epoch")
+    wanted_workers = gauge("workers", "Number of workers that the group is to have")
     group_state = gauge("1", "1 for the group's current state, 0 for the others", "state")
     group_state_transitions_total = counter("transitions", "Transitions of the group's state, by new state", "to")
     heartbeats_total = counter("heartbeats", "Heartbeats accepted")
@@ -317,7 +318,7 @@ class ControlMetrics(GuardedMetrics):
 
     def clear_group(self) -> None:
         """Clear the gauges of the group: this replica has stopped leading."""
-        counted = self.epoch, self.members, self.active_ranks, self.watch_streams, self.sick_ranks
+        counted = self.epoch, self.members, self.active_ranks, self.wanted_workers, self.watch_streams, self.sick_ranks
         for number in (*counted, self.placement_version, self.expert_imbalance_ratio):
             number.set(0)
         for labelled in (self.group_state, self.member_states, self.excluded_workers, self.verdict_lost_ratio):

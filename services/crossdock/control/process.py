@@ -218,5 +218,5 @@ def _readiness(service: ControlPlane | Replica, leadership: Leadership, stopping
     if group is None:
         leader = leadership.elector.leader if leadership.elector is not None else ""
         return True, f"standby; {leader or 'no replica'} leads"
-    held = f"{len(group.members)}/{group.settings.world_size} members"
+    held = f"{len(group.members)}/{group.world_size} members"
     return True, f"{group.phase.value} epoch {group.epoch}, {held}"

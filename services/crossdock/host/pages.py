@@ -66,7 +66,7 @@ class HostMetricsPage:
 
     Args:
         metrics: of the supervisor.
-        names: every process.
+        names: every process now.
         addresses: where the processes listen now, by name.
         security: by which those are asked that take TLS only.
         group: the label `group` of the supervisor's metrics.
@@ -75,7 +75,7 @@ class HostMetricsPage:
     def __init__(
         self,
         metrics: HostMetrics,
-        names: Sequence[str],
+        names: Callable[[], Sequence[str]],
         addresses: Callable[[], Mapping[str, Addresses]],
         security: Security | None,
         group: str,
@@ -100,7 +100,7 @@ class HostMetricsPage:
         with ThreadPoolExecutor(max(1, len(where))) as pool:
             asked = {name: pool.submit(self._page, name, at, content_type) for name, at in where.items()}
         pages = {name: answer.result() for name, answer in asked.items()}
-        for name in self._names:
+        for name in self._names():
             self._metrics.process_scraped.labels(process=name).set(bool(pages.get(name)))
         own = self._own(content_type)[0].decode()
         return merged([own, *(labelled(page, "process", name) for name, page in pages.items())]).encode()

@@ -122,7 +122,9 @@ def check_transport(config: HostConfig) -> None:
     if name not in known:
         raise ConfigFileError(f"worker.transport: expected one of {', '.join(transports.names())}, got {name!r}")
     most, control = known[name].max_ranks, config.control_config()
-    asked = {"num_workers": config.num_workers, "control.world_size": control.num_ranks if control else 0}
+    asked = {"num_workers": config.num_workers}
+    if control is not None:
+        asked |= {"control.world_size": control.num_ranks, "control.max_workers": control.most_workers}
     for field, ranks in asked.items():
         if ranks > most:
             raise ConfigFileError(f"{field}: expected at most {most}, the most ranks of transport {name}, got {ranks}")
@@ -133,8 +135,8 @@ def check_transport(config: HostConfig) -> None:
 def _check_gpus(config: HostConfig, found: int) -> None:
     """Raises ConfigFileError where there is no GPU for each worker."""
     first = config.worker.local_rank if config.worker.device is None else config.worker.device
-    if first + config.num_workers > found:
-        wanted = f"a GPU for each of {config.num_workers} workers, from device {first} on"
+    if first + config.most_workers > found:
+        wanted = f"a GPU for each of {config.most_workers} workers, from device {first} on"
         raise ConfigFileError(f"worker.transport {config.worker.transport}: expected {wanted}, got {found} here")
 
 
@@ -173,7 +175,8 @@ def exposed(config: HostConfig) -> list[str]:
 def _processes(config: HostConfig, log_dir: Path) -> Watched:
     to_stderr, most = config.log_to_stderr, config.log_max_bytes
     control, workers = config.control_config(), config.worker_configs()
-    return Supervisor(control, workers, log_dir, log_to_stderr=to_stderr, log_max_bytes=most)
+    first = config.num_workers if config.scales else None
+    return Supervisor(control, workers, log_dir, log_to_stderr=to_stderr, log_max_bytes=most, num_workers=first)
 
 
 def _containers(config: HostConfig, log_dir: Path) -> Watched:
@@ -247,10 +250,14 @@ def _health(config: HostConfig, supervisor: Watched) -> Iterator[None]:
     """The host's pages. With containers they are those of the workers' container, which are published."""
     server = None
     if config.http_listen and isinstance(supervisor, Supervisor):
-        children, names = supervisor, [child.name for child in supervisor.children]
+        children = supervisor
 
         def ready() -> tuple[bool, str]:
-            return readiness(names, children.addresses(), children.security)
+            names, where = children.names, children.addresses()
+            return readiness(names, {name: where[name] for name in names if name in where}, children.security)
+
+        def names() -> list[str]:
+            return [child.name for child in children.children]
 
         page = HostMetricsPage(children.metrics, names, children.addresses, children.security, config.worker.group)
         server = serve_http(config.http_listen, page, ready, children.security)

@@ -104,6 +104,9 @@ class Watched(ABC):
     def silent(self) -> str:
         """The last words of the parts that do not listen, one line before each; "" if there are none."""
 
+    def follow(self, view: GroupView) -> None:
+        """Start workers where the group is to have more than there are, and end those that it left out."""
+
     def views(self, look_s: float = _POLL_S) -> Generator[GroupView, None, None]:
         """The group as it is now, then every change, for ever; the view comes again at least every `look_s` seconds.
 
@@ -113,7 +116,7 @@ class Watched(ABC):
         with BlockingControlPlaneChannel(self.control_address, self.security) as channel:
             while True:
                 self.check()
-                problem = yield from _views(ControlPlaneStub(channel.grpc_channel), look_s)
+                problem = yield from _views(ControlPlaneStub(channel.grpc_channel), look_s, self.follow)
                 if problem is not None:
                     channel.fail_over(problem)
 
@@ -150,6 +153,8 @@ class Supervisor(Watched):
         log_to_stderr: the processes log to this process's stderr instead of to files.
         log_max_bytes: size at which a log file is copied to `<name>.log.1` and emptied; 0: never.
         enter: what to put before each command line, like `nsenter ... --`; it must become the command, not start it.
+        num_workers: how many of `workers` run at first. The others are started and ended so that as many run as the
+            group is to have (`crossdock scale`), as long as somebody reads `views`. None: all run, always.
 
     Raises:
         SecurityError: the workers' certificates cannot be used; the group is watched with them too.
@@ -164,6 +169,7 @@ class Supervisor(Watched):
         log_to_stderr: bool = False,
         log_max_bytes: int = 0,
         enter: Sequence[str] = (),
+        num_workers: int | None = None,
     ) -> None:
         # Checks.
         if not workers:
@@ -192,7 +198,11 @@ class Supervisor(Watched):
             self._control = self._child(CONTROL, "control", fixed)
         # The workers.
         super().__init__(workers[0].control, security_of(workers[0].security))
-        self._workers = [self._child(f"worker-{w.local_rank}", "worker", w) for w in workers]
+        self._configs = {worker.local_rank: worker for worker in workers}
+        self._scales = num_workers is not None
+        self._workers = {w.local_rank: self._worker(w.local_rank) for w in workers[:num_workers]}
+        self._joining: set[int] = set()
+        self._ending: list[Child] = []
 
     def __enter__(self) -> Supervisor:
         self.start()
@@ -204,7 +214,13 @@ class Supervisor(Watched):
     @property
     def children(self) -> list[Child]:
         """Every process kept here, the control plane first."""
-        return [*([self._control] if self._control else []), *self._workers]
+        return [*([self._control] if self._control else []), *self._workers.values()]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the children that are to be ready: not of workers that were started for a group that is scaled."""
+        joining = {self._workers[rank] for rank in self._joining}
+        return [child.name for child in self.children if child not in joining]
 
     @property
     def control_pid(self) -> int:
@@ -215,7 +231,7 @@ class Supervisor(Watched):
 
     def worker_pids(self) -> list[int]:
         """Process id of each worker's latest process, by local rank."""
-        return [worker.pid for worker in self._workers]
+        return [worker.pid for worker in self._workers.values()]
 
     def addresses(self) -> dict[str, Addresses]:
         """Addresses of the listening processes, by name: "control", "worker-0", ..."""
@@ -230,7 +246,31 @@ class Supervisor(Watched):
         for child in self.children:
             child.start()
 
+    def follow(self, view: GroupView) -> None:
+        inside = {int(rank) for _, _, rank in (m.worker.uid.rpartition("/") for m in view.members) if rank.isdecimal()}
+        wanted = view.wanted.workers
+        if not self._scales or not view.epoch or not wanted:
+            return
+        # More: the lowest numbers that are free.
+        ending = {child.name for child in self._ending}
+        free = [rank for rank in self._configs if rank not in self._workers and f"worker-{rank}" not in ending]
+        for rank in free[: max(0, wanted - len(self._workers))]:
+            self._workers[rank] = self._worker(rank)
+            self._joining.add(rank)
+            self._workers[rank].start()
+        self._joining -= inside if view.world_size == wanted and view.state == SERVING else set()
+        # Fewer: those that are members no more, once the others serve without them.
+        if view.state == SERVING and view.world_size == wanted == len(view.members):
+            for rank in sorted(self._workers.keys() - inside, reverse=True)[: max(0, len(self._workers) - wanted)]:
+                child = self._workers.pop(rank)
+                self._joining.discard(rank)
+                child.terminate()
+                self._ending.append(child)
+
     def check(self) -> None:
+        for child in [child for child in self._ending if child.join(0)]:
+            self._ending.remove(child)
+            self.metrics.process_up.remove(child.name)
         for child in self.children:
             if child.log_path is not None:
                 bound_log(child.log_path, self._log_max_bytes)
@@ -245,7 +285,7 @@ class Supervisor(Watched):
     def stop(self, timeout_s: float = 40.0) -> None:
         """SIGTERM the workers, which drain and leave; then the control plane; SIGKILL what is left. Idempotent."""
         deadline = time.monotonic() + timeout_s
-        for generation in (self._workers, [self._control] if self._control else []):
+        for generation in ([*self._workers.values(), *self._ending], [self._control] if self._control else []):
             for child in generation:
                 child.terminate()
             for child in generation:
@@ -269,6 +309,9 @@ class Supervisor(Watched):
             held.bind((host, 0))
             port = held.getsockname()[1]
         return format_address(host, port)
+
+    def _worker(self, local_rank: int) -> Child:
+        return self._child(f"worker-{local_rank}", "worker", self._configs[local_rank])
 
     def _child(self, name: str, verb: str, config: ControlConfig | WorkerConfig) -> Child:
         path = self._log_dir / f"{name}.yaml"
@@ -321,7 +364,9 @@ def describe(view: GroupView) -> str:
     return f"{words} ({view.reason})" if view.reason else words
 
 
-def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, CallError | None]:
+def _views(
+    stub: ControlPlaneStub, look_s: float, follow: Callable[[GroupView], None]
+) -> Generator[GroupView, None, CallError | None]:
     """The group as it is now, then what changes within `look_s`; an empty view (version 0) without an answer.
     Returns the error then."""
     call = stub.Watch(WatchRequest(), timeout=look_s, wait_for_ready=True)
@@ -329,6 +374,7 @@ def _views(stub: ControlPlaneStub, look_s: float) -> Generator[GroupView, None, 
     try:
         for view in call:
             answered = True
+            follow(view)
             yield view
     except grpc.RpcError as error:
         if not answered:

@@ -183,7 +183,7 @@ def _quarantine_left(group: Group) -> int:
     """How many more ranks may be in quarantine."""
     if not group.settings.quarantine_s or group.recovering:
         return 0
-    return max(0, (group.settings.world_size - 1) // 2 - sum(bar.cause == "quarantined" for bar in group.bars))
+    return max(0, (group.world_size - 1) // 2 - sum(bar.cause == "quarantined" for bar in group.bars))
 
 
 def laggards(group: Group, late: Sequence[Member]) -> list[Verdict]:
@@ -218,7 +218,7 @@ def _doubted(group: Group) -> set[str]:
     for blame in group.blames:
         by.setdefault(blame.accused, set()).add(blame.accuser)
         of.setdefault(blame.accuser, set()).add(blame.accused)
-    loud = {uid for uid, named in of.items() if 2 * len(named) > group.settings.world_size - 1}
+    loud = {uid for uid, named in of.items() if 2 * len(named) > group.world_size - 1}
     return loud | {uid for uid, accusers in by.items() if len(accusers - loud) >= _TWO}
 
 

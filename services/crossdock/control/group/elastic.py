@@ -2,8 +2,7 @@
 
 An elastic group does not wait for a lost rank: the epoch rises, and the remaining ranks (`active`) continue with the
 regions that they have mapped, through EXCHANGING to SERVING again. A worker that joins in the meantime takes a slot as
-a standby, loads its experts and reports standby_ready; when all slots are filled and ready, the epoch rises once more
-and all ranks exchange regions.
+a standby; resize.py has how it is readmitted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from crossdock.control.group.group_state import Group, Member, Members, Phase
 
 def raise_epoch(group: Group, epoch: int, now: float) -> Group:
     """Begin a new epoch: all regions and ready flags are cleared."""
-    members = group.members.each(lambda member: replace(member, region=b"", ready=False, standby_ready=False))
+    members = group.members.each(lambda member: replace(member, region=b"", ready=False, prepared=False))
     return replace(group, epoch=epoch, phase=Phase.FORMING, since=now, members=members, active=None)
 
 
@@ -39,9 +38,13 @@ def continue_with(
     members = Members(member for member in group.members if member.rank not in lost)
     if left == group.active:
         return replace(group, members=members)
-    members = members.each(
-        lambda member: replace(member, ready=False, region=member.region if member.rank in left else b"")
-    )
+    same_size = group.wanted.workers == group.world_size  # else another epoch is planned from here on
+
+    def continued(member: Member) -> Member:
+        region = member.region if member.rank in left else b""
+        return replace(member, ready=False, region=region, prepared=member.prepared and same_size)
+
+    members = members.each(continued)
     return replace(
         group,
         epoch=group.epoch + 1,
@@ -54,19 +57,6 @@ def continue_with(
     )
 
 
-def readmit(group: Group, now: float) -> Group:
-    """Readmit standby ranks once all slots are filled and standby_ready."""
-    if group.active is None or group.phase is not Phase.SERVING or not group.full:
-        return group
-    standbys = [member for member in group.members if member.rank not in group.active]
-    if not all(member.standby_ready for member in standbys):
-        return group
-    names = ", ".join(map(str, standbys))
-    group = replace(raise_epoch(group, group.epoch + 1, now), reason=f"{names} readmitted", broken_ranks=())
-    owners = tuple(member.worker.place for member in group.members)
-    return replace(group, phase=Phase.EXCHANGING, owners=owners)
-
-
 def missing(group: Group) -> str:
     """The inactive ranks, as text."""
-    return ", ".join(f"rank {rank}" for rank in range(group.settings.world_size) if rank not in group.taking_part)
+    return ", ".join(f"rank {rank}" for rank in range(group.world_size) if rank not in group.taking_part)

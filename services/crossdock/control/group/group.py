@@ -1,7 +1,8 @@
 """The group as a pure state machine: `advance(group, event, now) -> (group, effects)`. No I/O, no clock, no thread.
 
     FORMING ──every slot taken──▶ EXCHANGING ──all regions published, all ready──▶ SERVING
-       ▲                              │                                               │
+       ▲                              │  ▲                                            │
+       │                              │  └─ epoch + 1 ◀─ the planned epoch prepared ──┤
        └──────────────── epoch + 1 ◀──┴── slot empty, or epoch broken ────────────────┘
 
 An epoch is one table of regions. It is *sealed* when the last region is published: from then on members map each
@@ -14,7 +15,8 @@ A new process has no memory. For `recover_s` it collects the memory of workers (
 group continues at the same epoch; else one begins above every reported epoch, by a leap (`recovery.epoch_above`).
 
 docs/group-protocol.md has the tables. ranks.py assigns ranks, recovery.py decides on the memory of workers, elastic.py
-continues without lost ranks, blame.py finds sick ranks, cordon.py has the bars. `difference` refuses a mixed group.
+continues without lost ranks, resize.py has planned epochs of more or fewer ranks, blame.py finds sick ranks, cordon.py
+has the bars. `difference` refuses a mixed group.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from crossdock.control.group import blame, cordon, elastic, recovery
+from crossdock.control.group import blame, cordon, elastic, recovery, resize
 from crossdock.control.group.blame import Verdict
 from crossdock.control.group.elastic import raise_epoch
 from crossdock.control.group.group_state import (
@@ -44,11 +46,13 @@ from crossdock.control.group.group_state import (
     Refuse,
     RefusedWorker,
     Register,
+    Scale,
     Settings,
     Slow,
     Tick,
     Uncordon,
     Waits,
+    Wanted,
     Worker,
     with_first_ranks,
 )
@@ -113,12 +117,15 @@ class _Refused(Exception):
 def new_group(settings: Settings, now: float, leap: int = 0) -> Group:
     """Initial state of a process: empty, in recovery of a group that may still serve. `leap`: random in 1..MAX_LEAP; 0
     only where there is no other control plane, before or after."""
+    size = settings.bounded(settings.world_size)
     return Group(
         settings=settings,
+        world_size=size,
+        wanted=Wanted(size),
         phase=Phase.FORMING,
         epoch=0,
         members=Members(),
-        owners=(None,) * settings.world_size,
+        owners=(None,) * size,
         placed=False,
         recover_until=now + settings.recover_s,
         highest_reported=0,
@@ -147,6 +154,10 @@ def advance(group: Group, event: Event, now: float) -> Result:
     except _Refused as refused:
         return group, (Refuse(refused.refusal, str(refused)),)
     after = _advance(after, now)
+    if after.members.positions is not group.members.positions:  # whoever is gone without another cause
+        told = {effect.uid for effect in effects if isinstance(effect, Lost)}
+        gone = (member for member in group.members if member.uid not in told and after.member(member.uid) is None)
+        effects += tuple(Lost(member.rank, member.uid, "scaled") for member in gone)
     if _visible(after) != _visible(group):
         effects += (Publish(),)
     return after, effects
@@ -154,6 +165,7 @@ def advance(group: Group, event: Event, now: float) -> Result:
 
 def _register(group: Group, event: Register, now: float) -> Result:
     worker = event.worker
+    group = recovery.learn_size(resize.want(group, event.wanted), event.prior)
     known = group.member(worker.uid)
     # The same process again.
     if known is not None and worker.incarnation == known.worker.incarnation:
@@ -170,13 +182,17 @@ def _register(group: Group, event: Register, now: float) -> Result:
     if (bar := cordon.is_kept_out(group, event)) is not None:
         raise _Refused(Refusal.BARRED, f"worker {worker.uid}: {bar.cause}: {bar.reason}")
     # A full group: a member that remembers replaces one that does not.
-    if known is None and group.full and (newcomer := recovery.newcomer(group, event.prior)) is not None:
+    if (
+        known is None
+        and len(group.members) >= group.num_slots
+        and (newcomer := recovery.newcomer(group, event.prior)) is not None
+    ):
         reason = f"{newcomer} is replaced by {worker.uid}, which remembers the group"
         group = _add(_remove(group, (newcomer,), reason, now), event, now)
         return group, (Lost(newcomer.rank, newcomer.uid, "replaced"),)
-    if known is None and group.full:
-        size = group.settings.world_size
-        raise _Refused(Refusal.GROUP_FULL, f"worker {worker.uid}: all {size} slots have live members")
+    if known is None and len(group.members) >= group.num_slots:
+        message = f"worker {worker.uid}: all {group.num_slots} slots have live members"
+        raise _Refused(Refusal.GROUP_FULL, message)
     # A new member, or the successor of one.
     if known is None:
         return _add(group, event, now), ()
@@ -187,12 +203,25 @@ def _register(group: Group, event: Register, now: float) -> Result:
     return replace(group, reason=reason), (Lost(known.rank, known.uid, "replaced"),)
 
 
+def _scale(group: Group, event: Scale, now: float) -> Result:
+    least, most = group.settings.min_workers, group.settings.most_workers
+    if not least <= event.workers <= most:
+        raise _Refused(Refusal.BAD_VALUE, f"workers: expected {least}..{most}, got {event.workers}")
+    if group.recovering or not group.placed:
+        raise _Refused(Refusal.WRONG_PHASE, f"scale: expected a group that has formed, got none yet: {group.why}")
+    if event.workers == group.wanted.workers:
+        return group, ()
+    return resize.want(group, Wanted(event.workers, group.wanted.version + 1)), ()
+
+
 def _publish_region(group: Group, event: PublishRegion, now: float) -> Result:
     member = _require(group, event, event.epoch)
     if not event.region:
         raise _Refused(Refusal.BAD_VALUE, "region: expected some bytes, got none")
     if not group.placed:
         raise _Refused(Refusal.WRONG_PHASE, f"region: ranks are not final: {group.reason}")
+    if member.rank >= group.world_size:
+        raise _Refused(Refusal.WRONG_PHASE, f"region: {member} does not take part in epoch {group.epoch}")
     if group.sealed and event.region != member.region:
         raise _Refused(Refusal.WRONG_PHASE, f"region: {member} has published another one in epoch {group.epoch}")
     return _update(group, replace(member, region=event.region, lease_until=now + group.settings.lease_s)), ()
@@ -202,7 +231,7 @@ def _ready(group: Group, event: Ready, now: float) -> Result:
     member = _require(group, event, event.epoch)
     if not group.sealed:
         raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} cannot be ready before all regions are published")
-    if group.active is not None and member.rank not in group.active:
+    if member.rank not in group.taking_part:
         raise _Refused(Refusal.WRONG_PHASE, f"ready: {member} is not active in epoch {group.epoch}")
     _check_same_placement(group, member, event.placement)
     lease_until = now + group.settings.lease_s
@@ -211,19 +240,19 @@ def _ready(group: Group, event: Ready, now: float) -> Result:
 
 def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:
     member = _require(group, event, None)
-    wrong = [rank for rank in event.silent_ranks if rank >= group.settings.world_size]
-    if wrong:
-        raise _Refused(Refusal.BAD_VALUE, f"silent_ranks: expected < {group.settings.world_size}, got {wrong}")
-    group = _update(group, replace(member, lease_until=now + group.settings.lease_s))
+    wrong = [rank for rank in event.silent_ranks if rank >= group.world_size]
+    if wrong and event.epoch >= group.epoch:  # the epoch before may have had more
+        raise _Refused(Refusal.BAD_VALUE, f"silent_ranks: expected < {group.world_size}, got {wrong}")
+    lease_until = now + group.settings.lease_s
+    group = _update(group, replace(member, lease_until=lease_until, prepared=event.prepared))
     broken = bool(event.silent_ranks or event.fault)
     if group.recovering:
         return recovery.note_heartbeat(group, event, broken), ()
     if event.epoch > group.epoch:
         reason = f"{member} is at epoch {event.epoch} already: the control plane restarted without knowing of it"
         return replace(raise_epoch(group, recovery.epoch_above(group, event.epoch), now), reason=reason), ()
-    if group.active is not None and member.rank not in group.active:
-        lease_until = now + group.settings.lease_s
-        return _update(group, replace(member, lease_until=lease_until, standby_ready=event.standby_ready)), ()
+    if member.rank not in group.taking_part:
+        return group, ()
     late = event.epoch == group.epoch - 1 and bool(event.silent_ranks)
     current = event.epoch == group.epoch and group.phase in {Phase.EXCHANGING, Phase.SERVING}
     if not broken or not (current or late):
@@ -313,6 +342,7 @@ def _time_out(group: Group, now: float) -> Result:
 
 _RULES: dict[type[Any], Callable[[Group, Any, float], Result]] = {
     Register: _register,
+    Scale: _scale,
     RefusedWorker: _refused,
     Waits: lambda group, event, now: (cordon.add_spare(group, event.worker, now), ()),
     PublishRegion: _publish_region,
@@ -332,17 +362,17 @@ def _advance(group: Group, now: float) -> Group:
         if not recovery.is_complete(group) and now < group.recover_until:
             return group
         group = recovery.decide(group, now)
+    group = resize.settle(group)
     if group.phase is Phase.FORMING and group.full and now - group.since >= pause_s(group.num_failed_epochs):
         if not group.placed:
-            group = replace(group, members=with_first_ranks(group.members, group.settings.world_size))
-        owners = tuple(member.worker.place for member in group.members)
-        group = replace(group, phase=Phase.EXCHANGING, since=now, placed=True, owners=owners)
+            group = replace(group, members=with_first_ranks(group.members, group.world_size))
+        group = resize.with_owners(replace(group, phase=Phase.EXCHANGING, since=now, placed=True))
     expected = len(group.taking_part)
     if group.phase is Phase.EXCHANGING and group.members.num_ready == expected:
         without = f": continuing without {elastic.missing(group)}" if group.active is not None else ""
         reason = f"all {expected} ranks ready{without}"
         group = replace(group, phase=Phase.SERVING, since=now, num_failed_epochs=0, reason=reason)
-    return elastic.readmit(group, now)
+    return resize.switch(group, now)
 
 
 def _add(group: Group, event: Register, now: float) -> Group:
@@ -355,15 +385,15 @@ def _add(group: Group, event: Register, now: float) -> Group:
         owners = (*group.owners[:rank], worker.place, *group.owners[rank + 1 :])
         group = replace(group, owners=owners, members=Members(members))
     elif len(group.members) < MAX_SORTED_ON_ARRIVAL:
-        group = replace(group, members=with_first_ranks((*group.members, member), group.settings.world_size))
+        group = replace(group, members=with_first_ranks((*group.members, member), group.num_slots))
     else:
         members = [*group.members, replace(member, rank=len(group.members))]
         group = replace(group, members=Members(members))
     # It is no spare any more; say who is missing.
     group = cordon.remove_spare(group, worker.uid)
     joined = group.member(worker.uid)
-    missing = group.settings.world_size - len(group.members)
-    reason = f"{joined} joined" + (f": waiting for {missing} of {group.settings.world_size}" if missing else "")
+    missing = group.num_slots - len(group.members)
+    reason = f"{joined} joined" + (f": waiting for {missing} of {group.num_slots}" if missing else "")
     group = replace(group, reason=reason, refused=None, num_failed_epochs=0)
     # What it remembers may be newer than this control plane.
     if prior is None:
@@ -377,14 +407,16 @@ def _add(group: Group, event: Register, now: float) -> Group:
 def _remove(group: Group, gone: Sequence[Member], reason: str, now: float) -> Group:
     ranks = tuple(member.rank for member in gone)
     group = blame.forget(group, (member.uid for member in gone))
+    if min(ranks) >= group.world_size:  # standbys, of which no epoch depends
+        return replace(group, members=Members(m for m in group.members if m.rank not in ranks), reason=reason)
     if (left := elastic.survivors(group, ranks)) is not None:
         return elastic.continue_with(group, left, gone, reason, ranks, now)
     broke, lost = group.sealed, frozenset(ranks)
     members = Members(member for member in group.members if member.rank not in lost)
     if not members:  # the next workers may be an entirely different set
-        group = replace(group, placed=False, owners=(None,) * group.settings.world_size)
+        group = replace(group, placed=False, owners=(None,) * group.world_size)
     if not group.placed:
-        members = with_first_ranks(members, group.settings.world_size)
+        members = with_first_ranks(members, group.world_size)
     group = replace(group, members=members, reason=reason, num_failed_epochs=0)
     if broke:
         return replace(raise_epoch(group, group.epoch + 1, now), broken_ranks=ranks)
@@ -456,4 +488,4 @@ def _visible(group: Group) -> tuple[Any, ...]:
     """The parts of the state whose change is published; leases, reports and single regions are not. The membership is
     unchanged as long as `positions` is the same object."""
     members = id(group.members.positions)
-    return group.phase, group.epoch, group.sealed, group.recovering, group.why, group.bars, members
+    return group.phase, group.epoch, group.sealed, group.recovering, group.why, group.bars, group.wanted, members

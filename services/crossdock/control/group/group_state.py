@@ -37,6 +37,7 @@ class Settings:
     """Constant settings of a group. Times in seconds."""
 
     world_size: int
+    """Ranks of a group of which no worker remembers another number."""
     lease_s: float
     form_timeout_s: float
     recover_s: float
@@ -47,6 +48,26 @@ class Settings:
     blame_window_s: float = 600.0
     quarantine_s: float = 600.0
     """Duration of a quarantine; 0: no quarantine."""
+    min_workers: int = 1
+    max_workers: int = 0
+    """Bounds of `Wanted.workers`; 0: `world_size`."""
+
+    @property
+    def most_workers(self) -> int:
+        """`max_workers`, the default resolved."""
+        return self.max_workers or self.world_size
+
+    def bounded(self, workers: int) -> int:
+        """The nearest number of workers that is allowed."""
+        return min(max(workers, self.min_workers), self.most_workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How many workers the group is to have. Of two, the one of the higher version is right; 0: from the config."""
+
+    workers: int
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +80,8 @@ class Prior:
     ready: bool
     active: frozenset[int] | None = None
     """Active ranks of that epoch; None: all."""
+    world_size: int = 0
+    """Ranks of that epoch; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +166,8 @@ class Member:
     ready: bool = False
     placement: int = 0
     """With `ready`: version of the placement that it holds."""
-    standby_ready: bool = False
-    """A standby of a serving group that holds its experts: it can be readmitted."""
+    prepared: bool = False
+    """It holds the experts of its rank in the epoch that is planned next: resize.py."""
     num_blamed: int = 0
     """Reports of this member as silent."""
 
@@ -216,16 +239,19 @@ def with_first_ranks(members: Sequence[Member], world_size: int) -> Members:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The whole state. Invariant: EXCHANGING and SERVING have a member in every slot, or (`active`) in each
-    active one."""
+    """The whole state. Invariant: EXCHANGING and SERVING have a member in every slot below `world_size`, or (`active`)
+    in each active one. Members in higher slots are standbys: they join when the group grows."""
 
     settings: Settings
+    world_size: int
+    """Ranks of this epoch."""
+    wanted: Wanted
     phase: Phase
     epoch: int
     members: Members
     """Live members, by rank."""
     owners: tuple[Place | None, ...]
-    """Current or last owner of each rank slot. All None until ranks are final."""
+    """Current or last owner of each of `num_slots` slots. All None until ranks are final."""
     placed: bool
     """Ranks are final, from the first complete group on."""
     recover_until: float | None
@@ -267,17 +293,23 @@ class Group:
 
     @property
     def full(self) -> bool:
-        return len(self.members) == self.settings.world_size
+        """Every rank of this epoch has a member: standbys never wait while a slot below `world_size` is empty."""
+        return len(self.members) >= self.world_size
+
+    @property
+    def num_slots(self) -> int:
+        """Slots for members: of this epoch, and of the one that is wanted."""
+        return max(self.world_size, self.wanted.workers)
 
     @property
     def sealed(self) -> bool:
         """All regions of this epoch are published, so members may have mapped them."""
-        return self.active is not None or (self.full and self.members.num_published == len(self.members))
+        return self.active is not None or self.members.num_published == self.world_size
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
         held = {member.rank for member in self.members}
-        return tuple(rank for rank in range(self.settings.world_size) if rank not in held)
+        return tuple(rank for rank in range(self.world_size) if rank not in held)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -287,7 +319,7 @@ class Group:
     @property
     def taking_part(self) -> frozenset[int]:
         """Active ranks of this epoch, with or without a live member."""
-        return frozenset(range(self.settings.world_size)) if self.active is None else self.active
+        return frozenset(range(self.world_size)) if self.active is None else self.active
 
     def member(self, uid: str) -> Member | None:
         return self.members.find(uid)
@@ -301,6 +333,15 @@ class Group:
 class Register:
     worker: Worker
     prior: Prior | None = None
+    wanted: Wanted | None = None
+    """As the worker was last told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An operator wants another number of workers."""
+
+    workers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,8 +404,8 @@ class Heartbeat:
     """Epoch of the sender's communicator; 0 before its first one."""
     silent_ranks: tuple[int, ...] = ()
     fault: str = ""
-    standby_ready: bool = False
-    """The sender is a standby of a serving group and holds the experts of its rank."""
+    prepared: bool = False
+    """The sender holds the experts of its rank in the epoch that is planned next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +420,20 @@ class Tick:
     """Time has advanced. Expected at least four times per lease."""
 
 
-Event = Register | Waits | RefusedWorker | PublishRegion | Ready | Heartbeat | Leave | Cordon | Uncordon | Slow | Tick
+Event = (
+    Register
+    | Scale
+    | Waits
+    | RefusedWorker
+    | PublishRegion
+    | Ready
+    | Heartbeat
+    | Leave
+    | Cordon
+    | Uncordon
+    | Slow
+    | Tick
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +451,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A member is gone. cause: "lease" | "left" | "replaced" | "quarantined"."""
+    """A member is gone. cause: "lease" | "left" | "replaced" | "quarantined" | "scaled"."""
 
     rank: int
     uid: str

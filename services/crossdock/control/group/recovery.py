@@ -37,10 +37,32 @@ def note_heartbeat(group: Group, event: Heartbeat, broken: bool) -> Group:
     )
 
 
+def learn_size(group: Group, prior: Prior | None) -> Group:
+    """The size of the latest epoch that a worker remembers. Where it is smaller, members without a memory give way."""
+    if not group.recovering or prior is None or prior.epoch < group.highest_reported:
+        return group
+    size = prior.world_size or group.world_size
+    if size == group.world_size:
+        return group
+    group = replace(group, world_size=size)
+    latest = sorted(group.members, key=_epoch_of, reverse=True)[: group.num_slots]
+    members = with_first_ranks(latest, group.num_slots)
+    return replace(group, members=members, owners=(None,) * group.num_slots)
+
+
+def _epoch_of(member: Member) -> int:
+    return member.claim.epoch if member.claim is not None else 0
+
+
+def _stood_by(claim: Prior) -> bool:
+    """Whether it had a slot above the ranks of its epoch."""
+    return 0 < claim.world_size <= claim.rank
+
+
 def is_complete(group: Group) -> bool:
     """Whether recovery can be decided early: all slots are taken, and none by a newcomer that was only faster than a
     member with a memory. A spare registers sooner than a member whose stream broke."""
-    claims = [member.claim is not None for member in group.members]
+    claims = [member.claim is not None and not _stood_by(member.claim) for member in group.members]
     if not group.full or all(claims) or not any(claims):
         return group.full
     agreed = _agreed_memory(group)
@@ -48,15 +70,16 @@ def is_complete(group: Group) -> bool:
 
 
 def newcomer(group: Group, prior: Prior | None) -> Member | None:
-    """The member without a memory that is replaced by a worker with one, during recovery."""
+    """The member that is replaced by a worker with a newer memory, during recovery: without one, or the oldest."""
     if not group.recovering or prior is None:
         return None
-    return next((member for member in reversed(group.members) if member.claim is None), None)
+    oldest = min(reversed(group.members), key=_epoch_of)
+    return oldest if _epoch_of(oldest) < prior.epoch else None
 
 
 def decide(group: Group, now: float) -> Group:
     """End the recovery: continue at the remembered epoch if all agree, else begin one above every reported epoch."""
-    group = replace(group, members=with_first_ranks(group.members, group.settings.world_size))
+    group = replace(group, members=with_first_ranks(group.members, group.num_slots))
     done = replace(group, recover_until=None, since=now)
     agreed = _agreed_memory(group)
     if agreed is not None and agreed.here == agreed.ranks:
@@ -84,11 +107,11 @@ class _Agreed:
 
 def _agreed_memory(group: Group) -> _Agreed | None:
     """The common memory of all members with the highest epoch; None: they disagree, or some do not serve."""
-    epoch, size = group.highest_reported, group.settings.world_size
+    epoch, size = group.highest_reported, group.world_size
     everybody = frozenset(range(size))
     latest = [(m.rank, m.claim) for m in group.members if m.claim is not None and m.claim.epoch == epoch]
     actives = {everybody if claim.active is None else claim.active for _, claim in latest}
-    if len(actives) != 1:
+    if len(actives) != 1 or any(claim.world_size not in (0, size) for _, claim in latest):
         return None
     ranks = next(iter(actives))
     inside = [(rank, claim) for rank, claim in latest if claim.rank in ranks]
@@ -107,7 +130,7 @@ def _continue_serving(group: Group, agreed: _Agreed) -> Group:
         return replace(member, region=claim.region, ready=True)
 
     # The group as its members remember it.
-    whole = len(agreed.ranks) == group.settings.world_size
+    whole = len(agreed.ranks) == group.world_size
     done = replace(
         group,
         members=group.members.each(restored),

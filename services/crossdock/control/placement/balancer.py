@@ -16,6 +16,7 @@ Letters: E experts, R ranks, P slots of all ranks together (P >= E; the first P 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 from crossdock.control.placement.placement_search import TINY, PlacementSearch
@@ -138,6 +139,59 @@ def balance(
     return min(kept, fresh, key=lambda table: imbalance(even, table) + worth * num_moved(current, table))
 
 
+def resized(load: Load, shape: Shape, rows: Sequence[Sequence[int]], min_copies: int = 1) -> Table:
+    """The table of a group of another size. As few copies are loaded as possible: each rank keeps as many as it has
+    slots for, so what is loaded is the slots that it has beyond that. (One more where a rank with room holds the expert
+    already that is left.)
+
+    Args:
+        load: [E], none negative.
+        shape: E, P, R and the domains afterwards.
+        rows: the experts that each rank holds now, all of E among them or in dropped ranks; empty for a new rank; [R].
+        min_copies: of each expert, as far as there are slots.
+
+    Returns:
+        A table that `check` accepts; experts that stay on a rank come first there, in their order.
+    """
+    even = [one + sum(load) * TINY + TINY for one in load]
+    kept = [_kept(even, row, shape.capacity(rank)) for rank, row in enumerate(rows)]
+    # Which copies the other slots get: experts without one, then those with too few, then the most loaded.
+    counts = [sum(expert in held for held in kept) for expert in range(shape.num_experts)]
+    least = max(1, min(min_copies, shape.num_ranks, shape.num_slots // shape.num_experts))
+
+    def urgency(expert: int) -> tuple[int, float, int]:
+        count = counts[expert]
+        return min(count, least), -even[expert] / max(count, 1), expert
+
+    open_to = [urgency(expert) for expert in range(shape.num_experts)]
+    heapq.heapify(open_to)
+    for _ in range(shape.num_slots - sum(counts)):
+        while counts[open_to[0][-1]] >= shape.num_ranks:
+            heapq.heappop(open_to)
+        counts[open_to[0][-1]] += 1
+        heapq.heapreplace(open_to, urgency(open_to[0][-1]))
+    # Where they lie.
+    table = _pack(even, shape, counts, kept)
+    stay = ([expert for expert in dict.fromkeys(row) if expert in new] for row, new in zip(rows, table, strict=True))
+    return tuple((*first, *sorted(new.difference(first))) for first, new in zip(stay, table, strict=True))
+
+
+def _kept(load: Load, row: Sequence[int], capacity: int) -> set[int]:
+    """As many experts of a rank as it has slots for, with that share of its load as nearly as swaps of two bring it."""
+    held = sorted(set(row), key=lambda expert: (-load[expert], expert))
+    size, stays = len(held), min(len(held), capacity)
+    kept = [held[i] for i in range(size) if i * stays // size != (i + 1) * stays // size]
+    gone = [expert for expert in held if expert not in kept]
+    over = sum(load[expert] for expert in kept) - sum(load[expert] for expert in held) * stays / max(size, 1)
+    while kept and gone:
+        one, other = min(itertools.product(kept, gone), key=lambda pair: abs(over - load[pair[0]] + load[pair[1]]))
+        after = over - load[one] + load[other]
+        if abs(after) >= abs(over):
+            break
+        over, kept[kept.index(one)], gone[gone.index(other)] = after, other, one
+    return set(kept)
+
+
 def _from_scratch(load: Load, shape: Shape, least: int) -> Table:
     board = PlacementSearch(load, shape, _pack(load, shape, _copies(load, shape, least)), least)
     board.search(worth=0.0)
@@ -159,14 +213,18 @@ def _copies(load: Load, shape: Shape, least: int) -> list[int]:
     return counts
 
 
-def _pack(load: Load, shape: Shape, counts: Sequence[int]) -> list[set[int]]:
+def _pack(load: Load, shape: Shape, counts: Sequence[int], held: list[set[int]] | None = None) -> list[set[int]]:
     """The heaviest copies first, each on the least loaded rank with room that has no copy of it; the copies of one
-    expert in different domains as long as there are domains without one."""
-    held: list[set[int]] = [set() for _ in shape.domains]
-    loads = [0.0] * shape.num_ranks
+    expert in different domains as long as there are domains without one. `held`: copies that have a rank already."""
+    held = [set() for _ in shape.domains] if held is None else held
+    missing = list(counts)
+    for experts in held:
+        for expert in experts:
+            missing[expert] -= 1
+    loads = [sum(load[expert] / counts[expert] for expert in experts) for experts in held]
     for expert in sorted(range(shape.num_experts), key=lambda expert: (-load[expert] / counts[expert], expert)):
         share = load[expert] / counts[expert]
-        for _ in range(counts[expert]):
+        for _ in range(missing[expert]):
             near = {shape.domains[rank] for rank in range(shape.num_ranks) if expert in held[rank]}
             room = [rank for rank in range(shape.num_ranks) if len(held[rank]) < shape.capacity(rank)]
             fits = [rank for rank in room if expert not in held[rank]]

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from crossdock.common.config import PlacementConfig
-from crossdock.control.placement.balancer import check, filled, first_table
+from crossdock.control.placement.balancer import check, filled, first_table, resized
 from crossdock.control.placement.checkpoints import NO_CHECKPOINTS, Checkpoints, experts_of, number_of, weights_of
 from crossdock.control.placement.expert_reports import Goal, Kind, Move, Outcome, Report
 from crossdock.control.placement.rebalance import Rebalance, Snapshot
@@ -46,7 +46,7 @@ class PlacementManager:
 
     Args:
         config: of this control plane.
-        world_size: R.
+        world_size: R, of the epoch that is served or begins.
 
     Attributes:
         kind: experts of the served model; None before the first worker.
@@ -80,9 +80,9 @@ class PlacementManager:
 
     # The group.
 
-    def check_kind(self, kind: Kind) -> None:
-        """Raise ValueError if the configured copies do not fit."""
-        most = kind.num_experts * (self.world_size - 1)
+    def check_kind(self, kind: Kind, world_size: int) -> None:
+        """Raise ValueError if the configured copies do not fit on so many ranks."""
+        most = kind.num_experts * (world_size - 1)
         if self.config.redundant_experts > most:
             got = self.config.redundant_experts
             raise ValueError(f"placement.redundant_experts: expected at most {most}, E * (R - 1), got {got}")
@@ -94,26 +94,33 @@ class PlacementManager:
             self._loads = [[0.0] * kind.num_experts for _ in kind.layers]
             self._reports.clear()
 
-    def form(self, domains: Sequence[str | None], now: float) -> None:
+    def form(self, domains: Sequence[str | None], now: float, planned: Goal | None = None) -> None:
         """Fix the placement of a forming group.
 
         Args:
             domains: name of the NVLink domain or host of each rank, in rank order; None: that rank is missing.
             now: seconds.
+            planned: what its ranks have prepared for; None: what they hold, made fit for another number of ranks.
         """
+        self.world_size = len(domains)
         if self.kind is None:
             return
-        if None not in domains or not self._domains:
+        if None not in domains or len(self._domains) != len(domains):
             self._domains = numbered(domains)
-        reached = self._reached()
+        reached = self._reached() if planned is None else planned.tables
         if not self.checkpoints.version:
             reached = tuple(weights_of(table, self.kind.num_experts, 0) for table in reached)
         known = max([self._highest, *(report.version for report in self._reports.values())])
         shape = self.shape
+        if reached and len(reached[0]) != len(domains):
+            former = [rank if rank < len(reached[0]) else None for rank in range(len(domains))]
+            reached = self._resized(reached, former, now)
         if not reached or any(_slots(table) != shape.num_slots for table in reached):
             first = first_table(shape, self.config.min_copies)
             reached = (weights_of(first, shape.num_experts, self.checkpoints.settled),) * len(self.kind.layers)
-        if reached != self._tables or self._move is not None or not self.version:
+        if planned is not None:
+            self._set_goal(planned.version, reached)
+        elif reached != self._tables or self._move is not None or not self.version:
             self._set_goal(known + 1, reached)
         self._missing = frozenset()
         self.epoch_goal = Goal(self.version, self._tables)
@@ -123,8 +130,31 @@ class PlacementManager:
         self._move = None
         self._reports.clear()
 
+    def next_goal(self, domains: Sequence[str | None], former: Sequence[int | None], now: float) -> Goal | None:
+        """The placement of an epoch that is planned, whose ranks were ranks `former` of this one (None: none). None:
+        the placement is unknown, or experts are moving."""
+        if not self.version or self.is_moving or self.kind is None:
+            return None
+        if list(former) == list(range(self.world_size)):
+            return Goal(self.version, self._tables)
+        self._highest += 1
+        shape = replace(self.shape, domains=numbered(domains))
+        return Goal(self._highest, self._resized(self._tables, former, now, shape))
+
+    def _resized(
+        self, tables: Sequence[Table], former: Sequence[int | None], now: float, shape: Shape | None = None
+    ) -> tuple[Table, ...]:
+        shape = shape or self.shape
+        made = []
+        for table, load in zip(tables, self.rows_per_s(now), strict=True):
+            rows = tuple(() if rank is None else table[rank] for rank in former)
+            fit = resized(load, shape, experts_of(rows, shape.num_experts), self.config.min_copies)
+            made.append(weights_of(fit, shape.num_experts, number_of(table, shape.num_experts)))
+        return tuple(made)
+
     def recovered(self, domains: Sequence[str | None], missing: frozenset[int] = frozenset()) -> None:
         """The group continued to serve under a new control plane; without the ranks `missing`."""
+        self.world_size = len(domains)
         self._domains, self._missing = numbered(domains), missing
 
     # Reports.

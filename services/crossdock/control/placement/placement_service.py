@@ -14,7 +14,9 @@ from crossdock.common.call_errors import FailedPrecondition, InvalidArgument, Un
 from crossdock.common.config import PlacementConfig
 from crossdock.common.metrics import ControlMetrics
 from crossdock.common.tasks import background
-from crossdock.control.group.group_state import Group, Phase
+from crossdock.control.group import resize
+from crossdock.control.group.group_state import Group, Member, Phase
+from crossdock.control.group.ranks import Place
 from crossdock.control.placement import views
 from crossdock.control.placement.balancer import imbalance
 from crossdock.control.placement.checkpoints import (
@@ -34,6 +36,7 @@ from crossdock.protocol.v1 import control_pb2 as pb
 MAX_EXPERTS = 1 << 14
 MAX_LAYERS = 1 << 10
 MAX_ERROR_CHARS = 1000
+_MOST_NAMED = 8
 REBALANCE_FRESH_S = 2.0
 """Lifetime of a rebalance, in which it is reused."""
 
@@ -49,6 +52,22 @@ class _CachedRebalance:
     snapshot: Snapshot
     rebalance: Rebalance
     at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The epoch that is planned next: its members, and their placement. `inside`, `of`: what it was made from."""
+
+    inside: dict[str, int]
+    of: tuple[object, ...] = ()
+    members: tuple[Member, ...] = ()
+    goal: Goal | None = None
+
+    def is_begun(self, group: Group) -> bool:
+        """Whether the group has begun it."""
+        seats = [(m.rank, m.uid, m.worker.incarnation) for m in group.members if m.rank < group.world_size]
+        same = seats == [(m.rank, m.uid, m.worker.incarnation) for m in self.members]
+        return same and len(seats) == group.world_size and group.active is None
 
 
 class PlacementService:
@@ -75,6 +94,8 @@ class PlacementService:
         self._manager = PlacementManager(config, world_size)
         self._metrics, self._clock, self._group, self._announce = metrics, clock, group, announce
         self._cached: _CachedRebalance | None = None
+        self._planned, self._announced = _Planned({}), 0
+        self._unprepared: dict[str, str] = {}
         self._stopped = False
         self._planning = asyncio.Lock()
         self._rebalance_task: asyncio.Task[None] | None = None
@@ -97,7 +118,7 @@ class PlacementService:
             raise InvalidArgument("moe_layers: expected numbers in ascending order")
         kind = Kind(request.num_experts, layers)
         try:
-            self._manager.check_kind(kind)
+            self._manager.check_kind(kind, self._group().world_size)
         except ValueError as error:
             raise InvalidArgument(str(error)) from None
         return kind
@@ -114,16 +135,18 @@ class PlacementService:
 
     def group_changed(self, before: Group, after: Group) -> None:
         """Update the placement; called before watchers are notified."""
-        began = (before.phase, before.epoch) != (after.phase, after.epoch)
+        began, planned = (before.phase, before.epoch) != (after.phase, after.epoch), self._planned
+        self._unprepared = {uid: why for uid, why in self._unprepared.items() if after.member(uid) and not began}
         if before.members and not after.members:
             self._manager.emptied()
         places = {member.rank: member.worker.place for member in after.members}
-        held = {rank: place.nvlink_domain or place.hostname for rank, place in places.items()}
-        domains = [held.get(rank) for rank in range(after.settings.world_size)]
+        domains = [_domain(places.get(rank)) for rank in range(after.world_size)]
         if began and after.phase is Phase.EXCHANGING:
-            self._manager.form(domains, self._clock())
+            goal = planned.goal if before.phase is Phase.SERVING and planned.is_begun(after) else None
+            goal = goal if goal is not None and goal.version > self.version else None
+            self._manager.form(domains, self._clock(), goal)
         elif began and after.phase is Phase.SERVING and before.recovering:
-            missing = frozenset(range(after.settings.world_size)) - after.taking_part
+            missing = frozenset(range(after.world_size)) - after.taking_part
             self._manager.recovered(domains, missing)
         self._metrics.placement_version.set(self.version)
 
@@ -132,7 +155,13 @@ class PlacementService:
         InvalidArgument."""
         member = group.member(request.worker.uid)
         current = group.phase is Phase.SERVING and request.epoch == group.epoch
-        if member is None or not request.HasField("experts") or not current or self._manager.kind is None:
+        if (
+            member is None
+            or member.rank >= group.world_size
+            or not request.HasField("experts")
+            or not current
+            or self._manager.kind is None
+        ):
             return None
         message, most = request.experts, views.greatest(self.version or None, time.time())
         if message.version > most:
@@ -169,11 +198,75 @@ class PlacementService:
             log.info("checkpoint", placement=self.version, wanted=self._manager.checkpoints.wanted)
             self._metrics.placement_version.set(self.version)
             self._announce()
+        elif self._announced != self.next_version(self._group()):
+            self._announce()
         if serving and self._manager.is_due(now) and (self._rebalance_task is None or self._rebalance_task.done()):
             self._rebalance_task = background(self._rebalance_if_worth(), "placement planning")
 
+    def next_version(self, group: Group) -> int:
+        """Version of the placement for which members of the planned epoch prepare; 0: none is planned, or it is not
+        known yet."""
+        manager = self._manager
+        inside = group.members.positions  # another one as soon as any member is
+        of = group.wanted, group.phase, group.epoch, self.version, manager.is_moving, self._stopped
+        if inside is not self._planned.inside or of != self._planned.of:
+            planned, goal = resize.next_members(group), None
+            if planned and not self._stopped:
+                now = {member.uid: member.rank for member in group.members if member.rank < group.world_size}
+                former = [now.get(member.uid) for member in planned]
+                goal = manager.next_goal([_domain(member.worker.place) for member in planned], former, self._clock())
+            self._planned = _Planned(inside, of, planned, goal)
+        self._announced = self._planned.goal.version if self._planned.goal else 0
+        return self._announced
+
+    def is_prepared(self, group: Group, request: pb.HeartbeatRequest) -> bool:
+        """Whether the sender holds what it needs in the planned epoch, and notes why it cannot."""
+        version = self.next_version(group)
+        if request.unprepared and version and group.member(request.worker.uid) is not None:
+            self._unprepared[request.worker.uid] = views.printable(request.unprepared, MAX_ERROR_CHARS)
+        else:
+            self._unprepared.pop(request.worker.uid, None)
+        return request.loaded and (not request.prepared or request.prepared == version)
+
+    def scaling(self, group: Group) -> str:
+        """What a group of another size than the wanted one waits for."""
+        wanted = group.wanted.workers
+        if wanted == group.world_size or group.recovering:
+            return ""
+        what = f"scaling from {group.world_size} to {wanted} workers: "
+        if len(group.members) < wanted:
+            return f"{what}{len(group.members)} of {wanted} are here"
+        if not self.next_version(group):
+            return f"{what}waiting until the group serves and no experts move"
+        planned = self._planned.members
+        ready = {member.uid for member in group.members if member.prepared}
+        why = "".join(f"; {uid}: {words}" for uid, words in sorted(self._unprepared.items())[:_MOST_NAMED])
+        return f"{what}{sum(m.uid in ready for m in planned)} of {len(planned)} have loaded their experts{why}"
+
+    def check_size(self, workers: int) -> None:
+        """Raises InvalidArgument: the configured copies of experts do not fit on so many ranks."""
+        if self._manager.kind is not None:
+            try:
+                self._manager.check_kind(self._manager.kind, workers)
+            except ValueError as error:
+                raise InvalidArgument(f"workers: {error}, R = {workers}") from None
+
+    def next_placement(self, group: Group, request: pb.PlacementRequest) -> pb.PlacementResponse:
+        """The tables of the planned epoch, and the rank of the worker that asks. Raises FailedPrecondition."""
+        version, goal, planned = self.next_version(group), self._planned.goal, self._planned.members
+        if request.epoch != group.epoch or not version or goal is None:
+            raise FailedPrecondition(f"placement: no epoch is planned after {group.epoch}, got {request.epoch}")
+        rank = next((member.rank for member in planned if member.uid == request.next_of.uid), None)
+        if rank is None:
+            return pb.PlacementResponse(version=version, world_size=len(planned))
+        response = self._tables(goal)
+        response.world_size, response.rank = len(planned), rank
+        return response
+
     def placement(self, group: Group, request: pb.PlacementRequest) -> pb.PlacementResponse:
         """The tables of an epoch: the frozen ones until it serves, then the newest. Raises FailedPrecondition."""
+        if request.HasField("next_of"):
+            return self.next_placement(group, request)
         manager = self._manager
         goal = {
             Phase.EXCHANGING: manager.epoch_goal,
@@ -181,6 +274,10 @@ class PlacementService:
         }.get(group.phase)
         if request.epoch != group.epoch or goal is None:
             raise FailedPrecondition(f"placement: expected one of epoch {group.epoch}, got {request.epoch}")
+        return self._tables(goal)
+
+    def _tables(self, goal: Goal) -> pb.PlacementResponse:
+        manager = self._manager
         response = pb.PlacementResponse(version=goal.version, num_slots=len(_row(goal.tables[0])))
         size = manager.kind.num_experts if manager.kind is not None else 1
         for table in goal.tables:
@@ -232,6 +329,8 @@ class PlacementService:
             return f"expected a complete serving group, got {group.phase.value}{missing}"
         if group.epoch != epoch:
             return f"expected epoch {epoch}, got {group.epoch}"
+        if self.next_version(group):
+            return self.scaling(group) or "ranks are readmitted"
         return "experts are moving already" if self._manager.is_moving else ""
 
     async def experts(self) -> pb.ExpertsResponse:
@@ -309,6 +408,10 @@ class PlacementService:
         if self.version != before:
             self._metrics.placement_version.set(self.version)
             self._announce()
+
+
+def _domain(place: Place | None) -> str | None:
+    return None if place is None else place.nvlink_domain or place.hostname
 
 
 def _row(table: Table) -> Sequence[int]:

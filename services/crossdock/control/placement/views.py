@@ -26,6 +26,7 @@ from crossdock.control.group.group_state import (
     PublishRegion,
     Ready,
     Register,
+    Wanted,
     Worker,
 )
 from crossdock.control.group.ranks import NetworkPlace
@@ -37,6 +38,8 @@ MAX_NAME_CHARS = MAX_UID_CHARS
 MAX_TEXT_CHARS = 1000
 MAX_REGION_BYTES = 64 << 10
 MAX_LEAD = 1 << 20
+MAX_WORKERS = 1 << 16
+MAX_SCALES = 1 << 53
 CLOCK_FLOOR = 1 << 40
 MAX_LOCAL_RANK = 1 << 16
 MAX_HOST_BYTES = 64 << 10
@@ -134,6 +137,19 @@ class Limits:
         return Limits(world_size, max(1, min(MAX_REGION_BYTES, room)))
 
 
+@dataclass(frozen=True, slots=True)
+class PlacementView:
+    """What a view says of experts: versions of the newest placement and of that of the planned epoch, and what a group
+    that is scaled waits for."""
+
+    version: int = 0
+    planned: int = 0
+    scaling: str = ""
+
+
+NO_PLACEMENT = PlacementView()
+
+
 def check_incarnation(incarnation: int, now_ns: int) -> None:
     """Raises FailedPrecondition: it is too far in the future of this clock."""
     ahead_s = (incarnation - now_ns) / 1e9
@@ -189,7 +205,8 @@ def register_event(
         boot_id=request.host.boot_id,
         communicator=_communicator(request),
     )
-    return Register(worker, _prior(request.prior, limits, max_epoch) if request.HasField("prior") else None)
+    prior = _prior(request.prior, limits, max_epoch) if request.HasField("prior") else None
+    return Register(worker, prior, _wanted(request.wanted) if request.HasField("wanted") else None)
 
 
 def publish_event(request: pb.PublishRegionRequest, limits: Limits) -> PublishRegion:
@@ -202,14 +219,15 @@ def ready_event(request: pb.ReadyRequest) -> Ready:
     return Ready(*_worker_id(request.worker), request.epoch, request.placement)
 
 
-def heartbeat_event(request: pb.HeartbeatRequest, limits: Limits, max_epoch: int) -> Heartbeat:
-    """Check a HeartbeatRequest; `max_epoch`: see `greatest_epoch`. Raises InvalidArgument."""
+def heartbeat_event(request: pb.HeartbeatRequest, limits: Limits, max_epoch: int, prepared: bool = False) -> Heartbeat:
+    """Check a HeartbeatRequest; `max_epoch`: see `greatest_epoch`; `prepared`: for the planned epoch. Raises
+    InvalidArgument."""
     if len(request.silent_ranks) > limits.world_size:
         got = len(request.silent_ranks)
         raise InvalidArgument(f"silent_ranks: expected at most {limits.world_size} of them, got {got}")
     _check_epoch("epoch", request.epoch, max_epoch)
     silent = tuple(sorted(set(request.silent_ranks)))
-    return Heartbeat(*_worker_id(request.worker), request.epoch, silent, printable(request.fault), request.loaded)
+    return Heartbeat(*_worker_id(request.worker), request.epoch, silent, printable(request.fault), prepared)
 
 
 def check_stats(stats: pb.WorkerStats) -> None:
@@ -241,7 +259,13 @@ def is_replaced(group: Group, worker: pb.WorkerId) -> bool:
 
 
 def group_view(
-    group: Group, version: int, now: float, stats: Mapping[str, pb.WorkerStats], *, regions: bool, placement: int = 0
+    group: Group,
+    version: int,
+    now: float,
+    stats: Mapping[str, pb.WorkerStats],
+    *,
+    regions: bool,
+    experts: PlacementView = NO_PLACEMENT,
 ) -> pb.GroupView:
     """Render the state with all its members.
 
@@ -250,10 +274,10 @@ def group_view(
         now: on the clock of the machine; gives the heartbeat ages.
         stats: uid -> statistics of the last heartbeat.
         regions: include regions, for members only; sent only once the table is complete.
-        placement: version of the placement of experts.
+        experts: versions of their placements.
     """
     with_regions = regions and group.sealed
-    view = _headline(group, version, placement)
+    view = _headline(group, version, experts)
     sick = blame.sick(group)
     for member in group.members:
         age_s = max(0.0, now - (member.lease_until - group.settings.lease_s))
@@ -265,10 +289,10 @@ def group_view(
     return view
 
 
-def brief_view(group: Group, version: int, placement: int = 0) -> pb.GroupView:
+def brief_view(group: Group, version: int, experts: PlacementView = NO_PLACEMENT) -> pb.GroupView:
     """View for all members before the table is complete: the state, without members. Missing ranks are listed only if
     they are few."""
-    view = _headline(group, version, placement)
+    view = _headline(group, version, experts)
     if len(view.lost_ranks) > MAX_LOST_NAMED:
         del view.lost_ranks[:]
     return view
@@ -283,28 +307,31 @@ def own_seat(group: Group, worker: pb.WorkerId) -> pb.GroupView:
     return view
 
 
-def table_view(group: Group, version: int, placement: int = 0) -> pb.GroupView:
+def table_view(group: Group, version: int, experts: PlacementView = NO_PLACEMENT) -> pb.GroupView:
     """View for all members once the table is complete: ranks, workers and regions."""
-    view = _headline(group, version, placement)
+    view = _headline(group, version, experts)
     for member in group.members:
         worker = pb.WorkerId(uid=member.uid, incarnation=member.worker.incarnation)
         view.members.add(rank=member.rank, worker=worker, region=member.region, ready=member.ready)
     return view
 
 
-def _headline(group: Group, version: int, placement: int) -> pb.GroupView:
+def _headline(group: Group, version: int, experts: PlacementView) -> pb.GroupView:
     return pb.GroupView(
         epoch=group.epoch,
         state=group.phase.value,
-        world_size=group.settings.world_size,
+        world_size=group.world_size,
         reason=group.why,
-        lost_ranks=group.lost_ranks if len(group.members) < group.settings.world_size else (),
+        lost_ranks=group.lost_ranks if len(group.members) < group.world_size else (),
         version=version,
         model=group.members[0].worker.model if group.members else "",
         broken_ranks=group.broken_ranks,
         num_members=len(group.members),
-        placement=placement,
+        placement=experts.version,
         active_ranks=sorted(group.active or ()),
+        wanted=pb.Wanted(workers=group.wanted.workers, version=group.wanted.version),
+        next_placement=experts.planned,
+        scaling=experts.scaling,
     )
 
 
@@ -317,7 +344,7 @@ def topology_response(
         facts: uid -> facts of its host, and the index of its GPU there (discovery.CPU = none).
         labels: by hostname.
     """
-    response = pb.TopologyResponse(epoch=group.epoch, world_size=group.settings.world_size)
+    response = pb.TopologyResponse(epoch=group.epoch, world_size=group.world_size)
     numbers: dict[bytes, int] = {}
     for member in group.members:
         if member.uid not in facts:
@@ -419,7 +446,15 @@ def _prior(prior: pb.PriorMembership, limits: Limits, max_epoch: int) -> Prior:
     if len(active) != len(prior.active_ranks) or not active <= frozenset(range(limits.world_size)):
         raise InvalidArgument(f"prior.active_ranks: expected different ranks < {limits.world_size}, got others")
     region = _region("prior.region", prior.region, limits)
-    return Prior(prior.epoch, prior.rank, region, prior.ready, active or None)
+    if prior.world_size > MAX_WORKERS:
+        raise InvalidArgument(f"prior.world_size: expected <= {MAX_WORKERS}, got {prior.world_size}")
+    return Prior(prior.epoch, prior.rank, region, prior.ready, active or None, prior.world_size)
+
+
+def _wanted(wanted: pb.Wanted) -> Wanted:
+    if not 1 <= wanted.workers <= MAX_WORKERS:
+        raise InvalidArgument(f"wanted.workers: expected 1..{MAX_WORKERS}, got {wanted.workers}")
+    return Wanted(wanted.workers, min(wanted.version, MAX_SCALES))
 
 
 def _region(field: str, region: bytes, limits: Limits) -> bytes:

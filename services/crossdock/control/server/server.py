@@ -45,6 +45,7 @@ from crossdock.control.group.group_state import (
     Refusal,
     Refuse,
     RefusedWorker,
+    Scale,
     Settings,
     Tick,
     Uncordon,
@@ -129,8 +130,10 @@ class GroupMeasures:
         """Set the gauges."""
         metrics, active = self._metrics, group.active
         metrics.epoch.set(group.epoch)
+        metrics.world_size.set(group.world_size)
+        metrics.wanted_workers.set(group.wanted.workers)
         metrics.members.set(len(group.members))
-        metrics.active_ranks.set(len(group.members) if active is None else len(active))
+        metrics.active_ranks.set(min(len(group.members), group.world_size) if active is None else len(active))
         barred = Counter(bar.cause for bar in group.bars)
         for cause in _EXCLUDED:
             metrics.excluded_workers.labels(cause=cause).set(barred[cause])
@@ -246,6 +249,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             blame_epochs=config.blame_epochs,
             blame_window_s=config.blame_window_s,
             quarantine_s=config.quarantine_s,
+            min_workers=config.min_workers,
+            max_workers=config.most_workers,
         )
         # State: lost with the process, told again by workers.
         self._id = secrets.randbits(63) | 1
@@ -253,20 +258,19 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         self._facts: dict[str, tuple[topology_pb2.HostFacts, int]] = {}
         self._planned: tuple[int, float, pb.ExpertsResponse] | None = None
         self._topology: tuple[int, dict[str, discovery.Labels], bytes] | None = None
-        self._limits = views.Limits.of(config.num_ranks)
+        self._limits = views.Limits.of(config.most_workers)
         self._group = new_group(settings, clock(), 1 + secrets.randbelow(MAX_LEAP))
         self._version = 1
         self._stats: dict[str, pb.WorkerStats] = {}
         # Parts beside the state machine.
         self._keys = WorkerKeys()
-        self._watchers = Watchers(config.num_ranks, metrics)
+        self._watchers = Watchers(config.most_workers, metrics)
         self._rendered: dict[bool, tuple[int, bytes]] = {}
         self._experts = PlacementService(
             config.placement, config.num_ranks, metrics, clock, lambda: self._group, self._announce
         )
         self._postmortems, self._measures = Postmortems(), GroupMeasures(metrics)
         self._latency, self._slow_s = latency_watch.LatencyWatch(metrics), config.quarantine_slow_s
-        metrics.world_size.set(config.num_ranks)
         self._measure()
 
     @property
@@ -335,7 +339,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         report = self._experts.check_report(self._group, request)
         views.check_stats(request.stats)
         latency_watch.check(request.stats.latency, self._limits.world_size)
-        self._apply(views.heartbeat_event(request, self._limits, self._max_epoch()))
+        prepared = self._experts.is_prepared(self._group, request)
+        self._apply(views.heartbeat_event(request, self._limits, self._max_epoch(), prepared))
         self._metrics.heartbeats_total.inc()
         self._postmortems.record(request)
         if report is not None:
@@ -381,6 +386,13 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
     async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceResponse:
         """Move experts now."""
         return await self._experts.rebalance()
+
+    async def Scale(self, request: pb.ScaleRequest, context: Any) -> pb.ScaleResponse:
+        """Have more or fewer workers."""
+        self._experts.check_size(request.workers)
+        self._apply(Scale(request.workers))
+        log.warning("scaling", workers=self._group.world_size, wanted=self._group.wanted.workers)
+        return pb.ScaleResponse(workers=self._group.wanted.workers, world_size=self._group.world_size)
 
     async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:
         """Load another checkpoint now."""
@@ -451,8 +463,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         """The view for a watcher, and the epoch of the last region table sent to it; `has_table`: the one before."""
         group, inside = self._group, views.is_member(self._group, worker)
         if not (brief and inside):
-            stats, placement = self._stats, self._experts.version
-            whole = views.group_view(group, self._version, self._clock(), stats, regions=inside, placement=placement)
+            stats, experts = self._stats, self._placement_view()
+            whole = views.group_view(group, self._version, self._clock(), stats, regions=inside, experts=experts)
             whole.barred.extend(views.bar_messages(group.bars, self._clock(), self._id))
             if latency:
                 self._latency.show(whole, self._clock())
@@ -465,9 +477,13 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
         group, rendered = self._group, self._rendered.get(table)
         if rendered is None or rendered[0] != self._version:
             make = views.table_view if table else views.brief_view
-            rendered = self._version, make(group, self._version, self._experts.version).SerializeToString()
+            rendered = self._version, make(group, self._version, self._placement_view()).SerializeToString()
             self._rendered[table] = rendered
         return rendered[1] if table else rendered[1] + views.own_seat(group, worker).SerializeToString()
+
+    def _placement_view(self) -> views.PlacementView:
+        experts, group = self._experts, self._group
+        return views.PlacementView(experts.version, experts.next_version(group), experts.scaling(group))
 
     def _announce(self) -> None:
         """Notify the watchers of another placement."""
@@ -513,7 +529,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             "group changed",
             state=group.phase.value,
             epoch=group.epoch,
-            members=f"{len(group.members)}/{group.settings.world_size}",
+            members=f"{len(group.members)}/{group.world_size}",
             regions="complete" if group.sealed else "missing",
             reason=group.why,
         )

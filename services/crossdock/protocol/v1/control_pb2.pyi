@@ -47,21 +47,31 @@ class WorkerId(_message.Message):
     def __init__(self, uid: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class PriorMembership(_message.Message):
-    __slots__ = ("epoch", "rank", "region", "ready", "active_ranks")
+    __slots__ = ("epoch", "rank", "region", "ready", "active_ranks", "world_size")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     rank: int
     region: bytes
     ready: bool
     active_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., region: _Optional[bytes] = ..., ready: bool = ..., active_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    world_size: int
+    def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., region: _Optional[bytes] = ..., ready: bool = ..., active_ranks: _Optional[_Iterable[int]] = ..., world_size: _Optional[int] = ...) -> None: ...
+
+class Wanted(_message.Message):
+    __slots__ = ("workers", "version")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    workers: int
+    version: int
+    def __init__(self, workers: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https", "network", "barred", "communicator", "checkpoints")
+    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https", "network", "barred", "communicator", "checkpoints", "wanted")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +89,7 @@ class RegisterRequest(_message.Message):
     BARRED_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     host: _topology_pb2.HostFacts
     local_rank: int
@@ -96,7 +107,8 @@ class RegisterRequest(_message.Message):
     barred: Barred
     communicator: _containers.RepeatedCompositeFieldContainer[CommunicatorSetting]
     checkpoints: Checkpoints
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., barred: _Optional[_Union[Barred, _Mapping]] = ..., communicator: _Optional[_Iterable[_Union[CommunicatorSetting, _Mapping]]] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ...) -> None: ...
+    wanted: Wanted
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., barred: _Optional[_Union[Barred, _Mapping]] = ..., communicator: _Optional[_Iterable[_Union[CommunicatorSetting, _Mapping]]] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ..., wanted: _Optional[_Union[Wanted, _Mapping]] = ...) -> None: ...
 
 class CheckpointRef(_message.Message):
     __slots__ = ("number", "path", "fingerprint")
@@ -215,7 +227,7 @@ class Member(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., worker: _Optional[_Union[WorkerId, _Mapping]] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., region: _Optional[bytes] = ..., ready: bool = ..., heartbeat_age_s: _Optional[float] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., sick: _Optional[str] = ...) -> None: ...
 
 class GroupView(_message.Message):
-    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members", "term", "placement", "active_ranks", "barred", "verdict")
+    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members", "term", "placement", "active_ranks", "barred", "verdict", "wanted", "next_placement", "scaling")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +243,9 @@ class GroupView(_message.Message):
     ACTIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
     BARRED_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    SCALING_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: GroupState
     world_size: int
@@ -246,7 +261,24 @@ class GroupView(_message.Message):
     active_ranks: _containers.RepeatedScalarFieldContainer[int]
     barred: _containers.RepeatedCompositeFieldContainer[Barred]
     verdict: Verdict
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ..., num_members: _Optional[int] = ..., term: _Optional[int] = ..., placement: _Optional[int] = ..., active_ranks: _Optional[_Iterable[int]] = ..., barred: _Optional[_Iterable[_Union[Barred, _Mapping]]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...
+    wanted: Wanted
+    next_placement: int
+    scaling: str
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ..., num_members: _Optional[int] = ..., term: _Optional[int] = ..., placement: _Optional[int] = ..., active_ranks: _Optional[_Iterable[int]] = ..., barred: _Optional[_Iterable[_Union[Barred, _Mapping]]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., wanted: _Optional[_Union[Wanted, _Mapping]] = ..., next_placement: _Optional[int] = ..., scaling: _Optional[str] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: int
+    def __init__(self, workers: _Optional[int] = ...) -> None: ...
+
+class ScaleResponse(_message.Message):
+    __slots__ = ("workers", "world_size")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    workers: int
+    world_size: int
+    def __init__(self, workers: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class PublishRegionRequest(_message.Message):
     __slots__ = ("worker", "epoch", "region")
@@ -377,7 +409,7 @@ class Verdict(_message.Message):
     def __init__(self, kind: _Optional[_Union[VerdictKind, str]] = ..., ranks: _Optional[_Iterable[int]] = ..., hosts: _Optional[_Iterable[str]] = ..., expert: _Optional[int] = ..., confidence: _Optional[float] = ..., lost_share: _Optional[float] = ..., text: _Optional[str] = ..., age_s: _Optional[float] = ..., interval_s: _Optional[float] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "silent_ranks", "fault", "stats", "experts", "loaded", "postmortem")
+    __slots__ = ("worker", "epoch", "silent_ranks", "fault", "stats", "experts", "loaded", "prepared", "unprepared", "postmortem")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SILENT_RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -385,6 +417,8 @@ class HeartbeatRequest(_message.Message):
     STATS_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
+    UNPREPARED_FIELD_NUMBER: _ClassVar[int]
     POSTMORTEM_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     epoch: int
@@ -393,8 +427,10 @@ class HeartbeatRequest(_message.Message):
     stats: WorkerStats
     experts: ExpertReport
     loaded: bool
+    prepared: int
+    unprepared: str
     postmortem: str
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., silent_ranks: _Optional[_Iterable[int]] = ..., fault: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., experts: _Optional[_Union[ExpertReport, _Mapping]] = ..., loaded: bool = ..., postmortem: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., silent_ranks: _Optional[_Iterable[int]] = ..., fault: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., experts: _Optional[_Union[ExpertReport, _Mapping]] = ..., loaded: bool = ..., prepared: _Optional[int] = ..., unprepared: _Optional[str] = ..., postmortem: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("epoch", "barred")
@@ -493,22 +529,28 @@ class HeldExperts(_message.Message):
     def __init__(self, experts: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., checkpoint: _Optional[int] = ...) -> None: ...
 
 class PlacementRequest(_message.Message):
-    __slots__ = ("epoch",)
+    __slots__ = ("epoch", "next_of")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_OF_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+    next_of: WorkerId
+    def __init__(self, epoch: _Optional[int] = ..., next_of: _Optional[_Union[WorkerId, _Mapping]] = ...) -> None: ...
 
 class PlacementResponse(_message.Message):
-    __slots__ = ("version", "layers", "num_slots", "checkpoints")
+    __slots__ = ("version", "layers", "num_slots", "checkpoints", "world_size", "rank")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     version: int
     layers: _containers.RepeatedCompositeFieldContainer[LayerPlacement]
     num_slots: int
     checkpoints: Checkpoints
-    def __init__(self, version: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerPlacement, _Mapping]]] = ..., num_slots: _Optional[int] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ...) -> None: ...
+    world_size: int
+    rank: int
+    def __init__(self, version: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerPlacement, _Mapping]]] = ..., num_slots: _Optional[int] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class LayerPlacement(_message.Message):
     __slots__ = ("experts", "checkpoint")

@@ -89,6 +89,11 @@ class ControlPlaneStub(object):
                 request_serializer=crossdock_dot_v1_dot_control__pb2.LoadRequest.SerializeToString,
                 response_deserializer=crossdock_dot_v1_dot_control__pb2.LoadResponse.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/crossdock.v1.ControlPlane/Scale',
+                request_serializer=crossdock_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=crossdock_dot_v1_dot_control__pb2.ScaleResponse.FromString,
+                _registered_method=True)
         self.Cordon = channel.unary_unary(
                 '/crossdock.v1.ControlPlane/Cordon',
                 request_serializer=crossdock_dot_v1_dot_control__pb2.CordonRequest.SerializeToString,
@@ -186,6 +191,13 @@ class ControlPlaneServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Have more or fewer workers, while the group serves. INVALID_ARGUMENT: out of bounds, or experts do not fit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Cordon(self, request, context):
         """Keep workers out of the group once they are out, and with `drain` make them finish what is queued and leave.
         NOT_FOUND: no such rank, worker or host here.
@@ -265,6 +277,11 @@ def add_ControlPlaneServicer_to_server(servicer, server):
                     servicer.Load,
                     request_deserializer=crossdock_dot_v1_dot_control__pb2.LoadRequest.FromString,
                     response_serializer=crossdock_dot_v1_dot_control__pb2.LoadResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=crossdock_dot_v1_dot_control__pb2.ScaleRequest.FromString,
+                    response_serializer=crossdock_dot_v1_dot_control__pb2.ScaleResponse.SerializeToString,
             ),
             'Cordon': grpc.unary_unary_rpc_method_handler(
                     servicer.Cordon,
@@ -579,6 +596,33 @@ class ControlPlane(object):
             '/crossdock.v1.ControlPlane/Load',
             crossdock_dot_v1_dot_control__pb2.LoadRequest.SerializeToString,
             crossdock_dot_v1_dot_control__pb2.LoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/crossdock.v1.ControlPlane/Scale',
+            crossdock_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
+            crossdock_dot_v1_dot_control__pb2.ScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,8 @@ Progress = Callable[[int, int], None]
 """(done_bytes, total_bytes), called after each expert. What it raises ends the loading."""
 Weights = tuple[Stack, Stack]
 """The first matrices [L, 2I, H] (gate rows before up rows; ungated: [L, I, H]) and down [L, H, I] of one layer."""
+Held = tuple[tuple[int, ...], Weights]
+"""Experts by slot, and their weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,24 +234,46 @@ class ExpertMLPs:
         progress: Progress | None = None,
         *,
         number: int = 0,
+        more: Held | None = None,
     ) -> Weights:
         """Weights of a layer for other experts than are held, or of another checkpoint: those that are held are copied,
         the others are read. Changes nothing here; `replace` takes them.
 
-        Args, Raises: as `load`; as many expert_ids as there are slots; number: of the checkpoint.
+        Args, Raises: as `load`; number: of the checkpoint; more: experts of it that were `read`, to copy as well.
         """
-        if len(expert_ids) != self.num_experts:
-            raise ValueError(f"expert_ids: expected {self.num_experts} of them, got {len(expert_ids)}")
-        same = number == self.checkpoints[layer]
-        known, weights = (self.ids[layer], self._weights[layer]) if same else ((), None)
-        held = self.dtype, self._weights[layer][0].format.kind == "float"
-        total = len(set(expert_ids) - set(known)) * expert_bytes(checkpoint, layer, *held)
-        staged = _Reader(held, self._device, total, progress).layer(checkpoint, layer, expert_ids, known, weights)
+        held = [(self.ids[layer], self._weights[layer])] if number == self.checkpoints[layer] else []
+        staged = self.read(checkpoint, layer, expert_ids, progress, [*held, *([more] if more else [])])
         self._prepare(staged)
         return staged
 
+    def read(
+        self,
+        checkpoint: Checkpoint,
+        layer: int,
+        expert_ids: Sequence[int],
+        progress: Progress | None = None,
+        held: Sequence[Held] = (),
+    ) -> Weights:
+        """Weights of a layer, as they are held here: experts in `held` are copied, the others are read.
+
+        Args, Raises: as `load`.
+        """
+        kind = self.dtype, self._weights[layer][0].format.kind == "float"
+        known = {expert for ids, _ in held for expert in ids}
+        total = len(set(expert_ids) - known) * expert_bytes(checkpoint, layer, *kind)
+        return _Reader(kind, self._device, total, progress).layer(checkpoint, layer, expert_ids, held)
+
+    def resized(self) -> None:
+        """Every layer has another number of slots, by `replace`. Not while a step runs."""
+        sizes = {pair[0].data.shape[0] for pair in self._weights.values()}
+        if len(sizes) > 1:
+            raise ValueError(f"resized: expected as many experts in each layer, got {sorted(sizes)}")
+        self.num_experts = sizes.pop()
+        self.num_bytes = sum(stack.num_bytes for pair in self._weights.values() for stack in pair)
+
     def replace(self, layer: int, expert_ids: Sequence[int], first: Stack, down: Stack, *, checkpoint: int = 0) -> None:
-        """Hold other weights for a layer, of the same shapes. Not while a step uses it. checkpoint: its number."""
+        """Hold other weights for a layer, of the same shapes; of another number of slots: for each layer, then
+        `resized`. Not while a step uses it. checkpoint: its number."""
         self._weights[layer], self.checkpoints[layer] = (first, down), checkpoint
         self.ids[layer] = tuple(expert_ids)
         for computed in self._computed.values():
@@ -414,18 +438,18 @@ class _Reader:
         checkpoint: Checkpoint,
         layer: int,
         ids: Sequence[int],
-        held: Sequence[int] = (),
-        weights: Weights | None = None,
+        held: Sequence[Held] = (),
     ) -> Weights:
-        """The experts `ids` by slot; those among `held` are copied out of `weights`."""
+        """The experts `ids` by slot; those in `held` are copied."""
         spec = checkpoint.spec
         if not ids or not all(0 <= expert < spec.num_experts for expert in ids):
             raise ValueError(f"expert_ids: expected some in 0..{spec.num_experts - 1}, got {list(ids)}")
         first, down = checkpoint.stacks(layer, len(ids), self._held[0], self._device, widen=self._held[1])
         for slot, expert in enumerate(ids):
-            if weights is not None and expert in held:
-                for target, source in zip((first, down), weights, strict=True):
-                    target[slot].copy_(source[held.index(expert)])
+            known = next((pair for pair in held if expert in pair[0]), None)
+            if known is not None:
+                for target, source in zip((first, down), known[1], strict=True):
+                    target[slot].copy_(source[known[0].index(expert)])
                 continue
             checkpoint.read_expert(layer, expert, first[slot], down[slot])
             self._done += first[slot].num_bytes + down[slot].num_bytes

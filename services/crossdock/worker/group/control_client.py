@@ -143,7 +143,8 @@ class ControlPlaneClient:
         self._refused: JoinRefused | None = None
         self._prior: control_pb2.PriorMembership | None = None
         self._fault: tuple[int, Fault] | None = None
-        self._standby_ready = False
+        self._prepared: int | None = None
+        self._unprepared = ""
         self._barred = control_pb2.Barred()
         self._refusals = Refusals()
         self._lease_s = 3.0
@@ -198,7 +199,7 @@ class ControlPlaneClient:
         """Wait for the regions of all ranks in `epoch`; None: that epoch is over. Raises JoinRefused."""
         await self.wait(lambda view: view.epoch > epoch or self._table.epoch == epoch)
         over = self._view.epoch > epoch or self._table.epoch != epoch
-        return None if over else [member.region for member in self._table.members]
+        return None if over else [member.region for member in self._table.members[: self._table.world_size]]
 
     def own_member(self, view: View) -> control_pb2.Member | None:
         """This worker's entry in a view."""
@@ -210,7 +211,8 @@ class ControlPlaneClient:
 
     async def publish_region(self, epoch: int, rank: int, region: bytes) -> None:
         """Publish this rank's region for `epoch`. Raises CallError (FailedPrecondition: the epoch is over)."""
-        self._prior = control_pb2.PriorMembership(epoch=epoch, rank=rank, region=region)
+        size = self._view.world_size if self._view.epoch == epoch else 0
+        self._prior = control_pb2.PriorMembership(epoch=epoch, rank=rank, region=region, world_size=size)
         request = control_pb2.PublishRegionRequest(worker=self._registration.worker, epoch=epoch, region=region)
         await self._call("PublishRegion", request, self._group_call_s, retry_s=self._group_call_s)
 
@@ -220,19 +222,22 @@ class ControlPlaneClient:
         request = control_pb2.ReadyRequest(worker=self._registration.worker, epoch=epoch, placement=placement)
         await self._call("Ready", request, self._group_call_s, retry_s=self._group_call_s)
 
-    async def placement(self, epoch: int) -> control_pb2.PlacementResponse:
-        """Fetch the placement of `epoch`. Raises CallError (FailedPrecondition: the epoch is over).
+    async def placement(self, epoch: int, *, of_next: bool = False) -> control_pb2.PlacementResponse:
+        """Fetch the placement of `epoch`, or of the one that is planned after it. Raises CallError (FailedPrecondition:
+        the epoch is over, or none is planned).
 
         An answer that was in flight when the Watch stream ended may be from a former leader, whose successor may use
         the same version for other tables. Such an answer is dropped and the call is repeated."""
-        request = control_pb2.PlacementRequest(epoch=epoch)
+        worker = self._registration.worker if of_next else None
+        request = control_pb2.PlacementRequest(epoch=epoch, next_of=worker)
         while True:
             stream = self._num_streams
             answer: control_pb2.PlacementResponse = await self._call(
                 "Placement", request, self._group_call_s, retry_s=self._group_call_s
             )
             if stream == self._num_streams:
-                self._registration.checkpoints.CopyFrom(answer.checkpoints)  # for whatever leader comes next
+                if answer.layers:
+                    self._registration.checkpoints.CopyFrom(answer.checkpoints)  # for whatever leader comes next
                 return answer
 
     def serving(self, epoch: int) -> None:
@@ -247,10 +252,15 @@ class ControlPlaneClient:
             self._prior.ready = False
         self._heartbeat_now.set()
 
-    def standby_ready(self, is_ready: bool) -> None:
-        """Set whether this worker, a standby of a serving group, holds the experts of its rank."""
-        if is_ready != self._standby_ready:
-            self._standby_ready = is_ready
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the experts of the planned epoch in the newest view are here."""
+        return self._prepared == self._view.next_placement
+
+    def prepared(self, version: int | None, why_not: str = "") -> None:
+        """Set the planned placement whose experts this worker holds, None for none, or why it cannot load them."""
+        if (version, why_not) != (self._prepared, self._unprepared):
+            self._prepared, self._unprepared = version, why_not
             self._heartbeat_now.set()
 
     async def leave(self, reason: str) -> None:
@@ -379,7 +389,10 @@ class ControlPlaneClient:
         self._remember(view)
         async with self._changed:
             self._view = view
-            if len(view.members) == view.world_size and view.members[-1].region:  # all members have a region, or none
+            if view.HasField("wanted"):
+                self._registration.wanted.CopyFrom(view.wanted)  # for whatever leader comes next
+            ranks = view.members[: view.world_size]  # standbys have ranks above
+            if len(ranks) == view.world_size and ranks[-1].region:  # all members have a region, or none
                 self._table = view
             self._changed.notify_all()
 
@@ -394,7 +407,11 @@ class ControlPlaneClient:
         if own_member is not None:
             kept = self._prior.region if self._prior is not None and own_member.rank in view.active_ranks else b""
             self._prior = control_pb2.PriorMembership(
-                epoch=view.epoch, rank=own_member.rank, region=own_member.region or kept, active_ranks=view.active_ranks
+                epoch=view.epoch,
+                rank=own_member.rank,
+                region=own_member.region or kept,
+                active_ranks=view.active_ranks,
+                world_size=view.world_size,
             )
         elif self._prior is not None:  # lost and not yet registered again: no seat in the newer epoch
             self._prior.ready = False
@@ -445,7 +462,8 @@ class ControlPlaneClient:
     def _heartbeat(self) -> control_pb2.HeartbeatRequest:
         epoch = self._prior.epoch if self._prior is not None else 0
         request = control_pb2.HeartbeatRequest(worker=self._registration.worker, epoch=epoch, stats=self._stats())
-        request.loaded = self._standby_ready
+        request.loaded, request.prepared = self._prepared is not None, self._prepared or 0
+        request.unprepared = self._unprepared
         experts = self._experts()
         if experts is not None:
             request.experts.CopyFrom(experts)

@@ -11,7 +11,7 @@ from crossdock.common.tasks import log_failure
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.experts.expert_tables import ExpertTables, LoadTask, MoveCancelled
 from crossdock.worker.experts.placement import Placement, PlacementError
-from crossdock.worker.group.control_client import ControlPlaneClient
+from crossdock.worker.group.control_client import ControlPlaneClient, View
 from crossdock.worker.group.model import Model
 from crossdock.worker.group.seat import Seat
 from crossdock.worker.group.threads import in_thread
@@ -46,6 +46,14 @@ class ExpertMover:
             return Placement.blocks(spec.num_experts, seat.size, spec.moe_layers)
         message = await self._control.placement(seat.epoch)
         return Placement.parse(message, spec.num_experts, seat.size, spec.moe_layers)
+
+    async def fetch_next(self, view: View) -> tuple[Placement, int] | None:
+        """Fetch the placement of the epoch that is planned after that of `view`, and this worker's rank in it; None: it
+        is not among its members. Raises as `fetch`."""
+        spec, message = self._model.spec, await self._control.placement(view.epoch, of_next=True)
+        if not message.layers:
+            return None
+        return Placement.parse(message, spec.num_experts, message.world_size, spec.moe_layers), message.rank
 
     async def run(self, seat: Seat, tables: ExpertTables) -> None:
         """Follow newer placements until cancelled. Cancellation takes effect at once, since a hanging file system must

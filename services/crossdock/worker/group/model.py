@@ -31,6 +31,8 @@ _OF_PLACEMENT = {"num_experts", "expert_map"}
 """Fields of the data plane's configuration that depend on the placement: numbers of slots, and where they are."""
 
 
+MoreExperts = dict[int, tuple[tuple[int, ...], Weights, WeightsOf]]
+"""By layer: experts that are loaded beside those that are served, their weights, and of which checkpoint."""
 _MAX_OTHERS = 2
 """Of a mixed group: the one that layers have, and the one that they are to have."""
 
@@ -130,6 +132,7 @@ class Model:
         index = self.device.index if self.device.type == "cuda" else -1
         self.boxes = "" if self._network is None or index < 0 else boxes(config.transport, self._network, index)
         self._experts: ExpertMLPs | None = None
+        self._more: MoreExperts = {}
 
     @property
     def num_bytes(self) -> int:
@@ -148,7 +151,7 @@ class Model:
         return width * self.dtype.itemsize, width * (self._output_dtype or self.dtype).itemsize
 
     def load(self, placement: Placement, rank: int, progress: Callable[[int, int], None]) -> ExpertMLPs | None:
-        """Load the experts of a rank; loaded ones are kept. None: the rank has no slots. Blocks.
+        """Load the experts of a rank; loaded and prepared ones are kept. None: the rank has no slots. Blocks.
 
         Raises:
             CheckpointError: unreadable weights, or no room for them.
@@ -156,18 +159,58 @@ class Model:
         """
         devices.enter(self.device)
         ids = {layer: placement.of_rank(layer, rank) for layer in self.spec.moe_layers}
-        num_slots = len(ids[self.spec.moe_layers[0]])
-        if self._experts is not None and self._experts.num_experts == num_slots:
+        num_slots, more, self._more = len(ids[self.spec.moe_layers[0]]), self._more, {}
+        if self._experts is not None and num_slots:  # one layer at a time, since two sets might not fit
             for layer, row in ids.items():
                 weights = placement.weights(layer)
-                staged = self.stage(layer, row, progress, weights)
+                staged = self.stage(layer, row, progress, weights, more.pop(layer, None))
                 if staged is not None:
                     self._experts.replace(layer, row, *staged, checkpoint=weights.number)
+            self._experts.resized()
             return self._experts
-        self._experts = None  # two sets might not fit
+        self._experts = None
         if num_slots:
             self._experts = self._load_all(placement, ids, num_slots, progress)
         return self._experts
+
+    def prepare(self, placement: Placement, rank: int, progress: Callable[[int, int], None]) -> None:
+        """Load the experts that a rank has in a later epoch and this one does not hold, beside those that it serves
+        with: `load` takes them. Blocks; not beside `load`.
+
+        Args:
+            placement, rank: of the later epoch.
+            progress: as `ExpertMLPs.load`.
+
+        Raises:
+            CheckpointError: unreadable weights, or no room for them.
+            DeviceLost: the GPU does not work any more.
+        """
+        devices.enter(self.device)
+        held, more, self._more = self._experts, {}, {}
+        missing = {}
+        for layer in self.spec.moe_layers:
+            same = held is not None and held.checkpoints[layer] == placement.weights(layer).number
+            known = held.ids[layer] if held is not None and same else ()
+            missing[layer] = [expert for expert in placement.of_rank(layer, rank) if expert not in known]
+        most = max(map(len, missing.values()))
+        if held is None or not most:
+            return
+        check_memory(self._checkpoint, most, self.device, self._held_dtype, widen=self._widen)
+        with self._memory_errors(most):
+            for layer, ids in missing.items():
+                if ids:
+                    checkpoint = self._checkpoints.open(placement.weights(layer))
+                    more[layer] = tuple(ids), held.read(checkpoint, layer, ids, progress), placement.weights(layer)
+        self._synchronise()
+        self._more = more
+
+    def forget_prepared(self) -> None:
+        """Another epoch is planned than the one of `prepare`, or none."""
+        self._more = {}
+
+    def release(self) -> None:
+        """Hold no experts. Not while a step runs."""
+        self._experts, self._more = None, {}
 
     def _load_all(
         self,
@@ -191,9 +234,10 @@ class Model:
         ids: Sequence[int],
         progress: Callable[[int, int], None],
         weights: WeightsOf = FROM_CONFIG,
+        more: tuple[tuple[int, ...], Weights, WeightsOf] | None = None,
     ) -> Weights | None:
         """Weights of one layer for other experts than are loaded, or of another checkpoint; None: they are these.
-        Blocks; not beside `load`.
+        `more`: experts that were prepared. Blocks; not beside `load`.
 
         Raises:
             CheckpointError: unreadable weights, or no room for them.
@@ -205,10 +249,14 @@ class Model:
         devices.enter(self.device)
         checkpoint = self._checkpoints.open(weights)
         with self._memory_errors(len(ids)):
-            staged = experts.stage(checkpoint, layer, ids, progress, number=number)
+            prepared = more[:2] if more is not None and more[2] == weights else None
+            staged = experts.stage(checkpoint, layer, ids, progress, number=number, more=prepared)
+        self._synchronise()
+        return staged
+
+    def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return staged
 
     def sum(self, placement: Placement, rank: int | None = None) -> int:
         """Of the digests of a rank's experts, or of all, with the files of this worker; reads those that were not

@@ -91,4 +91,6 @@ def seat_in(view: View, control: ControlPlaneClient) -> Seat | None:
 def is_standby(view: View, control: ControlPlaneClient) -> bool:
     """Whether this worker has a rank in a group that serves without it for now."""
     own_member = control.own_member(view)
-    return own_member is not None and bool(view.active_ranks) and own_member.rank not in view.active_ranks
+    if own_member is None:
+        return False
+    return own_member.rank >= view.world_size or (bool(view.active_ranks) and own_member.rank not in view.active_ranks)

@@ -6,7 +6,9 @@
           epoch, in the same process, experts kept
 
 An elastic group continues without a lost rank: the remaining ranks keep communicator and experts, pass the remaining
-ranks to the communicator (`set_active`), and serve. A standby loads its experts and waits to be readmitted.
+ranks to the communicator (`set_active`), and serve. A standby loads its experts and waits to be admitted, to the slot
+of a lost rank or as one more rank. Before the group is scaled, ranks that serve load what they lack afterwards
+(`_prepare`).
 
 An epoch ends for one of three reasons: the control plane has a newer one (a rank was lost, left or was replaced); the
 engine found a peer silent and reported it, so that a newer one begins; or ranks left between two steps. In each case
@@ -27,10 +29,11 @@ from crossdock.common import log
 from crossdock.common.call_errors import CallError
 from crossdock.common.tasks import background, end_tasks
 from crossdock.protocol.v1 import control_pb2
+from crossdock.worker.checkpoints.checkpoint import CheckpointError
 from crossdock.worker.experts import device as devices
 from crossdock.worker.experts.device import DeviceLost
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
-from crossdock.worker.experts.expert_tables import ExpertTables
+from crossdock.worker.experts.expert_tables import ExpertTables, MoveCancelled
 from crossdock.worker.experts.placement import Placement, PlacementError
 from crossdock.worker.group.comparison import WeightsComparison
 from crossdock.worker.group.control_client import ControlPlaneClient, JoinRefused, View
@@ -94,8 +97,8 @@ class Session:
         self._epoch = 0
         self._comm: MoECommunicator | None = None
         self._aborted = False
-        self._standby_rank: int | None = None
         self._left = asyncio.Event()
+        self._leaves = False
         self.comparison = WeightsComparison(model, self._report)
 
     async def run(self) -> None:
@@ -112,6 +115,10 @@ class Session:
             # A seat, and the placement for it.
             await self._control.wait(lambda view: view.version > 0)
             self._status.waiting()
+            if self._leaves and self._control.own_member(self._control.view) is None:
+                _log.warning("left the group", why=self._control.view.reason)
+                self._model.release()
+            self._leaves = False
             seat = await self._next_seat()
             self._status.seated(seat)
             placement = await self._placement(seat)
@@ -151,8 +158,8 @@ class Session:
             if seat is None:
                 await self._load_as_standby(view)
                 continue
-            self._control.standby_ready(False)
-            self._standby_rank, self._epoch = None, seat.epoch
+            self._control.prepared(None)
+            self._epoch = seat.epoch
             if seat.active is None:
                 self._close_comm()
             return seat
@@ -160,30 +167,61 @@ class Session:
     def _concerns(self, view: View) -> bool:
         if seat_in(view, self._control) is not None:
             return True
-        own_member = self._control.own_member(view)
-        return own_member is not None and is_standby(view, self._control) and self._standby_rank != own_member.rank
+        return is_standby(view, self._control) and bool(view.next_placement) and not self._control.is_prepared
 
     async def _load_as_standby(self, view: View) -> None:
-        """The group serves without this worker: load the experts of its rank, then report standby_ready."""
-        own_member = self._control.own_member(view)
-        assert own_member is not None
-        self._control.standby_ready(False)
+        """The group serves without this worker: load the experts that it is to have, and say so."""
+        self._control.prepared(None)
         self._close_comm()
         self._status.joining("loading as a standby of a serving group")
         try:
-            placement = await self._mover.fetch(Seat(view.epoch, own_member.rank, view.world_size))
+            planned = await self._mover.fetch_next(view)
         except (CallError, PlacementError) as error:
             _log.info("no placement", error=error, retry_s=_RETRY_S)
             await asyncio.sleep(_RETRY_S)
             return
-        experts = await in_thread("load", self._model.load, placement, own_member.rank, self._loading)
-        self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
-        now = self._control.own_member(self._control.view)
-        if now is None or now.rank != own_member.rank or not is_standby(self._control.view, self._control):
-            return  # it was readmitted, or lost its rank, while it loaded
-        self._status.joining("waiting to be readmitted by a serving group")
-        self._standby_rank = own_member.rank
-        self._control.standby_ready(True)
+        if planned is None:  # it has no seat there, so nothing is missing
+            self._control.prepared(view.next_placement)
+        else:
+            placement, rank = planned
+            experts = await in_thread("load", self._model.load, placement, rank, self._loading)
+            self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
+            self._status.joining("waiting to be admitted by a serving group")
+            self._control.prepared(placement.version)
+
+    async def _prepare(self, seat: Seat) -> None:
+        """While the group serves `seat`'s epoch: load what this rank lacks in the epoch that is planned next."""
+        tried = 0
+
+        def another(view: View) -> bool:
+            return view.epoch == seat.epoch and view.next_placement != tried
+
+        def check(done_bytes: int, total_bytes: int) -> None:
+            if self._control.view.next_placement != tried:
+                raise MoveCancelled
+
+        while True:
+            view = await self._control.wait(another)
+            tried = view.next_placement
+            self._control.prepared(None)
+            self._model.forget_prepared()
+            try:
+                planned = await self._mover.fetch_next(view) if tried else None
+                self._leaves = bool(tried) and planned is None
+                if self._leaves:
+                    _log.warning("this worker will leave the group", why=view.scaling)
+                elif planned is not None:
+                    await in_thread("prepare", self._model.prepare, *planned, check)
+                    self._control.prepared(planned[0].version)
+            except MoveCancelled:
+                _log.info("another epoch is planned", was=tried, now=self._control.view.next_placement)
+            except (CallError, PlacementError) as error:
+                _log.info("no placement", error=error, retry_s=_RETRY_S)
+                await asyncio.sleep(_RETRY_S)
+                tried = 0
+            except CheckpointError as error:
+                _log.error("cannot load the experts of the planned epoch", error=error)
+                self._control.prepared(None, str(error))
 
     async def _placement(self, seat: Seat) -> Placement | None:
         """Fetch the placement of this epoch; None on failure, which is reported."""
@@ -261,6 +299,7 @@ class Session:
         steps = in_thread("engine", self._engine.run, comm, membership.experts, seat.epoch, tables)
         moving = background(self._mover.run(seat, tables), "the expert mover", JoinRefused)
         comparing = background(self.comparison.run(seat), "the comparison of weights")
+        preparing = background(self._prepare(seat), "preparing for another epoch", JoinRefused)
         newer = asyncio.ensure_future(self._control.wait(lambda view: view.epoch > seat.epoch))
         try:
             either: set[asyncio.Future[Any]] = {steps, newer}
@@ -273,7 +312,7 @@ class Session:
             await self._follow_up(ended, seat, newer, witness=witness)
         finally:
             newer.cancel()
-            await end_tasks(moving, comparing)
+            await end_tasks(moving, comparing, preparing)
 
     def _end_epoch(self, newer: asyncio.Future[View], comm: MoECommunicator, seat: Seat) -> None:
         """The control plane has ended the epoch: fail the requests and stop the engine. If this rank keeps its

@@ -1,0 +1,1 @@
+"""Groups that grow and shrink while they are asked and their workers are killed."""
