@@ -24,6 +24,7 @@ DEFINITIONS = {
 }
 """Groups of types whose definitions the test bed has, and its names of them."""
 OWN_READING = {
+    "keda.sh": "keda",
     "nvidia.com": "dynamo",
     "scheduling.volcano.sh": "volcano",
     "scheduling.x-k8s.io": "coscheduling",

@@ -14,6 +14,7 @@ from crossdock.common.addresses import split_address
 from crossdock.common.config import ControlConfig, HostConfig, load
 from crossdock.host.run import check_network
 from ep_kernels.transports.cpu import native
+from tests.deploy.object_types import faults_of
 from tests.deploy.test_chart import CHART, HELM, needs_helm, render
 
 HOSTS = ("--values", str(CHART / "examples" / "two-cpu-hosts.yaml"))
@@ -233,5 +234,71 @@ def test_values_of_several_hosts_that_contradict_each_other(flags: list[str], wo
     done = subprocess.run(
         [str(HELM), "template", "moe", str(CHART), *given], capture_output=True, text=True, check=False
     )
+    assert done.returncode != 0
+    assert words in done.stderr
+
+
+SCALED = ("--values", str(CHART / "examples" / "autoscaling.yaml"))
+
+
+@needs_helm
+def test_a_group_follows_the_pods_that_an_autoscaler_wants(tmp_path: Path) -> None:
+    made = render(*SCALED)
+    assert "replicas" not in made["StatefulSet/moe-worker"]["spec"], (
+        "a release that sets it undoes the autoscaler's work"
+    )
+    scaler = made["HorizontalPodAutoscaler/moe-worker"]["spec"]
+    target = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "moe-worker"}
+    assert (scaler["scaleTargetRef"], scaler["minReplicas"], scaler["maxReplicas"]) == (target, 2, 4)
+    (tmp_path / "c.yaml").write_text(made["ConfigMap/moe-control"]["data"]["control.yaml"])
+    control = load(ControlConfig, tmp_path / "c.yaml")
+    assert control.follow_workers
+    assert (control.world_size, control.min_workers, control.max_workers) == (4, 4, 8)
+
+
+@needs_helm
+def test_keda_scales_the_same_set() -> None:
+    trigger = '{"type":"prometheus","metadata":{"query":"q","threshold":"1","serverAddress":"http://prometheus:9090"}}'
+    made = render(
+        *SCALED, "--set-json", "worker.scaling.metrics=[]", "--set-json", f"worker.scaling.triggers=[{trigger}]"
+    )
+    assert "HorizontalPodAutoscaler/moe-worker" not in made
+    scaler = made["ScaledObject/moe-worker"]
+    assert faults_of(scaler) == []
+    spec = scaler["spec"]
+    assert (spec["scaleTargetRef"]["name"], spec["minReplicaCount"], spec["maxReplicaCount"]) == ("moe-worker", 2, 4)
+    assert "replicas" not in made["StatefulSet/moe-worker"]["spec"]
+
+
+@needs_helm
+def test_one_pod_that_may_become_several_is_ready_for_them(tmp_path: Path) -> None:
+    """Without an autoscaler `hosts` is the number of pods, and of the group's ranks."""
+    made = render("--set", "worker.scaling.maxHosts=3,worker.config.network.provider=tcp,worker.numWorkers=2")
+    spec = made["StatefulSet/moe-worker"]["spec"]
+    assert (spec["replicas"], spec["updateStrategy"]) == (1, {"type": "OnDelete"})
+    assert host_of(made, tmp_path, spec["template"]["spec"]).worker.network is not None
+    (tmp_path / "c.yaml").write_text(made["ConfigMap/moe-control"]["data"]["control.yaml"])
+    control = load(ControlConfig, tmp_path / "c.yaml")
+    assert (control.world_size, control.min_workers, control.max_workers, control.follow_workers) == (2, 2, 6, True)
+    assert not load(ControlConfig, None, []).follow_workers
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("worker.scaling.maxHosts=3,worker.workload=LeaderWorkerSet", "expected worker.workload StatefulSet"),
+        ("worker.scaling.maxHosts=3,worker.scaling.minHosts=2", "worker.hosts: expected minHosts to maxHosts"),
+        ("worker.scaling.maxHosts=33,worker.numWorkers=2", "expected a product of at most 64"),
+        ("worker.scaling.metrics[0].type=Pods", "expected maxHosts beside metrics or triggers"),
+        (
+            "worker.scaling.maxHosts=2,worker.scaling.metrics[0].type=Pods,worker.scaling.triggers[0].type=cpu",
+            "two autoscalers would undo each other's work",
+        ),
+    ],
+)
+def test_scaling_that_cannot_work_is_refused(flags: str, words: str) -> None:
+    command = [str(HELM), "template", "moe", str(CHART), "--set", flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode != 0
     assert words in done.stderr

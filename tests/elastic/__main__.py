@@ -1,11 +1,12 @@
 """Grow and shrink a group while clients ask it and its workers are killed; no answer may be wrong, none may fail.
 
-    python -m tests.elastic [--seconds N] [--seed N]        (make test-elastic)
+    python -m tests.elastic [--seconds N] [--seed N] [--follow]        (make test-elastic)
 
 Six workers on the `cpu` transport, of a group of three to six. First without kills, 4 to 6 to 3 to 4 and so on: the
 pause of each switch is the longest gap between answers around it, and must stay below PAUSE_S. Then a storm: other
 sizes at random, and kill -9 of a worker at any moment. Each eighth answer must have the bits of one layout that the
-control plane has named (oracle.py); none may fail. Exit status 1 if anything was wrong.
+control plane has named (oracle.py); none may fail. With --follow the group follows its workers instead, and each of
+the six is stopped in order (SIGTERM) and started again. Exit status 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -55,15 +56,16 @@ class Storm:
     Args:
         folder: for the model and the logs.
         seed: of sizes and kills.
+        follow: the group follows its workers.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, *, follow: bool = False) -> None:
         self.model, self.seen, self.random = Model.write(folder / "model"), Seen(), random.Random(seed)
         self.layouts: dict[Layout, int] = {}
         self._lock, self._stop = threading.Lock(), threading.Event()
         control = ControlConfig(
-            listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=FIRST, min_workers=LEAST, max_workers=MOST,
-            lease_s=3.0,
+            listen="127.0.0.1:0", http_listen="127.0.0.1:0", world_size=MOST if follow else FIRST, min_workers=LEAST,
+            max_workers=MOST, lease_s=3.0, follow_workers=follow,
         )  # fmt: skip
         workers = [
             WorkerConfig(
@@ -95,6 +97,20 @@ class Storm:
                 raise TimeoutError(f"not settled within {SETTLE_S:g} s: {view}")
             time.sleep(0.02)
 
+    def roll(self) -> list[float]:
+        """Stop each worker in order, and wait until it is one of six again; the longest gap between answers."""
+        for thread in self.threads:
+            thread.start()
+        pauses = []
+        for pid in self.group.worker_pids():
+            began, epoch = time.monotonic(), self.settle().epoch
+            os.kill(pid, signal.SIGTERM)
+            while (view := self.settle()).epoch < epoch + 2 or view.world_size < MOST:
+                self.seen.sizes.add(view.world_size)
+            pauses.append(self._longest_gap(began))
+        self._end()
+        return pauses
+
     def run(self, seconds: float) -> list[float]:
         """Switches without kills, then the storm; the pauses of the switches."""
         for thread in self.threads:
@@ -121,11 +137,14 @@ class Storm:
             if self.random.random() < 0.3:
                 self.settle()
         self.settle()
+        self._end()
+        return pauses
+
+    def _end(self) -> None:
         self._stop.set()
         for thread in self.threads:
             thread.join(SETTLE_S)
         self._judge(last=True)
-        return pauses
 
     def _longest_gap(self, since: float) -> float:
         with self._lock:
@@ -179,13 +198,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Grow and shrink a group under load and kills.")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the storm")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of sizes and kills")
+    parser.add_argument("--follow", action="store_true", help="the group follows its workers, which are restarted")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="crossdock-elastic-"))
     print(f"seed {arguments.seed}; logs in {folder}", flush=True)
-    storm = Storm(folder, arguments.seed)
+    storm = Storm(folder, arguments.seed, follow=arguments.follow)
     with storm.group:
         storm.group.wait_serving(SETTLE_S)
-        pauses = storm.run(arguments.seconds)
+        pauses = storm.roll() if arguments.follow else storm.run(arguments.seconds)
     seen, answers = storm.seen, len(storm.seen.at)
     some = Question.random(storm.model, 16)
     told_apart = len({some.answer(layout).numpy().tobytes() for layout in storm.layouts})

@@ -150,6 +150,7 @@ _CLAIM = {**_record(name=_TEXT, resourceClaimName=_TEXT, resourceClaimTemplateNa
 _WORKER: dict[str, Any] = {
     "hosts": _NATURAL,
     "numWorkers": _NATURAL,
+    "scaling": _record(minHosts=_COUNT, maxHosts=_COUNT, metrics=_OBJECTS, triggers=_OBJECTS),
     "workload": _enum("StatefulSet", "LeaderWorkerSet"),
     "spread": _enum("preferred", "required", "none"),
     "queue": _record(by=_enum("none", "kueue", "volcano", "coscheduling"), name=_QUEUE),
@@ -251,6 +252,13 @@ _STANDARD = {
     "fullnameOverride": "In the place of the whole name",
     "by": "Who places the pods of the group all together or not at all: kueue, volcano, coscheduling, or none",
     "name": "Kueue's LocalQueue, or Volcano's queue; empty: Volcano's default",
+    "minHosts": "Least number of pods",
+    "maxHosts": "Largest number of pods, of which `hosts` is the first: while it serves, the group grows by each that "
+    "comes and shrinks by each that is stopped. 0: always `hosts`",
+    "metrics": "Of a HorizontalPodAutoscaler, as in examples/autoscaling.yaml",
+    "triggers": "Of a ScaledObject of KEDA instead. With neither, `hosts` is the number of pods: change it by an "
+    "upgrade",
+    "gpuResource": "Name of the resource of a GPU",
     "tmp": "Fields of /tmp's emptyDir, like {sizeLimit: 1Gi}",
     "annotations": "Of both accounts",
     "extraEnv": "Added to the container's",

@@ -113,7 +113,10 @@ class Replay:
         numbers = {key: float(value) for key, value in named.items()}
         times, elastic = (numbers["lease"], numbers["form"], numbers["recover"]), bool(numbers.get("elastic"))
         most = int(numbers.get("most", 0))
-        settings = Settings(int(numbers["world"]), *times, elastic=elastic, max_workers=most)
+        follows, least = bool(numbers.get("follow")), int(numbers.get("least", 1))
+        settings = Settings(
+            int(numbers["world"]), *times, elastic=elastic, min_workers=least, max_workers=most, follow_workers=follows
+        )
         self.group = new_group(settings, self.now, int(numbers.get("leap", 0)))
         return [show(self.group)]
 
@@ -165,7 +168,7 @@ class Replay:
     def _do_beat(self, words: list[str], named: dict[str, str]) -> list[str]:
         silent = tuple(int(rank) for rank in named.get("silent", "").split(",") if rank)
         incarnation = self._incarnation(words[0], named)
-        told = silent, named.get("fault", ""), "loaded" in named
+        told = silent, named.get("fault", ""), "loaded" in named, "leaving" in named
         return self._take(Heartbeat(words[0], incarnation, int(named["epoch"]), *told))
 
     def _do_scale(self, words: list[str], named: dict[str, str]) -> list[str]:

@@ -210,6 +210,12 @@ http: {{ .Values.tls.http }}
 
 {{- define "crossdock.controlConfig" -}}
 {{- $own := dict "listen" "0.0.0.0:7400" "http_listen" "0.0.0.0:7401" "world_size" (mul .Values.worker.hosts .Values.worker.numWorkers) "group" (include "crossdock.group" .) -}}
+{{- with .Values.worker.scaling -}}
+{{- if .maxHosts -}}
+{{- $size := $.Values.worker.numWorkers -}}
+{{- $own = merge $own (dict "follow_workers" true "min_workers" (mul (max 1 (int .minHosts)) $size) "max_workers" (mul .maxHosts $size)) -}}
+{{- end -}}
+{{- end -}}
 {{- if .Values.tls.enabled -}}
 {{- $own = merge $own (dict "security" (include "crossdock.security" . | fromYaml)) -}}
 {{- end -}}
@@ -291,7 +297,17 @@ http: {{ .Values.tls.http }}
 {{- if and $worker.gpus (ne (int $worker.gpus) (int $worker.numWorkers)) -}}
 {{- fail (printf "worker.gpus: expected 0 or worker.numWorkers, which is %v, got %v" $worker.numWorkers $worker.gpus) -}}
 {{- end -}}
-{{- $ranks := mul $worker.hosts $worker.numWorkers | int -}}
+{{- $scaling := $worker.scaling -}}
+{{- if and $scaling.maxHosts (ne $worker.workload "StatefulSet") -}}
+{{- fail (printf "worker.scaling.maxHosts: expected worker.workload StatefulSet, whose replicas are the group's pods, got %s" $worker.workload) -}}
+{{- end -}}
+{{- if and $scaling.maxHosts (or (lt (int $worker.hosts) (int $scaling.minHosts)) (gt (int $worker.hosts) (int $scaling.maxHosts))) -}}
+{{- fail (printf "worker.hosts: expected minHosts to maxHosts of worker.scaling, %v to %v, got %v" $scaling.minHosts $scaling.maxHosts $worker.hosts) -}}
+{{- end -}}
+{{- if and (or $scaling.metrics $scaling.triggers) (or (not $scaling.maxHosts) (and $scaling.metrics $scaling.triggers)) -}}
+{{- fail "worker.scaling: expected maxHosts beside metrics or triggers, and one of the two, since two autoscalers would undo each other's work" -}}
+{{- end -}}
+{{- $ranks := mul (max (int $worker.hosts) (int $scaling.maxHosts)) $worker.numWorkers | int -}}
 {{- if and $worker.gpus (gt $ranks 1) (regexMatch "/mig-|[.]shared$" $worker.gpuResource) -}}
 {{- fail (printf "worker.gpuResource: expected whole GPUs, since MIG instances have no peer access and shared ones are taken in turns (time-slicing), got %s" $worker.gpuResource) -}}
 {{- end -}}

@@ -82,19 +82,24 @@ spec:
 
 {{/* "yes" where the data ports of workers are reached by other pods. */}}
 {{- define "crossdock.network" -}}
-{{- if or (gt (int .Values.worker.hosts) 1) (kindIs "map" (get .Values.worker.config "network")) -}}yes{{- end -}}
+{{- if or (include "crossdock.severalHosts" .) (kindIs "map" (get .Values.worker.config "network")) -}}yes{{- end -}}
+{{- end -}}
+
+{{/* "yes" where the group may have more than one pod. */}}
+{{- define "crossdock.severalHosts" -}}
+{{- if gt (max (int .Values.worker.hosts) (int .Values.worker.scaling.maxHosts)) 1 -}}yes{{- end -}}
 {{- end -}}
 
 {{/* The pod's affinity: as given; where that does not speak of other pods itself, away from the group's other pods and together
 with them as values say. */}}
 {{- define "crossdock.workerAffinity" -}}
 {{- $affinity := deepCopy (.Values.worker.affinity | default dict) -}}
-{{- if and (gt (int .Values.worker.hosts) 1) .Values.worker.together (not (hasKey $affinity "podAffinity")) -}}
+{{- if and (include "crossdock.severalHosts" .) .Values.worker.together (not (hasKey $affinity "podAffinity")) -}}
 {{- $labels := merge (dict "app.kubernetes.io/component" "worker") (include "crossdock.selector" . | fromYaml) -}}
 {{- $term := dict "topologyKey" .Values.worker.together "labelSelector" (dict "matchLabels" $labels) -}}
 {{- $affinity = merge $affinity (dict "podAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term))) -}}
 {{- end -}}
-{{- if and (gt (int .Values.worker.hosts) 1) (ne .Values.worker.spread "none") (not (hasKey $affinity "podAntiAffinity")) -}}
+{{- if and (include "crossdock.severalHosts" .) (ne .Values.worker.spread "none") (not (hasKey $affinity "podAntiAffinity")) -}}
 {{- $labels := merge (dict "app.kubernetes.io/component" "worker") (include "crossdock.selector" . | fromYaml) -}}
 {{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" $labels) -}}
 {{- $rule := dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term) -}}

@@ -117,6 +117,9 @@ class ControlConfig(_ServerConfig, frozen=True, kw_only=True):
     """Least number of ranks that `crossdock scale` takes."""
     max_workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] | None = None
     """Largest number of ranks that `crossdock scale` takes. Null: `world_size`."""
+    follow_workers: bool = False
+    """The group grows by every worker that waits, and shrinks by every one that is stopped in order (SIGTERM), within
+    `min_workers` and `max_workers`: for autoscalers. False: only `crossdock scale` changes its size."""
     lease_s: Seconds = 3.0
     """Lease of a worker: it is lost after this time without a heartbeat. Workers send one every third of it."""
     form_timeout_s: Seconds = 600.0

@@ -207,6 +207,8 @@ def _scale(group: Group, event: Scale, now: float) -> Result:
     least, most = group.settings.min_workers, group.settings.most_workers
     if not least <= event.workers <= most:
         raise _Refused(Refusal.BAD_VALUE, f"workers: expected {least}..{most}, got {event.workers}")
+    if group.settings.follow_workers:
+        raise _Refused(Refusal.WRONG_PHASE, "scale: expected follow_workers: false; start or stop workers instead")
     if group.recovering or not group.placed:
         raise _Refused(Refusal.WRONG_PHASE, f"scale: expected a group that has formed, got none yet: {group.why}")
     if event.workers == group.wanted.workers:
@@ -244,7 +246,7 @@ def _heartbeat(group: Group, event: Heartbeat, now: float) -> Result:
     if wrong and event.epoch >= group.epoch:  # the epoch before may have had more
         raise _Refused(Refusal.BAD_VALUE, f"silent_ranks: expected < {group.world_size}, got {wrong}")
     lease_until = now + group.settings.lease_s
-    group = _update(group, replace(member, lease_until=lease_until, prepared=event.prepared))
+    group = _update(group, replace(member, lease_until=lease_until, prepared=event.prepared, leaving=event.leaving))
     broken = bool(event.silent_ranks or event.fault)
     if group.recovering:
         return recovery.note_heartbeat(group, event, broken), ()
@@ -316,7 +318,7 @@ def _refused(group: Group, event: RefusedWorker, now: float) -> Result:
 
 def _tick(group: Group, event: Tick, now: float) -> Result:
     group = replace(_forgive_pause(group, now - group.ticked_at), ticked_at=now)
-    group = blame.expire(cordon.expire(group, now), now)
+    group = resize.follow(blame.expire(cordon.expire(group, now), now))
     silent = tuple(member for member in group.members if member.lease_until <= now)
     if silent:
         reason = ", ".join(str(member) for member in silent) + " lost: lease expired"

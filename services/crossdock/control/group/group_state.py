@@ -51,6 +51,8 @@ class Settings:
     min_workers: int = 1
     max_workers: int = 0
     """Bounds of `Wanted.workers`; 0: `world_size`."""
+    follow_workers: bool = False
+    """The group wants the workers that there are: those that wait come in, and who leaves takes its slot along."""
 
     @property
     def most_workers(self) -> int:
@@ -168,6 +170,8 @@ class Member:
     """With `ready`: version of the placement that it holds."""
     prepared: bool = False
     """It holds the experts of its rank in the epoch that is planned next: resize.py."""
+    leaving: bool = False
+    """It is being stopped, and serves until the group has no need of it, or its time is up."""
     num_blamed: int = 0
     """Reports of this member as silent."""
 
@@ -406,6 +410,8 @@ class Heartbeat:
     fault: str = ""
     prepared: bool = False
     """The sender holds the experts of its rank in the epoch that is planned next."""
+    leaving: bool = False
+    """The sender is being stopped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,16 @@ def want(group: Group, wanted: Wanted | None) -> Group:
     return with_owners(group) if group.placed else group
 
 
+def follow(group: Group) -> Group:
+    """Where the group wants the workers that there are: want those. Lost ranks are waited for, as ever."""
+    if not group.settings.follow_workers or group.phase is not Phase.SERVING or group.active is not None:
+        return group
+    leaving = sum(member.leaving for member in group.members)
+    ranks = group.world_size - sum(member.leaving for member in group.members if member.rank < group.world_size)
+    workers = group.settings.bounded(max(ranks, len(group.members) - leaving + len(group.spares)))
+    return group if workers == group.wanted.workers else want(group, Wanted(workers, group.wanted.version + 1))
+
+
 def next_members(group: Group) -> tuple[Member, ...]:
     """Members of the planned epoch, with their ranks in it, by rank; none: no epoch is planned, or too few are here."""
     if group.phase is not Phase.SERVING:
@@ -86,8 +96,11 @@ def settle(group: Group) -> Group:
 
 
 def _seated(group: Group, size: int) -> tuple[Member, ...]:
-    """At most `size` members with ranks below `size`: those that serve first, each in its slot if there is one."""
-    staying = sorted(group.members, key=lambda member: (member.rank not in group.taking_part, member.rank))[:size]
+    """At most `size` members with ranks below `size`: those that are not being stopped first, then those that serve;
+    each in its slot if there is one."""
+    taking_part = group.taking_part
+    order = sorted(group.members, key=lambda member: (member.leaving, member.rank not in taking_part, member.rank))
+    staying = order[:size]
     held = {member.rank for member in staying}
     free = (rank for rank in range(size) if rank not in held)
     seated = [member if member.rank < size else replace(member, rank=next(free)) for member in staying]

@@ -227,7 +227,9 @@ def heartbeat_event(request: pb.HeartbeatRequest, limits: Limits, max_epoch: int
         raise InvalidArgument(f"silent_ranks: expected at most {limits.world_size} of them, got {got}")
     _check_epoch("epoch", request.epoch, max_epoch)
     silent = tuple(sorted(set(request.silent_ranks)))
-    return Heartbeat(*_worker_id(request.worker), request.epoch, silent, printable(request.fault), prepared)
+    return Heartbeat(
+        *_worker_id(request.worker), request.epoch, silent, printable(request.fault), prepared, request.leaving
+    )
 
 
 def check_stats(stats: pb.WorkerStats) -> None:
@@ -332,6 +334,7 @@ def _headline(group: Group, version: int, experts: PlacementView) -> pb.GroupVie
         wanted=pb.Wanted(workers=group.wanted.workers, version=group.wanted.version),
         next_placement=experts.planned,
         scaling=experts.scaling,
+        follows_workers=group.settings.follow_workers,
     )
 
 

@@ -251,6 +251,7 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
             quarantine_s=config.quarantine_s,
             min_workers=config.min_workers,
             max_workers=config.most_workers,
+            follow_workers=config.follow_workers,
         )
         # State: lost with the process, told again by workers.
         self._id = secrets.randbits(63) | 1

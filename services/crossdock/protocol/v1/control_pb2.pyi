@@ -227,7 +227,7 @@ class Member(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., worker: _Optional[_Union[WorkerId, _Mapping]] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., region: _Optional[bytes] = ..., ready: bool = ..., heartbeat_age_s: _Optional[float] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., sick: _Optional[str] = ...) -> None: ...
 
 class GroupView(_message.Message):
-    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members", "term", "placement", "active_ranks", "barred", "verdict", "wanted", "next_placement", "scaling")
+    __slots__ = ("epoch", "state", "world_size", "members", "reason", "lost_ranks", "version", "model", "broken_ranks", "num_members", "term", "placement", "active_ranks", "barred", "verdict", "wanted", "next_placement", "follows_workers", "scaling")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +245,7 @@ class GroupView(_message.Message):
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     NEXT_PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_WORKERS_FIELD_NUMBER: _ClassVar[int]
     SCALING_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: GroupState
@@ -263,8 +264,9 @@ class GroupView(_message.Message):
     verdict: Verdict
     wanted: Wanted
     next_placement: int
+    follows_workers: bool
     scaling: str
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ..., num_members: _Optional[int] = ..., term: _Optional[int] = ..., placement: _Optional[int] = ..., active_ranks: _Optional[_Iterable[int]] = ..., barred: _Optional[_Iterable[_Union[Barred, _Mapping]]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., wanted: _Optional[_Union[Wanted, _Mapping]] = ..., next_placement: _Optional[int] = ..., scaling: _Optional[str] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., model: _Optional[str] = ..., broken_ranks: _Optional[_Iterable[int]] = ..., num_members: _Optional[int] = ..., term: _Optional[int] = ..., placement: _Optional[int] = ..., active_ranks: _Optional[_Iterable[int]] = ..., barred: _Optional[_Iterable[_Union[Barred, _Mapping]]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., wanted: _Optional[_Union[Wanted, _Mapping]] = ..., next_placement: _Optional[int] = ..., follows_workers: bool = ..., scaling: _Optional[str] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("workers",)
@@ -409,7 +411,7 @@ class Verdict(_message.Message):
     def __init__(self, kind: _Optional[_Union[VerdictKind, str]] = ..., ranks: _Optional[_Iterable[int]] = ..., hosts: _Optional[_Iterable[str]] = ..., expert: _Optional[int] = ..., confidence: _Optional[float] = ..., lost_share: _Optional[float] = ..., text: _Optional[str] = ..., age_s: _Optional[float] = ..., interval_s: _Optional[float] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "silent_ranks", "fault", "stats", "experts", "loaded", "prepared", "unprepared", "postmortem")
+    __slots__ = ("worker", "epoch", "silent_ranks", "fault", "stats", "experts", "loaded", "prepared", "leaving", "unprepared", "postmortem")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SILENT_RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -418,6 +420,7 @@ class HeartbeatRequest(_message.Message):
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     UNPREPARED_FIELD_NUMBER: _ClassVar[int]
     POSTMORTEM_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
@@ -428,9 +431,10 @@ class HeartbeatRequest(_message.Message):
     experts: ExpertReport
     loaded: bool
     prepared: int
+    leaving: bool
     unprepared: str
     postmortem: str
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., silent_ranks: _Optional[_Iterable[int]] = ..., fault: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., experts: _Optional[_Union[ExpertReport, _Mapping]] = ..., loaded: bool = ..., prepared: _Optional[int] = ..., unprepared: _Optional[str] = ..., postmortem: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., epoch: _Optional[int] = ..., silent_ranks: _Optional[_Iterable[int]] = ..., fault: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., experts: _Optional[_Union[ExpertReport, _Mapping]] = ..., loaded: bool = ..., prepared: _Optional[int] = ..., leaving: bool = ..., unprepared: _Optional[str] = ..., postmortem: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("epoch", "barred")

@@ -145,6 +145,7 @@ class ControlPlaneClient:
         self._fault: tuple[int, Fault] | None = None
         self._prepared: int | None = None
         self._unprepared = ""
+        self._leaving = False
         self._barred = control_pb2.Barred()
         self._refusals = Refusals()
         self._lease_s = 3.0
@@ -262,6 +263,19 @@ class ControlPlaneClient:
         if (version, why_not) != (self._prepared, self._unprepared):
             self._prepared, self._unprepared = version, why_not
             self._heartbeat_now.set()
+
+    async def wait_replaced(self, timeout_s: float) -> bool:
+        """Say that this worker is being stopped, and wait until the group has no need of it any more. False: the group
+        waits for the successors of those that leave, or it took too long."""
+        own = self.own_member(self._view)
+        if not self._view.follows_workers or own is None or own.rank >= self._view.world_size:
+            return False
+        self._leaving = True
+        self._heartbeat_now.set()
+        with contextlib.suppress(TimeoutError, JoinRefused):
+            await asyncio.wait_for(self.wait(lambda view: self.own_member(view) is None), timeout_s)
+            return True
+        return False
 
     async def leave(self, reason: str) -> None:
         """Leave the group; nothing is sent after this. Best effort: the lease expires otherwise."""
@@ -434,7 +448,8 @@ class ControlPlaneClient:
             response = await self._call("Heartbeat", self._heartbeat(), max(0.5, self._lease_s * 2 / 3))
         except NotFound as error:
             self._refusals.lease_lost(error, _log)
-            self._register_again.set()
+            if not self._leaving:
+                self._register_again.set()
         except AlreadyExists as error:
             await self._refuse(JoinRefused(str(error)))
         except CallError as error:
@@ -463,7 +478,7 @@ class ControlPlaneClient:
         epoch = self._prior.epoch if self._prior is not None else 0
         request = control_pb2.HeartbeatRequest(worker=self._registration.worker, epoch=epoch, stats=self._stats())
         request.loaded, request.prepared = self._prepared is not None, self._prepared or 0
-        request.unprepared = self._unprepared
+        request.unprepared, request.leaving = self._unprepared, self._leaving
         experts = self._experts()
         if experts is not None:
             request.experts.CopyFrom(experts)

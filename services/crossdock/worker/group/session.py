@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -362,9 +363,13 @@ class Session:
 
     async def drain(self, timeout_s: float) -> None:
         """Serve queued requests, refuse new ones, then leave between two steps, which ends `run`. After `timeout_s` the
-        remaining requests are answered UNAVAILABLE."""
+        remaining requests are answered UNAVAILABLE. A group that follows its workers gets smaller first."""
         self._status.draining()
         self._engine.drain()
+        began = time.monotonic()
+        if await self._control.wait_replaced(timeout_s):
+            self._left.set()
+        timeout_s = max(0.0, timeout_s - (time.monotonic() - began))
         emptied, _ = await asyncio.gather(
             in_thread("drain", self._engine.wait_empty, timeout_s), asyncio.sleep(_LEAVE_GRACE_S)
         )
