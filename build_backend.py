@@ -1,7 +1,8 @@
 """Build backend of the distribution: setuptools, after the native libraries have been compiled.
 
 pip calls the hooks below (PEP 517, PEP 660). `python build_backend.py` compiles in place, for work in a checkout.
-Where no C++ compiler is on PATH, the wheel `ziglang`, which holds one, becomes a build requirement.
+Where no C++ compiler is on PATH, the wheel `ziglang`, which holds one, becomes a build requirement; also with
+`pip wheel --config-settings portable=yes`, whose wheel is one that the package index takes (manylinux).
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ def _compile() -> ModuleType:
     return module
 
 
-def _build_all(*, force: bool = False) -> list[Path]:
+def _build_all(*, force: bool = False, portable: bool = False) -> list[Path]:
     """Compile every library; their paths."""
     compile_, protocol = _compile(), Path(__file__).resolve().parent / "services" / "crossdock" / "protocol"
     frames = compile_.Native(protocol / "native", protocol / "_native.so", (compile_.network().sources,))
-    return [*compile_.build_all(force=force), frames.build(force=force)]
+    how = {"force": force, "portable": portable}
+    return [*compile_.build_all(**how), frames.build(**how)]
 
 
 def _setuptools() -> Any:
@@ -44,18 +46,25 @@ def _setuptools() -> Any:
     return build_meta
 
 
-def _compiler_requirement() -> list[str]:
-    return [] if _compile().find_compiler() else [COMPILER_WHEEL]
+def _compiler_requirement(settings: Settings) -> list[str]:
+    return [] if _compile().find_compiler() and not _is_portable(settings) else [COMPILER_WHEEL]
+
+
+def _is_portable(settings: Settings) -> bool:
+    found = (settings or {}).get("portable", "no")
+    if found not in ("yes", "no"):
+        raise ValueError(f"portable: expected yes or no, got {found!r}")
+    return bool(found == "yes")
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
     """PEP 517."""
-    return [*_setuptools().get_requires_for_build_wheel(config_settings), *_compiler_requirement()]
+    return [*_setuptools().get_requires_for_build_wheel(config_settings), *_compiler_requirement(config_settings)]
 
 
 def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
     """PEP 660."""
-    return [*_setuptools().get_requires_for_build_editable(config_settings), *_compiler_requirement()]
+    return [*_setuptools().get_requires_for_build_editable(config_settings), *_compiler_requirement(None)]
 
 
 def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
@@ -74,15 +83,18 @@ def prepare_metadata_for_build_editable(metadata_directory: str, config_settings
 
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
-    """PEP 517. The wheel is py3-none-linux_<machine>: it holds libraries, but none that knows Python; and
-    the kernels that `python -m ep_kernels.tools.kernels --ship` has compiled before, if it has."""
-    _build_all()
+    """PEP 517. The wheel is py3-none-linux_<machine>, or manylinux where it is to be portable: it holds libraries, but
+    none that knows Python; and the kernels that `python -m ep_kernels.tools.kernels --ship` has compiled before, if it
+    has."""
+    portable = _is_portable(config_settings)
+    _build_all(portable=portable)
+    system = f"manylinux_{_compile().OLDEST_GLIBC.replace('.', '_')}" if portable else "linux"
     shutil.rmtree(Path(__file__).resolve().parent / "build" / "lib", ignore_errors=True)  # else packed again
-    settings = dict(config_settings or {})
+    settings = {name: value for name, value in (config_settings or {}).items() if name != "portable"}
     settings["--build-option"] = [
         *_as_list(settings.get("--build-option")),
         "--plat-name",
-        f"linux_{platform.machine()}",
+        f"{system}_{platform.machine()}",
     ]
     return str(_setuptools().build_wheel(wheel_directory, settings, metadata_directory))
 

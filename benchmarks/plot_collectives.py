@@ -12,6 +12,8 @@ COLOURS = {
 }  # fmt: skip
 NAMES = {"nccl_symm": "nccl, windows", "nccl_ce": "nccl, copy engines", "torch": "torch, symmetric memory"}
 MIB = 1 << 20
+LABELLED = (4, 8, 16, 32, 64, 132)
+"""Multiprocessors that the axis names: all would overlap."""
 
 
 def gathers(figure: Any, lines: list[Csv]) -> None:
@@ -42,7 +44,7 @@ def gathers(figure: Any, lines: list[Csv]) -> None:
             axes.axhline(level, color="black", linewidth=0.7, linestyle=style, label=name)
         axes.set(title=f"{size // MIB} MiB a rank", xlabel="multiprocessors", xscale="log")
         ticks = sorted({int(line["sms"]) for line in here if line["sms"] not in ("auto", "0")})
-        axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
+        axes.set_xticks(ticks, [str(tick) if tick in LABELLED else "" for tick in ticks], fontsize=8)
         axes.minorticks_off()
     panels[0].set(ylabel="GB/s leaving a GPU", ylim=(0, 1.05 * max(level for _, level, _ in ceilings)))
     figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")

@@ -2,7 +2,7 @@
 
     python deploy/dist.py FOLDER [--no-check]
 
-    crossdock-V-py3-none-linux_ARCH.whl   with the common kernels, if `make wheel` or `make dist` compiled them
+    crossdock-V-py3-none-manylinux*.whl   with the common kernels, if `make wheel` or `make dist` compiled them
     crossdock-V.tar.gz                    sources; a wheel is built of it as a check
     crossdock-chart-V.tgz                 `helm install moe crossdock-chart-V.tgz`
     crossdock-images-V.tar.gz             `docker build --target worker - < crossdock-images-V.tar.gz`
@@ -28,6 +28,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "helm" / "crossdock"
+PORTABLE = ("--config-settings", "portable=yes")
+"""The package index refuses a wheel of this machine's own compiler and glibc."""
 SKIPPED = ("__pycache__", ".so", ".egg-info")
 TIMEOUT_S = 1800
 
@@ -120,7 +122,7 @@ def main(words: list[str]) -> None:
     folder, number = Path(words[0]).resolve(), version()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ".")
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *PORTABLE, "--wheel-dir", folder, ".")
     run(sys.executable, "-m", "build", "--sdist", "--outdir", folder)
     archive(folder / f"crossdock-chart-{number}.tgz", below(CHART), CHART.parent)
     archive(folder / f"crossdock-images-{number}.tar.gz", context(), ROOT)

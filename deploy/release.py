@@ -40,13 +40,18 @@ def names(archive: Path) -> set[str]:
         return {member.name for member in tar if member.isfile()}
 
 
+def glibc(tag: re.Match[str]) -> tuple[int, int]:
+    """The version in a platform tag."""
+    return int(tag[1]), int(tag[2])
+
+
 @dataclass
 class Release:
     """The steps, in order. Each returns what it found, or ends the program with what is wrong.
 
     Attributes:
         folder: of the files.
-        tools: where twine and cyclonedx-py lie.
+        tools: where twine, auditwheel and cyclonedx-py lie.
         scratch: for what is left behind.
         families: of the demo; none: all of it.
         suites: bare roots of debootstrap.
@@ -93,9 +98,13 @@ class Release:
         return ", ".join(sorted(path.name for path in self.folder.iterdir()))
 
     def metadata(self) -> str:
-        """As the package index reads it."""
+        """As the package index reads it, and the oldest glibc that the wheel's libraries really need."""
         dist.run(self.tools / "twine", "check", "--strict", self.wheel, self.folder / f"crossdock-{self.number}.tar.gz")
-        return "twine check --strict passed"
+        said = dist.run(self.tools / "auditwheel", "show", self.wheel)
+        least, claimed = (re.search(r"manylinux_(\d+)_(\d+)_", text) for text in (said, self.wheel.name))
+        if least is None or claimed is None or glibc(least) > glibc(claimed):
+            sys.exit(f"{self.wheel.name}: expected libraries for that glibc, got {said.strip()}")
+        return f"twine check --strict passed; libraries need {least[0].rstrip('_')}"
 
     def installs(self) -> str:
         """The wheel with the control plane alone, and the sdist's wheel beside it."""
@@ -192,7 +201,9 @@ def main(words: list[str]) -> int:
     """Run them, list what they found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tools", type=Path, required=True, help="bin of the environment with twine and cyclonedx-py")
+    parser.add_argument(
+        "--tools", type=Path, required=True, help="bin of the environment with twine, auditwheel, cyclonedx-py"
+    )
     parser.add_argument("--without", action="append", default=[], choices=STEPS, help="a step to leave out")
     parser.add_argument("--family", action="append", default=[], help="of the demo; without: all that it has")
     parser.add_argument("--suite", action="append", default=[], help="of debootstrap; without: bookworm")

@@ -35,8 +35,8 @@ from ep_kernels.transports.collective_base import bytes_before_pool
 
 GATHERS = ("deepspeed", "crossdock")
 TURNS, LEARNING_RATE = 3, 1e-4
-STAGING_BYTES = 32 << 20
-"""Of a shard that is under way: larger ones travel in rounds."""
+STAGING_MIB = 32
+"""Of a shard that is under way: larger ones are DeepSpeed's own, or travel in rounds (`--rounds`)."""
 
 
 def config_of(size: Size, on_gpu: bool) -> dict[str, Any]:
@@ -83,10 +83,12 @@ class Training(Steps):
 class Ours:
     """Our collectives over the world, and the bytes that they hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, staging_mib: int, rounds: bool) -> None:
         transport = "nvlink" if torch.cuda.is_available() else "cpu"
-        config = CollectiveConfig(group=TorchGroup(), transport=transport, pool_bytes=0, staging_bytes=STAGING_BYTES)
-        self.coll = Collectives(config)
+        config = CollectiveConfig(
+            group=TorchGroup(), transport=transport, pool_bytes=0, staging_bytes=staging_mib << 20
+        )
+        self.coll, self._most = Collectives(config), 1 << 40 if rounds else None
         self.num_bytes = bytes_before_pool(config)
 
     @contextlib.contextmanager
@@ -94,13 +96,15 @@ class Ours:
         """`name` of GATHERS serves DeepSpeed meanwhile."""
         import deepspeed
 
-        with ZeroGathers(self.coll, deepspeed) if name == "crossdock" else contextlib.nullcontext():
+        with ZeroGathers(self.coll, deepspeed, self._most) if name == "crossdock" else contextlib.nullcontext():
             yield
 
 
-def in_turns(names: Sequence[str], size: Size, steps: int, seed: int, device: torch.device) -> dict[str, Trained]:
-    """A new model, whose parameters each of `names` gathers in turn, in all about `steps` steps."""
-    ours, training = Ours(), Training(size, seed, device)
+def in_turns(
+    names: Sequence[str], size: Size, steps: int, seed: int, device: torch.device, how: tuple[int, bool]
+) -> dict[str, Trained]:
+    """A new model, whose parameters each of `names` gathers in turn, in all about `steps` steps; how: of `Ours`."""
+    ours, training = Ours(*how), Training(size, seed, device)
     each = max(1, steps // (TURNS * len(names)) - SETTLE)
     taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
     for name in [*names] * TURNS:
@@ -140,13 +144,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = SIZES[options.model]
     size = dataclasses.replace(size, batch=options.batch or size.batch)
     names = (options.all_gather,) if options.all_gather else GATHERS
-    found = in_turns(names, size, options.steps, options.seed, device)
+    found = in_turns(names, size, options.steps, options.seed, device, (options.staging_mib, options.rounds))
     first = next(iter(found.values()))
     other = first.first_other(alone(size, len(first.losses), options.seed, device))
     if dist.get_rank() == 0:
         for name, trained in found.items():
             line = line_of(name, options.model, size, trained)
-            print(json.dumps(line | {"first_other_loss": other, "deepspeed": deepspeed.__version__}), flush=True)
+            how = {"staging_mib": options.staging_mib, "rounds": options.rounds, "deepspeed": deepspeed.__version__}
+            print(json.dumps(line | {"first_other_loss": other} | how), flush=True)
     dist.destroy_process_group()
     return 0 if other is None else 1
 
@@ -155,6 +160,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.zero", description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--all-gather", choices=GATHERS, help="one of them alone; without it both take turns")
+    parser.add_argument("--staging-mib", type=int, default=STAGING_MIB, help="of a slot; larger shards go another way")
+    parser.add_argument("--rounds", action="store_true", help="larger shards in rounds through the slots")
     parser.add_argument("--model", choices=sorted(SIZES), default="dense")
     parser.add_argument("--batch", type=int, help="sequences per rank")
     parser.add_argument("--seed", type=int, default=1)

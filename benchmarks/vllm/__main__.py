@@ -190,7 +190,8 @@ def served(options: argparse.Namespace, runs: Sequence[plan.Run], loads: Sequenc
         for file, text in serving.files(model).items():
             (Path(name) / file).write_text(text, encoding="utf-8")
         print(f"starting {', '.join(run.name for run in runs)}: {options.ranks} ranks each", flush=True)
-        with serve.servers(runs, name, options.ranks, logs, options.deadline) as started:
+        servers = serve.servers(runs, name, options.ranks, logs, options.deadline, at_once=options.at_once)
+        with servers as started:
             failed = [each for each in started if each.fault]
             rows += [serving.row_of(each.run, None, None, {"fault": each.fault}, setting) for each in failed]
             ready = [each for each in started if not each.fault]

@@ -54,19 +54,27 @@ class Server:
 
 @contextmanager
 def servers(
-    runs: Sequence[Run], model: str, ranks: int, logs: Path, deadline_s: float, command: Sequence[str] = SERVER
+    runs: Sequence[Run],
+    model: str,
+    ranks: int,
+    logs: Path,
+    deadline_s: float,
+    command: Sequence[str] = SERVER,
+    at_once: int = 1,
 ) -> Iterator[list[Server]]:
-    """One for each run, each of them ready or with a fault; all end with the block."""
+    """One for each run, each of them ready or with a fault; `at_once` start side by side, so that those behind find
+    what the first compiled (fp8: DeepGEMM's kernels, minutes). All end with the block."""
     logs = logs.resolve()
     logs.mkdir(parents=True, exist_ok=True)
     ports, found = free_ports(), list[Server]()
     try:
-        for run in runs:
+        for number, run in enumerate(runs, 1):
             port, log = next(ports), logs / f"{run.name}.log"
             words = [*command, str(os.getpid()), *serving.server_arguments(run, model, ranks, port)]
             told = {"CROSSDOCK_VLLM": run.backend.plugin}
             found.append(Server(run, f"http://127.0.0.1:{port}", log, started(words, told, log)))
-        _wait(found, deadline_s)
+            if number % at_once == 0 or number == len(runs):
+                _wait(found, deadline_s)
         yield found
     finally:
         stop([server.process for server in found], patient=False)

@@ -1,6 +1,6 @@
 """vLLM's own server under its own load generator: what is asked, and what the answers mean. Pure: no vLLM, no GPU.
 
-All servers load side by side on the same GPUs. Each load runs on one after the other, first with a few requests that do
+All servers run on the same GPUs. Each load runs on one after the other, first with a few requests that do
 not count, then in turns, every second one with the servers in reverse order. Answers have the lengths that were asked
 for. Prompts are new in each turn, the same for all servers.
 

@@ -10,8 +10,8 @@
 ZeRO-3 gathers into ordinary memory of torch, of which a part becomes a parameter. So nothing is registered but the
 staging of the collectives, which every gather uses again: peers read a shard there and put it where DeepSpeed wants it.
 DeepSpeed asks one object for each all-gather; while these gathers are in force, that asks here. What cannot be served
-(other ranks, as of hpZ's and expert groups; another device; tensors that are not contiguous) goes DeepSpeed's own way,
-on all ranks alike, and one RuntimeWarning says why.
+(other ranks, as of hpZ's and expert groups; another device; tensors that are not contiguous) or would travel in several
+rounds (a shard above `max_shard_bytes`) goes DeepSpeed's own way, on all ranks alike, and one RuntimeWarning says why.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class ZeroGathers:
     Args:
         coll: serves process groups of its ranks, in its order; the default one, as a rule.
         deepspeed: the module, initialised (`deepspeed.initialize` or `deepspeed.init_distributed`).
+        max_shard_bytes: largest shard that is served; equal on all ranks. None: `staging_bytes`, one round. Each round
+            more waits for the peers, and for multiprocessors that a matmul may hold.
 
     Raises ArgumentError where it is not, or where its gathers were taken over before.
     """
 
-    def __init__(self, coll: Collectives, deepspeed: ModuleType) -> None:
+    def __init__(self, coll: Collectives, deepspeed: ModuleType, max_shard_bytes: int | None = None) -> None:
         backend = deepspeed.comm.comm.cdb
         if backend is None:
             raise ArgumentError("deepspeed", "an initialised module: deepspeed.init_distributed()", "one that is not")
@@ -49,6 +51,7 @@ class ZeroGathers:
             raise ArgumentError("deepspeed", "its own all-gathers", "some that were taken over: close those first")
         self._coll, self._backend, self._warned = coll, backend, False
         self._theirs: Callable[..., Any] = getattr(backend, _NAME)
+        self._most = coll.config.staging_bytes if max_shard_bytes is None else max_shard_bytes
         self._known: dict[Any, str] = {}  # why a process group is not served; "": it is
         setattr(backend, _NAME, self._all_gather)
 
@@ -87,6 +90,8 @@ class ZeroGathers:
             return f"tensors on {x.device} and {out.device}; these collectives have their ranks on {wanted}"
         if not known and not (x.is_contiguous() and out.is_contiguous()):
             return "tensors that are not contiguous"
+        if not known and x.nbytes > self._most:
+            return f"a shard of {x.nbytes} bytes, where max_shard_bytes (as a rule staging_bytes) is {self._most}"
         return known
 
     def _why_no_group(self, group: Any) -> str:

@@ -107,7 +107,7 @@ class Gpu:
         fabric: None where the driver knows no fabrics.
         mig: whether it is cut into MIG instances; None where it cannot be.
         ecc, clocks: None = not told.
-        num_processes: that compute on it, of other containers too; 0 = none, or not told.
+        num_processes: that compute on it, of other containers too; None = not told.
         peers: the other GPUs of this host, by index.
     """
 
@@ -125,7 +125,7 @@ class Gpu:
     mig: bool | None = None
     ecc: Ecc | None = None
     clocks: Clocks | None = None
-    num_processes: int = 0
+    num_processes: int | None = None
     peers: tuple[Peer, ...] = ()
 
     @property

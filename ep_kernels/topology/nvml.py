@@ -123,7 +123,7 @@ def _gpu(ask: _Asker, index: int, device: Any, sys: Path) -> Gpu:
         mig=None if mig is None else bool(mig),
         ecc=_ecc(ask, device),
         clocks=_clocks(ask, device),
-        num_processes=ask.of(lambda: len(nvml.nvmlDeviceGetComputeRunningProcesses(device)), 0),
+        num_processes=ask.of(lambda: len(nvml.nvmlDeviceGetComputeRunningProcesses(device)), None),
     )
 
 

@@ -54,9 +54,10 @@ class BuildError(RuntimeError):
     """A library could not be compiled; the message has the command and the compiler's words."""
 
 
-def find_compiler() -> list[str] | None:
-    """Command of a C++ compiler on PATH, or of the `ziglang` package, or None."""
-    for name in ("g++", "clang++", "c++"):
+def find_compiler(*, portable: bool = False) -> list[str] | None:
+    """Command of a C++ compiler on PATH, or of the `ziglang` package, or None. portable: the package's alone, whose
+    libraries run wherever glibc is OLDEST_GLIBC or newer."""
+    for name in () if portable else ("g++", "clang++", "c++"):
         if path := shutil.which(name):
             return [path]
     if importlib.util.find_spec("ziglang") is not None:
@@ -91,17 +92,19 @@ class Native:
         """True if the library was built from these sources."""
         return self.library.is_file() and self.build_id().encode() in self.library.read_bytes()
 
-    def build(self, *, force: bool = False) -> Path:
-        """Compile unless the library is current; atomic, so that processes may race.
+    def build(self, *, force: bool = False, portable: bool = False) -> Path:
+        """Compile unless the library is current; atomic, so that processes may race. portable: always, by that
+        compiler.
 
         Raises:
             BuildError: no compiler, or it failed.
         """
-        if not force and self.is_current():
+        if not (force or portable) and self.is_current():
             return self.library
-        compiler = find_compiler()
+        compiler = find_compiler(portable=portable)
         if compiler is None:
-            raise BuildError("no C++ compiler: expected g++, clang++ or c++ on PATH, or the Python package ziglang")
+            some = "" if portable else "g++, clang++ or c++ on PATH, or "
+            raise BuildError(f"no C++ compiler: expected {some}the Python package ziglang")
         with tempfile.TemporaryDirectory(prefix="crossdock-build-") as folder:
             scratch = Path(folder)
             with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -150,10 +153,10 @@ def network() -> Native:
     return Native(NETWORK / "native", NETWORK / "_native.so")
 
 
-def build_all(*, force: bool = False) -> list[Path]:
+def build_all(*, force: bool = False, portable: bool = False) -> list[Path]:
     """Compile every library; their paths. Raises BuildError."""
     names = sorted(path.parent.name for path in HERE.glob("*/native"))
-    return [native.build(force=force) for native in (*map(native_of, names), network())]
+    return [native.build(force=force, portable=portable) for native in (*map(native_of, names), network())]
 
 
 def _run(command: Sequence[str]) -> None:

@@ -207,8 +207,8 @@ def zero_without_deepspeed(rank: int, size: int, store: Store, transport: str) -
 
 
 def own_way_of_zero(deepspeed: Any, rank: int, size: int, transport: str) -> None:
-    """Groups of other ranks, tensors of other strides and of another device go DeepSpeed's own way, with one warning;
-    once the gathers are closed all do."""
+    """Groups of other ranks, large shards, tensors of other strides and devices go DeepSpeed's own way, with one
+    warning; once the gathers are closed all do."""
     device = "cuda" if needs_gpu(transport) else "cpu"
     alone = [dist.new_group([r]) for r in range(size)][rank]
     gather = deepspeed.comm.all_gather_into_tensor
@@ -240,6 +240,9 @@ def own_way_of_zero(deepspeed: Any, rank: int, size: int, transport: str) -> Non
             assert "not contiguous" in gathers._why_not(out[::2], x, None)
             assert "meta" in gathers._why_not(out, x.to("meta"), None)
             assert gathers._why_not(out, x, dist.GroupMember.NON_GROUP_MEMBER) == "group: this rank is not in it"
+            large = x.new_empty(coll.config.staging_bytes // 4 + 1)
+            assert gathers._why_not(out, large[1:], None) == ""
+            assert f"a shard of {large.nbytes} bytes" in gathers._why_not(out, large, None)
             with pytest.raises(ArgumentError, match="deepspeed: expected its own all-gathers"):
                 ZeroGathers(coll, deepspeed)
         gathers.close()

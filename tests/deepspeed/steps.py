@@ -85,10 +85,10 @@ def losses(deepspeed: ModuleType, rank: int, count: int, how: dict[str, Any], st
 
 
 class Counted(ZeroGathers):
-    """How many all-gathers came, and how many went DeepSpeed's own way."""
+    """How many all-gathers came, and how many went DeepSpeed's own way; large ones go in rounds."""
 
     def __init__(self, coll: Collectives, deepspeed: ModuleType) -> None:
-        super().__init__(coll, deepspeed)
+        super().__init__(coll, deepspeed, max_shard_bytes=1 << 40)
         self.calls, self.theirs = 0, 0
         own = self._theirs
 

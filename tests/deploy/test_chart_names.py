@@ -147,7 +147,7 @@ def test_alerts_name_the_pages_of_the_users_docs() -> None:
         for rule in group["rules"]
         if "alert" in rule
     }
-    assert pages == {"https://localhost/c/operations.md", "https://localhost/c/vllm.md"}
+    assert pages == {"https://localhost/c/operations/", "https://localhost/c/vllm/"}
 
 
 def test_an_image_by_its_digest_has_no_tag() -> None:

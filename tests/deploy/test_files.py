@@ -177,7 +177,7 @@ def test_each_alert_has_a_runbook_that_is_there_and_knows_its_group() -> None:
         address, _, anchor = rule["annotations"]["runbook_url"].partition("#")
         base, _, path = address.partition("/docs/")
         assert base == "https://crossdock.example"
-        titles = re.findall(r"^#+ (.+)$", (ROOT / "docs" / path).read_text(), re.MULTILINE)
+        titles = re.findall(r"^#+ (.+)$", (ROOT / "docs" / f"{path.rstrip('/')}.md").read_text(), re.MULTILINE)
         assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, rule["alert"]
 
 

@@ -114,6 +114,19 @@ def test_the_demo_runs_from_the_wheel_alone(made: Any, tmp_path: Path, monkeypat
     assert called[2] == ([str(python.with_name("crossdock")), *["demo", "--json", "--family", "mixtral"]], tmp_path)
 
 
+@pytest.mark.parametrize("least", ["2_26", "2_31", ""])
+def test_the_wheel_must_run_where_its_name_says(made: Any, monkeypatch: pytest.MonkeyPatch, least: str) -> None:
+    said = f'consistent with the platform tag: "manylinux_{least}_x86_64".' if least else "no platform tag"
+    monkeypatch.setattr(release.dist, "run", lambda tool, *_: said if tool.name == "auditwheel" else "")
+    made.folder.mkdir()
+    (made.folder / "crossdock-1.2.3-py3-none-manylinux_2_28_x86_64.whl").touch()
+    if least == "2_26":
+        assert made.metadata() == "twine check --strict passed; libraries need manylinux_2_26"
+    else:
+        with pytest.raises(SystemExit, match=f"expected libraries for that glibc, got {said}"):
+            made.metadata()
+
+
 def test_a_list_of_components_must_have_what_the_wheel_needs(made: Any) -> None:
     made.folder.mkdir()
     path = made.folder / "crossdock-1.2.3.cdx.json"

@@ -168,4 +168,4 @@ def test_every_suite_is_whole() -> None:
         assert sum(suite.weights.values()) == pytest.approx(1.0)
         for stage in suite.stages:
             files = [name for name in everything.expanded(stage.arguments) if not name.startswith("--")]
-            assert all((everything.ROOT / name).exists() for name in files)
+            assert all((everything.ROOT / name.partition("::")[0]).exists() for name in files)

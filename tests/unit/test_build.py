@@ -59,10 +59,13 @@ def test_compiler_wheel_is_asked_for_only_without_a_compiler(
     backend: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert backend._compiler_requirement() == []
+    assert backend._compiler_requirement(None) == backend._compiler_requirement({"portable": "no"}) == []
+    assert backend._compiler_requirement({"portable": "yes"}) == [backend.COMPILER_WHEEL]
+    with pytest.raises(ValueError, match="portable: expected yes or no, got 'true'"):
+        backend._compiler_requirement({"portable": "true"})
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert backend._compiler_requirement() == [backend.COMPILER_WHEEL]
+    assert backend._compiler_requirement(None) == [backend.COMPILER_WHEEL]
 
 
 def scratch(folder: Path, transport: str = "nvlink") -> build.Native:
@@ -72,13 +75,13 @@ def scratch(folder: Path, transport: str = "nvlink") -> build.Native:
 
 
 def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    monkeypatch.setattr(build, "find_compiler", lambda **_: None)
     with pytest.raises(build.BuildError, match=r"g\+\+, clang\+\+ or c\+\+.*ziglang"):
         scratch(tmp_path).build()
 
 
 def test_compiler_errors_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "find_compiler", lambda: ["/bin/sh", "-c", "echo no such thing >&2; exit 3", "sh"])
+    monkeypatch.setattr(build, "find_compiler", lambda **_: ["/bin/sh", "-c", "echo no such thing >&2; exit 3", "sh"])
     with pytest.raises(build.BuildError, match="exit code 3\nno such thing"):
         scratch(tmp_path).build()
     assert not list(tmp_path.glob("*.so*"))
@@ -135,12 +138,13 @@ def test_missing_and_broken_libraries_name_the_cure(tmp_path: Path) -> None:
         native.load(build.Native(tmp_path, broken))
 
 
-BUILD_WHEEL = "import sys, build_backend; print(build_backend.build_wheel(sys.argv[1]))"
+BUILD_WHEEL = "import sys, build_backend; print(build_backend.build_wheel(sys.argv[1], {'portable': 'yes'}))"
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of a copy of this checkout that has shipped its cubins (of one kernel), unpacked."""
+    """A wheel for the package index, of a copy of this checkout that has shipped its cubins (of one kernel),
+    unpacked."""
     pytest.importorskip("cuda.bindings.nvrtc")
     place = tmp_path_factory.mktemp("wheel")
     tree = place / "tree"
@@ -156,7 +160,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-c", BUILD_WHEEL, str(place)]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    (made,) = place.glob("*.whl")
+    (made,) = place.glob("crossdock-*-py3-none-manylinux_2_28_*.whl")
     with zipfile.ZipFile(made) as packed:
         packed.extractall(place / "unpacked")
     return place / "unpacked"
@@ -203,6 +207,7 @@ def test_the_wheels_compiler_compiles_the_intrinsics(tmp_path: Path, monkeypatch
     monkeypatch.setattr(shutil, "which", lambda name: None)
     compiler, ours = build.find_compiler(), build.native_of("cpu")
     assert compiler is not None
+    assert compiler == build.find_compiler(portable=True)
     for name in build.X86_VARIANTS:
         assert ours._compile(compiler, ours.sources / name, tmp_path).stat().st_size
 

@@ -430,15 +430,18 @@ def test_flag_rows_are_where_peers_look() -> None:
     assert rows[-1] + 48 <= found.lines
 
 
-def test_pushes_that_repeat_by_graphs(ranks: Callable[..., Ranks]) -> None:
-    """Beside ranks that list their steps anew; two places, in any order; what is freed, and when nothing begins."""
+@pytest.mark.parametrize("direct", [False, True])
+def test_pushes_that_repeat(ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    """By graphs, or copy by copy as large shards, beside ranks that list their steps anew; two places, in any order;
+    what is freed, and when nothing begins."""
     loop, size = ranks(3), 3
+    monkeypatch.setattr(copies, "DIRECT_BYTES", 64 if direct else 65)
     templates = []
     for rank in (0, 1):
         base, n = loop.regions[rank].data_ptr() + POOL, 64
         parts = [[CopyPart(base + at + rank * n, POOL + at, 0, n, n)] for at in (0, 4096)]
         made = [loop.engines[rank].template(part, 7, Quiet([])) for part in parts]
-        assert len(loop.streams[rank].graphs) == 3, "the flags', and one for each place"
+        assert len(loop.streams[rank].graphs) == (0 if direct else 3), "the flags', and one for each place"
         templates.append(made)
     for turn in range(6):
         at = 4096 * (turn % 3 % 2)
@@ -460,11 +463,8 @@ def test_pushes_that_repeat_by_graphs(ranks: Callable[..., Ranks]) -> None:
     assert loop.engines[0].seq == 6
     loop.engines[0].restart(10, (True,) * size)
     assert loop.streams[0].graphs == {}
-    copies_before, copies.MAX_GRAPHS = copies.MAX_GRAPHS, 3
-    try:
-        assert [loop.engines[1].template(parts[0], 7, Quiet([])) for _ in range(2)] == [None, None]
-    finally:
-        copies.MAX_GRAPHS = copies_before
+    monkeypatch.setattr(copies, "MAX_GRAPHS", 0)
+    assert (loop.engines[1].template(parts[0], 7, Quiet([])) is None) != direct
 
 
 @pytest.mark.parametrize("pushes", [True, False])

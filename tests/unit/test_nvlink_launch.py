@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import subprocess
 from dataclasses import replace
@@ -277,7 +278,8 @@ def test_a_template_is_a_push_of_any_number(
     kind = TimedKind("", 0, copy_schedule.marked(places, parts), ())
     words = (ctypes.c_int64 * 3)(0, 4, -1)
     quiet = Quiet((ctypes.addressof(words) + 8 * i, most) for i, most in enumerate((0, 4, 0)))
-    template = PushTemplate(places, kind, 77, (701, 702), 9, quiet)
+    steps_of = functools.partial(copy_schedule.push_by_graphs, places, signature=77, ready=701, shards=702)
+    template = PushTemplate(places, kind, 77, steps_of, 9, quiet)
     arrivals = places.others(-1) if num_bytes == SMALL_BYTES else []
     assert list(kind.arrivals) == arrivals
     for seq in (1, 2, 63, 64, 65, 77, 4096, 1 << 33):

@@ -33,8 +33,9 @@ def judge_host(host: pb.HostFacts, *, needs_gpus: bool) -> Iterator[Finding]:
     yield from _nics(host)
 
 
-def judge_sharing(num_processes: Sequence[int]) -> Iterator[Finding]:
-    """Whether others compute on the GPUs. num_processes: on each of them, by index; none: there are no GPUs."""
+def judge_sharing(num_processes: Sequence[int | None]) -> Iterator[Finding]:
+    """Whether others compute on the GPUs. num_processes: on each of them, by index, None where NVML does not tell;
+    empty: there are no GPUs."""
     busy = [f"GPU {gpu}: {count} process{'es' * (count > 1)}" for gpu, count in enumerate(num_processes) if count]
     if busy:
         cause = "processes of one GPU take turns (time-slicing): one that waits for rows stops the one that sends them"
@@ -43,6 +44,8 @@ def judge_sharing(num_processes: Sequence[int]) -> Iterator[Finding]:
             "configure no `sharing` in the device plugin"
         )
         yield warn("gpu-sharing", ", ".join(busy), cause, cure)
+    elif None in num_processes:
+        yield skipped("gpu-sharing", f"NVML does not count the processes of GPU {list(num_processes).index(None)}")
     elif num_processes:
         yield ok("gpu-sharing", "nobody computes on them")
 

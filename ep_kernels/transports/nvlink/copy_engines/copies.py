@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 import time
 from collections import deque
@@ -35,6 +36,9 @@ _NAP_S, _RELEASE_S, _PATIENCE_S = 0.01, 0.002, 1.0
 _BEGUN, _ENDED, _SEEN = 0, 1, 2
 MAX_GRAPHS = 257
 """Graphs take memory of the device: a program that repeats more places than these has the others as the first time."""
+DIRECT_BYTES = 8 << 20
+"""Fewest bytes of a shard whose repeated push is no graph: the first copy of a graph begins 8 us later on the GPU than
+one that the host calls for, whose 5 us lie beside such a copy's own 22."""
 _PUSH, _PULL = Algorithm.COPY_PUSH.value, Algorithm.COPY_PULL.value
 
 
@@ -184,15 +188,21 @@ class CopyEngines:
     def template(self, parts: Sequence[CopyPart], signature: int, quiet: Quiet) -> PushTemplate | None:
         """A push to be begun many times, until `restart`, as long as all is quiet; None where there are MAX_GRAPHS.
         Raises TransportError."""
+        places, num_bytes = self._places, sum(part.num_bytes for part in parts)
+        kind = TimedKind(_PUSH, num_bytes, copy_schedule.marked(places, parts), self._peers)
+        if num_bytes >= DIRECT_BYTES:
+            steps_of = functools.partial(copy_schedule.push, places, signature=signature, parts=parts)
+            return PushTemplate(places, kind, signature, steps_of, self._stream, quiet)
         if len(self._graphs) >= MAX_GRAPHS:
             return None
         if not self._graphs:
-            self._graphs.append(launch.graph_of(copy_schedule.ready_flags(self._places), self._library))
-        self._graphs.append(launch.graph_of(copy_schedule.all_shards(self._places, parts), self._library))
-        graphs = self._graphs[0], self._graphs[-1]
-        num_bytes, arrivals = sum(part.num_bytes for part in parts), copy_schedule.marked(self._places, parts)
-        kind = TimedKind(_PUSH, num_bytes, arrivals, self._peers)
-        return PushTemplate(self._places, kind, signature, graphs, self._stream, quiet)
+            self._graphs.append(launch.graph_of(copy_schedule.ready_flags(places), self._library))
+        self._graphs.append(launch.graph_of(copy_schedule.all_shards(places, parts), self._library))
+        ready, shards = self._graphs[0], self._graphs[-1]
+        by_graphs = functools.partial(
+            copy_schedule.push_by_graphs, places, signature=signature, ready=ready, shards=shards
+        )
+        return PushTemplate(places, kind, signature, by_graphs, self._stream, quiet)
 
     def push_again(self, template: PushTemplate, keep: Any, behind: int) -> int:
         """As `begin`; 0: it is not quiet, and nothing was begun."""

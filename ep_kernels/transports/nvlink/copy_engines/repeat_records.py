@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from ctypes import c_int64, c_uint64, c_void_p
 from typing import Any
 
 from ep_kernels.transports.nvlink.copy_engines.copy_times import TimedKind
-from ep_kernels.transports.nvlink.gpu import copy_schedule
-from ep_kernels.transports.nvlink.gpu.copy_schedule import FLAG_BYTES, SEEN_SLOTS, CopyMarks, CopyPlaces
+from ep_kernels.transports.nvlink.gpu.copy_schedule import FLAG_BYTES, SEEN_SLOTS, CopyMarks, CopyPlaces, StreamOp
 
 DISTURBED = -2
 """Status of a call that has begun nothing: the full path must check."""
@@ -68,7 +67,7 @@ class Quiet:
 
 
 class PushTemplate:
-    """`copy_schedule.push_by_graphs` for any number and events: what changes is told apart once.
+    """A push for any number and events: what changes is told apart once.
 
     Attributes:
         address: of the `CopyRepeat`. Its events are those of `CopyMarks.listed`.
@@ -77,7 +76,7 @@ class PushTemplate:
     Args:
         places, signature: as in `push`.
         kind: for its records, with those whose shards are marked.
-        graphs: (of `ready_flags`, of `all_shards`).
+        steps_of: the steps of a push with that `seq` and those `marks`.
         stream: CUstream.
         quiet: what it looks at first.
     """
@@ -87,13 +86,13 @@ class PushTemplate:
         places: CopyPlaces,
         kind: TimedKind,
         signature: int,
-        graphs: tuple[int, int],
+        steps_of: Callable[..., list[StreamOp]],
         stream: int,
         quiet: Quiet,
     ) -> None:
         self.signature, self.kind = signature, kind
         marks = CopyMarks.of(range(_ANY_EVENT, _ANY_EVENT + 2 + len(kind.arrivals)), kind.arrivals)
-        steps = copy_schedule.push_by_graphs(places, _ANY_SEQ, signature, *graphs, marks)
+        steps = steps_of(seq=_ANY_SEQ, marks=marks)
         words = array("Q", itertools.chain.from_iterable(steps))
         numbers = array("q", (i for i, word in enumerate(words) if word == _ANY_SEQ))
         marked = array("q", (words.index(event) for event in marks.listed()))
