@@ -35,6 +35,8 @@ def as_dict(view: GroupView, exposed: Sequence[str] = ()) -> dict[str, object]:
         "state": GroupState.Name(view.state),
         "epoch": view.epoch,
         "world_size": view.world_size,
+        "wanted": view.wanted.workers,
+        "scaling": view.scaling,
         "lost_ranks": list(view.lost_ranks),
         "reason": view.reason,
         "model": view.model,
@@ -55,6 +57,7 @@ def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: i
     rows = {member.rank: _row(member) for member in view.members}
     columns, left_out = _fitting(rows, width)
     reason = [Text(f"last change: {view.reason}", style="dim")] if view.reason else []
+    scaling = [Text(view.scaling, style="yellow")] if view.scaling else []
     sick = [
         Text(f"rank {member.rank} ({member.worker.uid}) is sick and keeps its slot: {member.sick}", style="red")
         for member in view.members
@@ -62,7 +65,8 @@ def as_table(view: GroupView, target: str, exposed: Sequence[str] = (), width: i
     ]
     out = [Text(_out(one), style="yellow") for one in view.barred]
     ways = [*_models(view), *_networks(view), *_clients(view)]
-    notes = [*left_out, *ways, *verdict_line(view.verdict), *sick, *out, *reason, *plain_text_warning(exposed)]
+    changes = [*out, *scaling, *reason, *plain_text_warning(exposed)]
+    notes = [*left_out, *ways, *verdict_line(view.verdict), *sick, *changes]
     return Group(headline(view, target), Text(), rank_table(view, columns, rows), *notes)
 
 

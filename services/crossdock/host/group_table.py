@@ -47,9 +47,10 @@ def as_address_table(view: GroupView, target: str) -> Group:
 
 def headline(view: GroupView, target: str) -> Text:
     """State, epoch, how many ranks there are, and whom the view is from."""
+    here = sum(member.rank < view.world_size for member in view.members)
     return Text.assemble(
         (GroupState.Name(view.state), f"bold {_STYLE.get(view.state, '')}"),
-        f"  epoch {view.epoch}  {len(view.members)}/{view.world_size} ranks",
+        f"  epoch {view.epoch}  {here}/{view.world_size} ranks",
         (f"  control plane {target}", "dim"),
     )
 

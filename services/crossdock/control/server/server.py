@@ -390,7 +390,8 @@ class ControlPlane(control_pb2_grpc.ControlPlaneServicer):
 
     async def Scale(self, request: pb.ScaleRequest, context: Any) -> pb.ScaleResponse:
         """Have more or fewer workers."""
-        self._experts.check_size(request.workers)
+        if request.workers >= self._group.settings.min_workers:  # else that is what is wrong
+            self._experts.check_size(request.workers)
         self._apply(Scale(request.workers))
         log.warning("scaling", workers=self._group.world_size, wanted=self._group.wanted.workers)
         return pb.ScaleResponse(workers=self._group.wanted.workers, world_size=self._group.world_size)

@@ -30,7 +30,6 @@ from crossdock.common import log
 from crossdock.common.call_errors import CallError
 from crossdock.common.tasks import background, end_tasks
 from crossdock.protocol.v1 import control_pb2
-from crossdock.worker.checkpoints.checkpoint import CheckpointError
 from crossdock.worker.experts import device as devices
 from crossdock.worker.experts.device import DeviceLost
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
@@ -55,6 +54,8 @@ _LEAVE_GRACE_S = 0.25
 _LEAVE_AGREEMENT_S = 2.0
 """Longest wait for the peers to agree to the departure of this rank."""
 _RETRY_S = 0.5
+_PREPARE_AGAIN_S = 10.0
+"""Pause after experts of a planned epoch could not be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +221,13 @@ class Session:
                 _log.info("no placement", error=error, retry_s=_RETRY_S)
                 await asyncio.sleep(_RETRY_S)
                 tried = 0
-            except CheckpointError as error:
-                _log.error("cannot load the experts of the planned epoch", error=error)
-                self._control.prepared(None, str(error))
+            except JoinRefused:
+                raise
+            except Exception as error:  # must be reported: the group waits for this rank, and it may pass
+                _log.exception("cannot load the experts of the planned epoch", retry_s=_PREPARE_AGAIN_S)
+                self._control.prepared(None, f"{type(error).__name__}: {error}")
+                await asyncio.sleep(_PREPARE_AGAIN_S)
+                tried = 0
 
     async def _placement(self, seat: Seat) -> Placement | None:
         """Fetch the placement of this epoch; None on failure, which is reported."""
