@@ -16,6 +16,7 @@ from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.experts import memory_need
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from crossdock.worker.experts.placement import Placement
+from crossdock.worker.group import model as model_module
 from crossdock.worker.group.model import Model
 from tests.unit.moe_files import Sizes, draw_weights, write_files
 
@@ -58,6 +59,41 @@ def test_a_worker_refuses_before_it_loads(path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(memory_need, "available_bytes", lambda device: one - 1)
     with pytest.raises(CheckpointError, match="not even one expert of each layer fits"):
         model.load(Placement.blocks(6, 6, (0, 1)), 0, lambda done, total: None)
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["room", "no room"])
+@pytest.mark.parametrize(("ranks", "after"), [(3, 2), (2, 3), (2, 6), (3, 3)])
+def test_what_was_prepared_for_another_size_is_not_read_at_the_switch(
+    path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, after: int, room: bool
+) -> None:
+    """All of the rank's experts where there is room, else those that it lacks. Nothing that is served changes."""
+    checkpoint = Checkpoint.open(path)
+    one = memory_need.rank_bytes(checkpoint, 1, checkpoint.spec.dtype)
+    model, read = Model(WorkerConfig(model=str(path)), checkpoint), list[int]()
+    held = model.load(Placement.blocks(6, ranks, (0, 1)), 1, lambda *_: None)
+    assert held is not None
+    before, reader = dict(held.ids), checkpoint.read_expert
+    monkeypatch.setattr(
+        checkpoint, "read_expert", lambda layer, expert, *to: (read.append(expert), reader(layer, expert, *to))
+    )
+    monkeypatch.setattr(model_module, "available_bytes", lambda device: 1 << 40 if room else 0)
+    monkeypatch.setattr(memory_need, "available_bytes", lambda device: 6 * one)
+    placement = Placement(2, after, dict.fromkeys((0, 1), (5, 4, 3, 2, 1, 0)))
+    row = placement.of_rank(0, 1)
+    model.prepare(placement, 1, lambda *_: None)
+    assert sorted(read) == sorted(2 * [expert for expert in row if expert not in before[0]])
+    assert held.ids == before
+    read.clear()
+    loaded = model.load(placement, 1, lambda *_: None)
+    assert loaded is held
+    assert not read, "all of it was here"
+    wanted = ExpertMLPs.load(checkpoint, row, dtype=checkpoint.spec.dtype)
+    assert (loaded.ids, loaded.num_experts, loaded.num_bytes) == (wanted.ids, len(row), wanted.num_bytes)
+    tokens, counts = torch.randn(len(row), 256).to(wanted.dtype), torch.ones(len(row), dtype=torch.int32)
+    offsets = torch.arange(len(row) + 1, dtype=torch.int32)
+    for layer in (0, 1):
+        same = loaded.forward(layer, tokens, offsets, counts), wanted.forward(layer, tokens, offsets, counts)
+        assert torch.equal(*same)
 
 
 def test_what_a_container_leaves(tmp_path: Path) -> None:

@@ -241,10 +241,17 @@ class ExpertMLPs:
 
         Args, Raises: as `load`; number: of the checkpoint; more: experts of it that were `read`, to copy as well.
         """
-        held = [(self.ids[layer], self._weights[layer])] if number == self.checkpoints[layer] else []
-        staged = self.read(checkpoint, layer, expert_ids, progress, [*held, *([more] if more else [])])
+        if more is not None and more[0] == tuple(expert_ids):
+            staged = more[1]
+        else:
+            held = [self.held(layer)] if number == self.checkpoints[layer] else []
+            staged = self.read(checkpoint, layer, expert_ids, progress, [*held, *([more] if more else [])])
         self._prepare(staged)
         return staged
+
+    def held(self, layer: int) -> Held:
+        """The experts of a layer by slot, and their weights."""
+        return self.ids[layer], self._weights[layer]
 
     def read(
         self,

@@ -17,7 +17,7 @@ from crossdock.worker.checkpoints.weights import FLOAT, Format
 from crossdock.worker.experts import device as devices
 from crossdock.worker.experts.expert_mlps import ExpertMLPs, Weights
 from crossdock.worker.experts.grouped.support import compile_into
-from crossdock.worker.experts.memory_need import DTYPES, check_memory
+from crossdock.worker.experts.memory_need import DTYPES, available_bytes, check_memory, rank_bytes
 from crossdock.worker.experts.placement import FROM_CONFIG, Placement, WeightsOf
 from crossdock.worker.group.data_network import network_of, with_device
 from crossdock.worker.group.same_weights import sum_of
@@ -174,8 +174,9 @@ class Model:
         return self._experts
 
     def prepare(self, placement: Placement, rank: int, progress: Callable[[int, int], None]) -> None:
-        """Load the experts that a rank has in a later epoch and this one does not hold, beside those that it serves
-        with: `load` takes them. Blocks; not beside `load`.
+        """Load the experts that a rank has in a later epoch, beside those that it serves with: `load` takes them. All
+        of them if there is room, so that nothing is copied then; else those that are not held. Blocks; not beside
+        `load`.
 
         Args:
             placement, rank: of the later epoch.
@@ -186,21 +187,27 @@ class Model:
             DeviceLost: the GPU does not work any more.
         """
         devices.enter(self.device)
-        held, more, self._more = self._experts, {}, {}
-        missing = {}
-        for layer in self.spec.moe_layers:
-            same = held is not None and held.checkpoints[layer] == placement.weights(layer).number
-            known = held.ids[layer] if held is not None and same else ()
-            missing[layer] = [expert for expert in placement.of_rank(layer, rank) if expert not in known]
-        most = max(map(len, missing.values()))
-        if held is None or not most:
+        experts, more, self._more = self._experts, {}, {}
+        rows = {layer: placement.of_rank(layer, rank) for layer in self.spec.moe_layers}
+        num_slots = len(rows[self.spec.moe_layers[0]])
+        if experts is None or not num_slots:
             return
-        check_memory(self._checkpoint, most, self.device, self._held_dtype, widen=self._widen)
-        with self._memory_errors(most):
-            for layer, ids in missing.items():
-                if ids:
-                    checkpoint = self._checkpoints.open(placement.weights(layer))
-                    more[layer] = tuple(ids), held.read(checkpoint, layer, ids, progress), placement.weights(layer)
+        # What is held, and what is to be read beside it.
+        same = (layer for layer in rows if experts.checkpoints[layer] == placement.weights(layer).number)
+        held = {layer: experts.held(layer) for layer in same}
+        whole = rank_bytes(self._checkpoint, num_slots, self._held_dtype, widen=self._widen)
+        sharing = placement.num_ranks if self.device.type == "cpu" else 1  # of one host's memory, at most
+        if whole * sharing > available_bytes(self.device):
+            known = {layer: held[layer][0] if layer in held else () for layer in rows}
+            rows = {layer: tuple(each for each in row if each not in known[layer]) for layer, row in rows.items()}
+            num_slots = max(map(len, rows.values()))
+            check_memory(self._checkpoint, num_slots, self.device, self._held_dtype, widen=self._widen)
+        with self._memory_errors(num_slots):
+            for layer, row in rows.items():
+                if row and not (layer in held and row == held[layer][0]):
+                    weights = placement.weights(layer)
+                    beside, checkpoint = [held[layer]] if layer in held else [], self._checkpoints.open(weights)
+                    more[layer] = row, experts.read(checkpoint, layer, row, progress, beside), weights
         self._synchronise()
         self._more = more
 

@@ -186,7 +186,8 @@ class Session:
             self._control.prepared(view.next_placement)
         else:
             placement, rank = planned
-            experts = await in_thread("load", self._model.load, placement, rank, self._loading)
+            loading = in_thread("load", self._model.load, placement, rank, self._loading)
+            experts, _ = await asyncio.gather(loading, in_thread("sum", self._model.sum, placement, rank))
             self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
             self._status.joining("waiting to be admitted by a serving group")
             self._control.prepared(placement.version)
@@ -213,7 +214,8 @@ class Session:
                 if self._leaves:
                     _log.warning("this worker will leave the group", why=view.scaling)
                 elif planned is not None:
-                    await in_thread("prepare", self._model.prepare, *planned, check)
+                    preparing = in_thread("prepare", self._model.prepare, *planned, check)
+                    await asyncio.gather(preparing, in_thread("sum", self._model.sum, *planned))  # at the switch, too
                     self._control.prepared(planned[0].version)
             except MoveCancelled:
                 _log.info("another epoch is planned", was=tried, now=self._control.view.next_placement)
