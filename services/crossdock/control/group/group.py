@@ -165,7 +165,7 @@ def advance(group: Group, event: Event, now: float) -> Result:
 
 def _register(group: Group, event: Register, now: float) -> Result:
     worker = event.worker
-    group = recovery.learn_size(resize.want(group, event.wanted), event.prior)
+    group = recovery.learn_size(group, event)
     known = group.member(worker.uid)
     # The same process again.
     if known is not None and worker.incarnation == known.worker.incarnation:

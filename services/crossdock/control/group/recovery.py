@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from crossdock.control.group import elastic
-from crossdock.control.group.group_state import Group, Heartbeat, Member, Phase, Prior, with_first_ranks
+from crossdock.control.group import elastic, resize
+from crossdock.control.group.group_state import Group, Heartbeat, Member, Phase, Prior, Register, with_first_ranks
 
 MAX_LEAP = 999
 """Upper bound of `Group.leap`. Control planes start less often than once a second, so epochs rise by less than the
@@ -37,9 +37,14 @@ def note_heartbeat(group: Group, event: Heartbeat, broken: bool) -> Group:
     )
 
 
-def learn_size(group: Group, prior: Prior | None) -> Group:
-    """The size of the latest epoch that a worker remembers. Where it is smaller, members without a memory give way."""
-    if not group.recovering or prior is None or prior.epoch < group.highest_reported:
+def learn_size(group: Group, event: Register) -> Group:
+    """How many workers are wanted, as a worker was told last, and the size of the latest epoch that one remembers.
+    Where that is smaller, members without a memory give way. After the recovery only an operator wants another."""
+    prior = event.prior
+    if not group.recovering:
+        return group
+    group = resize.want(group, event.wanted)
+    if prior is None or prior.epoch < group.highest_reported:
         return group
     size = prior.world_size or group.world_size
     if size == group.world_size:
