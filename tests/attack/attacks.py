@@ -438,6 +438,7 @@ async def _roles(scene: Scene) -> str:
             stub.Leave(pb.LeaveRequest(worker=worker)),
             stub.Placement(pb.PlacementRequest(epoch=view.epoch)),
             stub.Rebalance(pb.RebalanceRequest()),
+            stub.Scale(pb.ScaleRequest(workers=1)),
             stub.Watch(pb.WatchRequest(worker=worker)),
         ):
             answers[await attempt(call)] += 1

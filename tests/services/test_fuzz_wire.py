@@ -18,7 +18,10 @@ from tests.services.control_world import TIMEOUT_S, ControlProcess
 NUM_CALLS = 150
 MOST_GROWTH_BYTES = 128 << 20
 SEEDS = [1]
-NAMES = ["Register", "PublishRegion", "Ready", "Heartbeat", "Leave", "Topology", "Placement", "Experts", "Rebalance"]
+NAMES = [
+    "Register", "PublishRegion", "Ready", "Heartbeat", "Leave", "Topology", "Placement", "Experts", "Rebalance",
+    "Scale",
+]  # fmt: skip
 KEYS = ["crossdock-term", "crossdock-key", "authorization", "x-unknown", "x-unknown-bin"]
 OUR_FAULT = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DEADLINE_EXCEEDED}
 

@@ -449,9 +449,8 @@ def _prior(prior: pb.PriorMembership, limits: Limits, max_epoch: int) -> Prior:
     if len(active) != len(prior.active_ranks) or not active <= frozenset(range(limits.world_size)):
         raise InvalidArgument(f"prior.active_ranks: expected different ranks < {limits.world_size}, got others")
     region = _region("prior.region", prior.region, limits)
-    if prior.world_size > MAX_WORKERS:
-        raise InvalidArgument(f"prior.world_size: expected <= {MAX_WORKERS}, got {prior.world_size}")
-    return Prior(prior.epoch, prior.rank, region, prior.ready, active or None, prior.world_size)
+    size = prior.world_size if prior.world_size <= limits.world_size else 0  # of a group that may not be so large now
+    return Prior(prior.epoch, prior.rank, region, prior.ready, active or None, size)
 
 
 def _wanted(wanted: pb.Wanted) -> Wanted:
