@@ -106,7 +106,6 @@ def compiled(text: str, name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-@functools.cache
 def _standard_headers() -> Path:
     """Those of `grid.h`, compiled once: to read them is a third of what a kernel takes."""
     lines = re.findall(r"#include <.*>\n", (FOLDER / "grid.h").read_text())
