@@ -114,7 +114,6 @@ _ONE_AT_A_TIME = threading.Lock()
 """Of threads that would compile the standard headers."""
 
 
-@functools.cache
 def _standard_headers() -> Path:
     """Those of `grid.h`, compiled once: to read them is a third of what a kernel takes."""
     lines = re.findall(r"#include <.*>\n", (FOLDER / "grid.h").read_text())
