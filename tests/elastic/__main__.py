@@ -210,7 +210,8 @@ def main() -> int:
     some = Question.random(storm.model, 16)
     told_apart = len({some.answer(layout).numpy().tobytes() for layout in storm.layouts})
     print(f"{answers} answers, {len(seen.wrong)} wrong or failed {seen.wrong[:3]}; sizes {sorted(seen.sizes)}")
-    print(f"{len(storm.layouts)} layouts, {told_apart} of them with bits of their own; pauses, s: {sorted(pauses)}")
+    waits = ", ".join(f"{pause:.2f}" for pause in sorted(pauses))
+    print(f"{len(storm.layouts)} layouts, {told_apart} of them with bits of their own; pauses of switches, s: {waits}")
     slow = max(pauses) > PAUSE_S
     return 1 if seen.wrong or slow or told_apart < len(storm.layouts) or not answers else 0
 
