@@ -45,7 +45,8 @@ from crossdock.host.supervisor import Supervisor, usable_cpus
 WORKERS, LAYER, PROCESSES = 2, 0, 2
 SHAPES = {"model": (Sizes(1024, 64, 8), 512), "path": (Sizes(7168, 8, 2), 16)}
 """Of the calls, and I."""
-TOKENS, CLIENTS = (1, 8, 128, 1024), (1, 8, 64)
+TOKENS, CLIENTS = (1, 128, 1024), (1, 64)
+"""By default: ten minutes on two cores."""
 FOREIGN_CLIENTS = 24
 """By gRPC: the most streams of one host that a worker reads."""
 OPEN_SHARE = 0.6
