@@ -17,8 +17,8 @@ import torch
 
 from crossdock.worker.checkpoints.gating import Gating
 from crossdock.worker.checkpoints.weights import MXFP4, Format, Stack
-from crossdock.worker.experts.expert_mlps import ExpertLoop, ExpertMLPs
-from crossdock.worker.experts.grouped.products import Launcher
+from crossdock.worker.experts.expert_mlps import ExpertLoop, ExpertMLPs, _kind
+from crossdock.worker.experts.grouped.products import GroupedProducts, Launcher
 from crossdock.worker.experts.grouped.support import compile_into, reason_against, reason_in_shapes
 from tests.tools import needs
 from tests.unit.grouped_cases import BLOCKS, CASES, floats, groups, layer, tokens_of
@@ -85,7 +85,7 @@ def assert_right(weights: tuple[Stack, Stack], gating: Gating, counts: list[int]
     for target, source in zip(there, weights, strict=True):
         target.copy_(source)
     experts = ExpertMLPs({0: (there[0], there[1])}, gating, torch.bfloat16)
-    assert not any(isinstance(each, ExpertLoop) for each in experts._computed.values())
+    assert isinstance(experts._computed[_kind(there[0])], GroupedProducts)
     sent = tokens.cuda(), *(torch.tensor(v, dtype=torch.int32, device="cuda") for v in ([*begins, end], counts))
     out = torch.full(tokens.shape, 7.0, dtype=torch.bfloat16, device="cuda")
     torch.cuda.set_sync_debug_mode("error")

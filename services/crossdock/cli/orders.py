@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 Name = Annotated[str, typer.Argument(help="A rank, a worker (uid), or a host: every worker there.")]
 Reason = Annotated[str, typer.Option("--reason", help="Shown as the reason.")]
 POLL_S = 0.25
+T = TypeVar("T")
 
 
 def drain(
@@ -29,12 +31,11 @@ def drain(
 ) -> None:
     """Let workers finish what is queued and leave; they stay out until `uncordon`. Exit status 1 if some stayed."""
     barred = _cordon(name, reason, target, timeout_s, security, drain_too=True)
-    deadline = time.monotonic() + wait_s
-    left = _members(target, timeout_s, security)
-    while set(left) & {one.uid for one in barred} and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        left = _members(target, timeout_s, security)
-    stayed = sorted(set(left) & {one.uid for one in barred})
+
+    def staying() -> list[str]:
+        return sorted({one.uid for one in barred} & set(_members(target, timeout_s, security)))
+
+    stayed = _polled(staying, lambda found: not found, wait_s)
     _print(barred, "left" if not stayed else "asked to leave", as_json=as_json, stayed=stayed)
     raise typer.Exit(1 if stayed else 0)
 
@@ -78,6 +79,18 @@ def _cordon(
     return list(answer.barred)
 
 
+def _polled(
+    fetch: Callable[[], T], is_over: Callable[[T], bool], wait_s: float, show: Callable[[T], None] = lambda _: None
+) -> T:
+    """The first that `is_over`, else the last within `wait_s`; one each POLL_S. show: called before each pause."""
+    deadline, found = time.monotonic() + wait_s, fetch()
+    while not is_over(found) and time.monotonic() < deadline:
+        show(found)
+        time.sleep(POLL_S)
+        found = fetch()
+    return found
+
+
 def _members(target: str, timeout_s: float, security: Path | None) -> list[str]:
     from crossdock.cli.top import fetch
 
@@ -115,15 +128,14 @@ def load(
         return found
 
     ask_leader(target, guards, "Load", request, timeout_s)
-    deadline, found = time.monotonic() + wait_s, experts()
-    while (not found.last_change or found.last_change.startswith("loading")) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        found = experts()
-    loaded = found.last_change.startswith("loaded")
+    over = _polled(
+        experts, lambda found: bool(found.last_change) and not found.last_change.startswith("loading"), wait_s
+    )
+    loaded = over.last_change.startswith("loaded")
     if as_json:
-        show_json({"loaded": loaded, "fingerprint": request.fingerprint, "last_change": found.last_change})
+        show_json({"loaded": loaded, "fingerprint": request.fingerprint, "last_change": over.last_change})
     else:
-        print(f"{request.fingerprint}: {found.last_change}")
+        print(f"{request.fingerprint}: {over.last_change}")
     raise typer.Exit(0 if loaded else 1)
 
 
@@ -147,7 +159,7 @@ def scale(
     timeout_s: Timeout = 5.0,
     security: SecurityFile = None,
 ) -> None:
-    """Have more or fewer workers while the group serves. Exit status 1 unless it serves with so many."""
+    """Change the number of workers while the group serves. Exit status 1 unless it then serves with that number."""
     from crossdock.cli.top import fetch
     from crossdock.common.control_channel import ask_leader
     from crossdock.protocol.v1.control_pb2 import SERVING, ScaleRequest
@@ -156,12 +168,17 @@ def scale(
         return view.state == SERVING and view.world_size == workers and not view.active_ranks
 
     ask_leader(target, security_of(security), "Scale", ScaleRequest(workers=workers), timeout_s)
-    deadline, view, said = time.monotonic() + wait_s, fetch(target, timeout_s, security), ""
-    while not has_all(view) and view.wanted.workers == workers and time.monotonic() < deadline:
+    said = ""
+
+    def is_over(view: GroupView) -> bool:
+        return has_all(view) or view.wanted.workers != workers
+
+    def show(view: GroupView) -> None:
+        nonlocal said
         if view.scaling != said and not as_json:
             print(said := view.scaling, flush=True)
-        time.sleep(POLL_S)
-        view = fetch(target, timeout_s, security)
+
+    view = _polled(lambda: fetch(target, timeout_s, security), is_over, wait_s, show)
     state = {"workers": view.world_size, "wanted": view.wanted.workers, "epoch": view.epoch, "waits_for": view.scaling}
     if as_json:
         show_json(state)

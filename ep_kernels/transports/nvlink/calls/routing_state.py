@@ -80,7 +80,7 @@ def ends(words: bytes) -> tuple[int, int]:
 
 
 def with_rows(words: bytes, rows: int) -> bytes:
-    """A state's words with so many rows."""
+    """A state's words with this number of rows."""
     return words[:_ENDS_AT] + _ENDS.pack(ends(words)[0], rows)
 
 

@@ -197,7 +197,7 @@ bool begin(const Plan* plan, python::Object* former, uint64_t* bases, Kept* kept
   return true;
 }
 
-// What a call sets in them. False: so many tokens have no room.
+// What a call sets in them. False: more tokens than the plan has room for.
 bool fill(const Plan* plan, python::Object* slot, const uint64_t* bases, Kept* kept) {
   if (kept->op.tokens < 0 || kept->op.tokens > plan->most_tokens) return false;
   kept->set(plan->num_tokens_at, static_cast<int32_t>(kept->op.tokens));
@@ -244,7 +244,7 @@ python::Object* call(python::Object* self, python::Object* const* given, python:
 }
 
 // (slot, state of a former dispatch or None, T, addresses of tensors or 0...) -> `Kept`, of which nothing is launched;
-// None: so many tokens have no room.
+// None: more tokens than the plan has room for.
 python::Object* filled(python::Object* self, python::Object* const* given, python::Size count) {
   auto* plan = static_cast<Plan*>(py.as_pointer(self));
   Kept kept;
