@@ -9,8 +9,8 @@ import torch
 
 from ep_kernels import Layout, Mode
 
-FP8_BLOCK = 128
-"""Columns that share one fp32 scale."""
+FP8_BLOCK, MX_BLOCK, NV_BLOCK = 128, 32, 16
+"""Columns that share one scale in fp8, MXFP8 and NVFP4."""
 BOUNDED = 1.25
 """Of form "bounded", where what comes after must not work on rows of the worst case."""
 
@@ -22,7 +22,8 @@ class Case:
     Attributes:
         tokens: T of every rank; also M, the most tokens per rank that buffers are made for.
         routing: a key of ROUTINGS.
-        fp8_dispatch: rows go out as fp8 with fp32 scales, quantised inside the operation.
+        quantize: rows go out quantised, inside the operation: True: fp8 with an fp32 scale per 128 columns; "mxfp8",
+            "nvfp4".
         fp8_combine: partial sums come home as fp8 with fp32 scales.
         num_sms: multiprocessors that an operation may fill; None: the backend's own choice.
         form: "" (worst-case rows, no host wait), "exact" (rows as many as arrived, one host read) or "cached" (the
@@ -39,7 +40,7 @@ class Case:
     topk: int = 8
     dtype: torch.dtype = torch.bfloat16
     routing: str = "uniform"
-    fp8_dispatch: bool = False
+    quantize: bool | str = False
     fp8_combine: bool = False
     num_sms: int | None = None
     form: str = ""
@@ -54,13 +55,19 @@ class Case:
         """Bytes of one row as `op` moves it, scales included; of "pair": one row each way."""
         if op == "pair":
             return self.moved_bytes("dispatch") + self.moved_bytes("combine")
-        fp8 = self.fp8_dispatch if op == "dispatch" else self.fp8_combine
-        return self.hidden + 4 * -(-self.hidden // FP8_BLOCK) if fp8 else self.row_bytes
+        made = self.quantize if op == "dispatch" else self.fp8_combine
+        if made == "nvfp4":
+            return self.hidden // 2 + self.hidden // NV_BLOCK
+        if made == "mxfp8":
+            return self.hidden + -(-self.hidden // MX_BLOCK)
+        return self.hidden + 4 * -(-self.hidden // FP8_BLOCK) if made else self.row_bytes
 
     def dtype_of(self, op: str) -> str:
         """How a row moves in "dispatch" or "combine"."""
-        fp8 = self.fp8_dispatch if op == "dispatch" else self.fp8_combine
-        return "fp8" if fp8 else str(self.dtype).removeprefix("torch.")
+        made = self.quantize if op == "dispatch" else self.fp8_combine
+        if isinstance(made, str):
+            return made
+        return "fp8" if made else str(self.dtype).removeprefix("torch.")
 
 
 CPU_CASES = (

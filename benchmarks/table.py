@@ -23,6 +23,7 @@ TITLES = {
     "ll_sms": "LL over the number of multiprocessors, bf16, µs per pair",
     "overlap": "Overlap: a matrix product while an operation has been sent and not yet received, µs",
     "ht": "High throughput: µs per call, L2 flushed, routing and counts included",
+    "formats": "Rows that dispatch quantises, bf16 combine: µs per call of HT, per pair of LL (CUDA graph of 10 pairs)",
     "sweep": "HT over the number of multiprocessors, bf16, µs",
     "layer": "A whole MoE layer, bf16: dispatch, grouped products, combine, µs",
     "auto": "Where HT overtakes LL: µs per pair, CUDA graph",
@@ -59,8 +60,8 @@ def markdown(folder: Path) -> str:
     run = facts.read(folder)
     said, parts = "", []
     makers = {
-        "floor": _floor, "ll": _ll, "ll_sms": _ll_sms, "overlap": _overlap, "ht": _ht, "sweep": _sweep,
-        "layer": _layer, "auto": _auto,
+        "floor": _floor, "ll": _ll, "ll_sms": _ll_sms, "overlap": _overlap, "ht": _ht, "formats": _formats,
+        "sweep": _sweep, "layer": _layer, "auto": _auto,
     }  # fmt: skip
     for name, maker in makers.items():
         lines = report.read(folder, name)
@@ -134,6 +135,11 @@ def _ht(lines: list[Csv]) -> str:
     ours = {(*_case(line),): line["sms"] for line in lines if line["backend"] == "crossdock"}
     filled = [line | {"sms": ours.get(_case(line), "")} for line in lines if not _told_already(line)]
     return _by_backend(filled, tuple(shown), shown)
+
+
+def _formats(lines: list[Csv]) -> str:
+    shown = {"mode": "mode", "op": "op", "tokens": "T", "layout": "layout"}
+    return _by_backend([line for line in lines if line["op"] != "combine"], tuple(shown), shown)
 
 
 def _told_already(line: Csv) -> bool:

@@ -234,7 +234,8 @@ class GroupMember(Generic[C, M]):
     def close(self) -> None:
         """Free everything, after the operations that this rank has begun have ended, since peers may need their rows:
         bounded by the deadline of those operations, and at once where the communicator is broken or aborted.
-        Idempotent; any thread. Tensors handed out stay readable. One that is dropped is closed."""
+        Idempotent; any thread. Tensors handed out stay readable. One that is dropped is closed. Memory that GPUs share
+        by CUDA IPC, and that a peer still maps, is freed when this process makes or closes another communicator."""
         self.drain()
         self._leave()
 

@@ -89,6 +89,6 @@ class GatherScatter:
 def create(case: Case, rank: int, group: Any) -> GatherScatter:
     """See `gpu.load`."""
     layout = Layout.RANK_MAJOR if case.mode is Mode.LL else Layout.FLAT
-    if case.layout is not layout or case.fp8_dispatch or case.fp8_combine or case.num_sms or case.form:
+    if case.layout is not layout or case.quantize or case.fp8_combine or case.num_sms or case.form:
         raise Unavailable("agrs: bf16, RANK_MAJOR for LL and FLAT for HT, with NCCL's own choice of multiprocessors")
     return GatherScatter(case, rank)

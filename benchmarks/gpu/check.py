@@ -15,6 +15,8 @@ from benchmarks.cases import Case, ranks_of
 from benchmarks.gpu import Inputs, Row
 from ep_kernels import quant
 
+LARGEST = 8.0
+"""Magnitude that normal values hardly reach."""
 TOLERANCE = 1e-2
 """Relative error of backends that promise no bits: their partials are rounded to bf16 more than once."""
 
@@ -84,7 +86,7 @@ def vector(case: Case, rank: int, seed: int, device: torch.device) -> torch.Tens
 
 def toy(case: Case, inputs: Inputs) -> Row:
     """What `toy_rank_wise` and `toy_per_expert` make of the token, seen from home."""
-    x = quant.dequantize(*quant.quantize(inputs.x)) if case.fp8_dispatch else inputs.x
+    x = dispatched(case, inputs.x)
     slot = inputs.topk_ids % (case.experts // case.ranks)
 
     def row(rank: int, here: torch.Tensor, k: int | None) -> torch.Tensor:
@@ -93,6 +95,21 @@ def toy(case: Case, inputs: Inputs) -> Row:
         return toy_rank_wise(x, torch.where(here, slot, -1), inputs.topk_weights, case.dtype).float()
 
     return row
+
+
+def dispatched(case: Case, x: torch.Tensor) -> torch.Tensor:
+    """What rows x [T, H] mean when they have been dispatched."""
+    if case.quantize == "nvfp4":
+        scale = global_scale(x.device)
+        return quant.dequantize(*quant.quantize_nvfp4(x, scale), scale)
+    if case.quantize == "mxfp8":
+        return quant.dequantize(*quant.quantize_mxfp8(x))
+    return quant.dequantize(*quant.quantize(x)) if case.quantize else x
+
+
+def global_scale(device: torch.device) -> torch.Tensor:
+    """float32 [1]: NVFP4's scale of all rows, for values of up to LARGEST."""
+    return torch.tensor([quant.FP8_MAX * quant.FP4_MAX / LARGEST], device=device)
 
 
 def toy_per_expert(tokens: torch.Tensor, gain: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -31,6 +31,7 @@ class Crossdock:
 
     def __init__(self, case: Case, group: Any, transport: str = "nvlink", network: NetworkConfig | None = None) -> None:
         self._case = case
+        self._scale: torch.Tensor | None = None
         exact_shapes = case.form == "exact"
         self._comm = MoECommunicator(
             MoEConfig(
@@ -42,7 +43,7 @@ class Crossdock:
                 mode=case.mode,
                 layout=case.layout,
                 dtype=case.dtype,
-                quantize=case.fp8_dispatch,
+                quantize=case.quantize,
                 combine_dtype=torch.float8_e4m3fn if case.fp8_combine else None,
                 exact_combine=case.exact_combine,
                 exact_shapes=exact_shapes,
@@ -61,7 +62,15 @@ class Crossdock:
     def dispatch(self, inputs: Inputs, previous: Any = None) -> Any:
         """See `Backend`."""
         handle = None if previous is None else previous[1]
-        return self._comm.dispatch(inputs.x, inputs.topk_ids, inputs.topk_weights, previous_handle=handle)
+        return self._comm.dispatch(self._rows(inputs), inputs.topk_ids, inputs.topk_weights, previous_handle=handle)
+
+    def _rows(self, inputs: Inputs) -> Any:
+        """As dispatch takes them: NVFP4 wants a scale of all rows beside them."""
+        if self._case.quantize != "nvfp4":
+            return inputs.x
+        if self._scale is None:
+            self._scale = check.global_scale(inputs.x.device)
+        return inputs.x, self._scale
 
     def tokens(self, received: Any) -> torch.Tensor:
         """See `Backend`."""
@@ -70,7 +79,7 @@ class Crossdock:
     def experts(self, received: Any) -> torch.Tensor:
         """See `Backend`."""
         out, dtype = received[0], self._case.dtype
-        tokens = out.tokens if out.scales is None else quant.dequantize(out.tokens, out.scales)
+        tokens = out.tokens if out.scales is None else quant.dequantize(out.tokens, out.scales, self._scale)
         if not out.layout.per_expert:
             y = check.toy_rank_wise(tokens, out.topk_ids, out.topk_weights, dtype)
         elif out.layout is Layout.EXPERT_MAJOR:
@@ -108,7 +117,7 @@ class Crossdock:
 
     def send_dispatch(self, inputs: Inputs) -> Callable[[], Any]:
         """The sending half of `dispatch`; its receiving half returns what `dispatch` returns."""
-        return self._comm.dispatch_async(inputs.x, inputs.topk_ids, inputs.topk_weights).wait
+        return self._comm.dispatch_async(self._rows(inputs), inputs.topk_ids, inputs.topk_weights).wait
 
     def send_combine(self, y: torch.Tensor, received: Any, out: torch.Tensor) -> Callable[[], Any]:
         """The sending half of `combine`."""

@@ -47,9 +47,9 @@ class DeepEp:
         case, ids = self._case, inputs.topk_ids.long()
         if case.mode is Mode.LL:
             rows, counts, handle, _, _ = self._buffer.low_latency_dispatch(
-                inputs.x, ids, self._most, case.experts, use_fp8=case.fp8_dispatch
+                inputs.x, ids, self._most, case.experts, use_fp8=case.quantize
             )
-            rows, scales = rows if case.fp8_dispatch else (rows, None)
+            rows, scales = rows if case.quantize else (rows, None)
             return rows, scales, counts, None, handle
         if previous is not None:
             rows, *_ = self._buffer.dispatch(inputs.x, handle=previous[4], config=self._configs[0])
@@ -107,6 +107,6 @@ def create(case: Case, rank: int, group: Any) -> DeepEp:
     except ImportError as error:
         raise Unavailable(f"deepep: {error}") from None
     layout = Layout.EXPERT_MAJOR if case.mode is Mode.LL else Layout.FLAT
-    if case.layout is not layout or case.fp8_combine or case.num_sms or (case.fp8_dispatch and case.mode is Mode.HT):
+    if case.layout is not layout or case.fp8_combine or case.num_sms or (case.quantize and case.mode is Mode.HT):
         raise Unavailable("deepep: EXPERT_MAJOR for LL, FLAT bf16 for HT, with its own choice of multiprocessors")
     return DeepEp(case, library)

@@ -139,11 +139,11 @@ class Bench:
     # What combine is given in the timed loops, and what it then must give.
 
     def given(self, received: Any) -> torch.Tensor:
-        """The rows as they arrived; where they are fp8, rows of this rank's random vector."""
+        """The rows as they arrived; where they were quantised, rows of this rank's random vector."""
         tokens = self.backend.tokens(received)
-        if tokens.dtype != torch.float8_e4m3fn:
+        if tokens.dtype == self.case.dtype:
             return tokens
-        if self._pattern is None or self._pattern.shape != tokens.shape:
+        if self._pattern is None or self._pattern.shape[:-1] != tokens.shape[:-1]:
             vector = check.vector(self.case, self.rank, self.seed, tokens.device)
             self._pattern = vector.expand(*tokens.shape[:-1], self.case.hidden).contiguous()
         return self._pattern
@@ -153,7 +153,7 @@ class Bench:
         row = check.given_x(inputs)
         if toy:
             row = check.toy(self.case, inputs)
-        elif self.case.fp8_dispatch:
+        elif self.case.quantize:
             row = check.pattern(self.case, inputs, self.seed)
         fault = self.backend.fault(inputs, out, row)
         if fault:

@@ -103,6 +103,6 @@ class Nccl:
 
 def create(case: Case, rank: int, group: Any) -> Nccl:
     """See `gpu.load`."""
-    if case.layout is not Layout.FLAT or case.mode is not Mode.HT or case.fp8_dispatch or case.num_sms:
+    if case.layout is not Layout.FLAT or case.mode is not Mode.HT or case.quantize or case.num_sms:
         raise Unavailable("nccl: measured for HT, FLAT, bf16, with its own choice of multiprocessors")
     return Nccl(case, rank)

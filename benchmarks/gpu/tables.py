@@ -10,7 +10,7 @@ from benchmarks.cases import Case
 from ep_kernels import Layout, Mode
 
 PAYLOADS = ((False, False), (True, False), (True, True))
-"""(fp8_dispatch, fp8_combine)."""
+"""(quantize, fp8_combine)."""
 LL_TOKENS = {"full": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), "core": (1, 8, 32, 64, 128), "quick": (1, 32, 128)}
 LL_FP8_TOKENS = {"full": (1, 8, 32, 64, 128), "core": (128,), "quick": (1, 32, 128)}
 SWEEP_SMS = {"full": (8, 16, 24, 32, 48, 64, 96, 132), "core": (8, 16, 24, 32, 64, 132), "quick": (8, 24, 132)}
@@ -71,7 +71,7 @@ def _ll(ranks: int, extent: str) -> Iterator[Measured]:
         for layout in (Layout.RANK_MAJOR, Layout.EXPERT_MAJOR):
             for out, back in PAYLOADS if tokens in LL_FP8_TOKENS[extent] else PAYLOADS[:1]:
                 alone = extent != "core" or (tokens in EAGER_TOKENS and not out)
-                case = Case(Mode.LL, layout, ranks, tokens, fp8_dispatch=out, fp8_combine=back)
+                case = Case(Mode.LL, layout, ranks, tokens, quantize=out, fp8_combine=back)
                 yield Measured(case, LL_LOOPS if alone else LL_CORE_LOOPS)
 
 
@@ -97,7 +97,7 @@ def _ht(ranks: int, extent: str) -> Iterator[Measured]:
     full = extent == "full"
     sizes = (4096, 1024, 8192) if full else (4096,)
     cases = [
-        replace(case, tokens=tokens, fp8_dispatch=fp8)
+        replace(case, tokens=tokens, quantize=fp8)
         for tokens in sizes
         for case in (flat, grouped)
         for fp8 in (False, True)
@@ -109,10 +109,21 @@ def _ht(ranks: int, extent: str) -> Iterator[Measured]:
         cases += [replace(flat, form="exact")]
         cases += [replace(flat, routing=routing) for routing in ("holes", "masked")]
     if full:
-        cases += [replace(flat, fp8_dispatch=True, fp8_combine=True)]
+        cases += [replace(flat, quantize=True, fp8_combine=True)]
         cases += [replace(grouped, form=form) for form in ("cached", "exact")]
     for case in cases:
         yield Measured(case, HT_LOOPS)
+
+
+def _formats(ranks: int, extent: str) -> Iterator[Measured]:
+    """Rows that dispatch quantises, beside each other."""
+    for quantize in (True, "mxfp8", "nvfp4"):
+        for tokens in (8, 128):
+            for layout in (Layout.RANK_MAJOR, Layout.EXPERT_MAJOR):
+                case = Case(Mode.LL, layout, ranks, tokens, quantize=quantize)
+                yield Measured(case, (Loop("graph", False),), ("crossdock",))
+        for layout in (Layout.FLAT, Layout.GROUPED):
+            yield Measured(Case(Mode.HT, layout, ranks, 4096, quantize=quantize), HT_LOOPS, ("crossdock",))
 
 
 def _sweep(ranks: int, extent: str) -> Iterator[Measured]:
@@ -137,7 +148,8 @@ def _auto(ranks: int, extent: str) -> Iterator[Measured]:
 
 
 TABLES = {
-    "ll": _ll, "ll_sms": _ll_sms, "overlap": _overlap, "ht": _ht, "sweep": _sweep, "layer": _layer, "auto": _auto,
+    "ll": _ll, "ll_sms": _ll_sms, "overlap": _overlap, "ht": _ht, "formats": _formats, "sweep": _sweep,
+    "layer": _layer, "auto": _auto,
 }  # fmt: skip
 FLOOR = "floor"
 """The table that has no cases: see `floor.py`."""
@@ -145,7 +157,7 @@ WANT_FLOOR = ("ll", "ll_sms")
 """Tables whose lines are compared with it."""
 NAMES = (FLOOR, *TABLES)
 """All tables, in the order in which they are measured."""
-GROUPS = {"ll": (FLOOR, "ll", "ll_sms", "overlap"), "ht": ("ht", "sweep", "layer", "auto")}
+GROUPS = {"ll": (FLOOR, "ll", "ll_sms", "overlap"), "ht": ("ht", "formats", "sweep", "layer", "auto")}
 """What `--cases` names."""
 
 

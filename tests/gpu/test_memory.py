@@ -77,10 +77,12 @@ def free_on_owner() -> int:
 
 
 def await_free(at_least: int, device: int = OWNER) -> int:
-    """Free bytes on a device, once there are so many or after ten seconds."""
+    """Free bytes on a device, once there are so many or after ten seconds. What this process lent by CUDA IPC, and a
+    peer has returned, is freed as the next communicator does it."""
     deadline = time.monotonic() + 10
     while (free := torch.cuda.mem_get_info(device)[0]) < at_least and time.monotonic() < deadline:
         time.sleep(0.01)
+        memory.free_returned()
     return free
 
 

@@ -58,7 +58,7 @@ def test_the_routings_are_what_their_names_say() -> None:
 
 def test_bound_by_hand() -> None:
     """Rank 0 sends 3 rows to rank 1 and keeps 5; rank 1 sends 1 row: the busiest port moves 3 rows."""
-    case = Case(Mode.LL, Layout.RANK_MAJOR, ranks=2, hidden=1024, fp8_dispatch=True)
+    case = Case(Mode.LL, Layout.RANK_MAJOR, ranks=2, hidden=1024, quantize=True)
     rows = torch.tensor([[[5, 3], [1, 9]]])
     assert bounds.busiest_rows(rows) == 3
     assert bounds.sent_rows(rows) == 2
@@ -147,11 +147,13 @@ def test_the_halves_give_what_the_whole_gives(world: World, layout: Layout) -> N
 
 
 @pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize(("fp8_dispatch", "fp8_combine"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("quantize", "fp8_combine"), [(False, False), (True, False), (True, True), ("mxfp8", False), ("nvfp4", False)]
+)
 def test_the_check_agrees_with_a_right_transport(
-    world: World, layout: Layout, fp8_dispatch: bool, fp8_combine: bool
+    world: World, layout: Layout, quantize: bool | str, fp8_combine: bool
 ) -> None:
-    case = replace(SMALL, layout=layout, fp8_dispatch=fp8_dispatch, fp8_combine=fp8_combine)
+    case = replace(SMALL, layout=layout, quantize=quantize, fp8_combine=fp8_combine)
     assert world.run(untimed, case, "crossdock", 5) == [[]] * 4
 
 
@@ -169,7 +171,7 @@ def test_the_check_knows_every_routing_and_form(world: World, routing: str, form
         ("nccl", replace(SMALL, routing="holes", form="cached")),
         ("nccl", replace(SMALL, routing="masked")),
         ("nccl_bare", SMALL),
-        ("nccl_bare", replace(SMALL, fp8_dispatch=True, routing="khot")),
+        ("nccl_bare", replace(SMALL, quantize=True, routing="khot")),
         ("agrs", SMALL),
         ("agrs", replace(SMALL, mode=Mode.LL, layout=Layout.RANK_MAJOR, routing="holes")),
     ],

@@ -50,6 +50,7 @@ class Case:
         strided: the ids are columns of a wider table, as of a router that appends shared experts.
         tokens: T of each rank.
         whole: nothing runs between the halves of a dispatch or a combine.
+        rounded: scales of blocks are powers of two, as DeepGEMM's; dispatch quantises where shapes are fixed.
         masked: DeepGEMM's masked kernels are there, so that native low latency gives the batched format.
     """
 
@@ -63,6 +64,7 @@ class Case:
     missing: bool = False
     round_robin: bool = False
     strided: bool = False
+    rounded: bool = False
     masked: bool = False
     whole: bool = False
 
@@ -279,7 +281,8 @@ def engine(case: Case, rank: int, num_halves: int = 1) -> Iterator[None]:
             enter(mock.patch.object(compat, "batches", return_value=case.masked))
             enter(mock.patch.object(compat, "overlaps", return_value=not case.whole))
 
-            enter(mock.patch.object(high_throughput, "_quantize", quantized))
+            enter(mock.patch.object(compat, "rounds_scales", return_value=case.rounded))
+            enter(mock.patch.object(high_throughput, "_quantize", mock.Mock() if case.rounded else quantized))
             enter(mock.patch.object(low_latency, "_quantize", quantized))
             step = mock.Mock()
             step.dp_metadata.num_tokens_across_dp_cpu, step.dp_metadata.local_sizes = torch.tensor(case.tokens), None
@@ -351,6 +354,9 @@ def _steps(case: Case, rank: int) -> tuple[str, float]:
         want = inputs.expected(case)
         torch.testing.assert_close(z.float(), want, atol=6e-2, rtol=6e-2)
         worst = max(worst, float((z.float() - want).abs().max()) if len(want) else 0.0)
+    if case.rounded:
+        configs = [comm.config for comm in finalizer._link.pool.communicators()]
+        assert [(config.quantize, config.scale_format) for config in configs] == [(True, quant.ScaleFormat.UE8M0)]
     if case.scale:
         assert [comm.config.dtype for comm in finalizer._link.pool.communicators()] == [FP8], "rows travel as fp8"
     return type(finalizer).__name__, worst

@@ -30,6 +30,10 @@ CASES += [
 ]  # fmt: skip
 CASES += [Case("native", backend, whole=True, **more) for backend in (LL, HT, GRAPH) for more in ({}, {"fp8": True})]
 CASES += [Case("native", LL, whole=True, masked=True)]
+CASES += [
+    Case("native", backend, fp8=True, rounded=True, **more)
+    for backend in (LL, GRAPH) for more in ({}, {"whole": True}, {"missing": True}, {"tokens": (0, 0, 0, 0)})
+]  # fmt: skip
 CASES += [Case("native", backend, hidden=272) for _, backend in CLASSES if backend != HT]
 
 

@@ -192,6 +192,11 @@ def batches() -> bool:
     return bool(_seen.get("batches"))
 
 
+def rounds_scales() -> bool:
+    """Whether vLLM's fp8 rows have scales of powers of two, as DeepGEMM's kernels use them."""
+    return bool(_module("vllm.utils.deep_gemm").is_deep_gemm_e8m0_used())
+
+
 def overlaps() -> bool:
     """Whether the engine has something to run between the halves of a dispatch or a combine: shared experts, or the
     other half of a batch. A model whose config names shared experts otherwise does without that overlap."""

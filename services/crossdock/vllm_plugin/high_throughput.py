@@ -18,7 +18,8 @@ from crossdock.deep_ep.pool import PooledCommunicator
 from crossdock.vllm_plugin import compat
 from crossdock.vllm_plugin.base import Finalizer, quantized_rows, round_up, scaled_alone, weighted_input
 from crossdock.vllm_plugin.managers import LayerContext
-from ep_kernels import DispatchHandle, Layout, Mode, MoECommunicator
+from ep_kernels import DispatchHandle, Layout, Mode, MoECommunicator, ScaleFormat
+from ep_kernels.config import FP8_BLOCK
 
 _STANDARD: Any = compat.find("FusedMoEActivationFormat").Standard
 _Metadata: Any = compat.find("ExpertTokensMetadata")
@@ -72,7 +73,7 @@ class StandardFinalizer(Finalizer):
         x, weights = weighted_input(a1, topk_weights, apply_router_weight_on_input)
         payload, common, done = self._payload(x, quant_config, defer_input_quant)
         _to_comm()
-        _crossing(*payload, topk_ids, weights)
+        _crossing(payload.x, payload.scales, topk_ids, weights)
         rows, scales, ids, source_weights, metadata = self._dispatch(
             payload, topk_ids, weights.float(), num_experts, a1
         )
@@ -91,41 +92,40 @@ class StandardFinalizer(Finalizer):
 
         return receive
 
-    def _payload(
-        self, x: torch.Tensor, quant_config: Any, defer: bool
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor | None, bool]:
-        """((rows as they travel, their scales), the common scale of all rows, whether the rows are quantised
-        already)."""
+    def _payload(self, x: torch.Tensor, quant_config: Any, defer: bool) -> tuple[Payload, torch.Tensor | None, bool]:
+        """(rows as dispatch takes them, the common scale of all rows, whether the experts get them quantised)."""
         if defer or quant_config.quant_dtype is None:
-            return (x, None), None, True
+            return Payload(x), None, True
         if quant_config.is_block_quantized:
-            return _quantized(x, quant_config.a1_scale, quant_config), None, True
+            if self._fixed and _by_dispatch(quant_config):
+                return Payload(x, quantize=True), None, True
+            return Payload(*_quantized(x, quant_config.a1_scale, quant_config)), None, True
         if scaled_alone(quant_config):
             q, scales, common = quantized_rows(_quantize, x, quant_config)
-            return (q, scales), common, True
-        return (x, None), None, False
+            return Payload(q, scales), common, True
+        return Payload(x), None, False
 
     def _elsewhere(self, num_experts: int) -> int:
         """An expert of another rank: experts look every id up in a table, and there find that it is not here."""
         return num_experts - 1 if self._first_expert == 0 else 0
 
     def _dispatch(
-        self, payload: Any, topk_ids: torch.Tensor, weights: torch.Tensor, num_experts: int, a1: torch.Tensor
+        self, payload: Payload, topk_ids: torch.Tensor, weights: torch.Tensor, num_experts: int, a1: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Any]:
         """Rows, scales, global ids, weights, counts."""
         ids, weights = topk_ids.contiguous(), weights.contiguous()
         with self._watched():
-            whole = payload[1] is None and share_of_tokens(self._link.pool.size, ids.shape[1]) >= WHOLE
+            whole = payload.scales is None and share_of_tokens(self._link.pool.size, ids.shape[1]) >= WHOLE
             if self._fixed or whole:
                 return self._fixed_rows(payload, ids, weights, num_experts, a1.dtype)
             return self._exact_rows(payload, ids, weights, num_experts, a1.dtype)
 
     def _fixed_rows(
-        self, payload: Any, ids: torch.Tensor, weights: torch.Tensor, num_experts: int, dtype: torch.dtype
+        self, payload: Payload, ids: torch.Tensor, weights: torch.Tensor, num_experts: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, None]:
         """As many rows as the step has tokens on all ranks, of which those that did not come name experts of other
         ranks. Neither the host waits nor is anything launched but the dispatch."""
-        x, scales = payload
+        x, scales = payload.x, payload.scales
         packed = x.contiguous() if scales is None else (x.contiguous(), scales.contiguous())
         shape = self._shape(payload, num_experts, ids.shape[1], dtype)
         place = self._link.pool.get(shape) or self._make(shape, x)
@@ -139,27 +139,30 @@ class StandardFinalizer(Finalizer):
         return out.tokens[:rows], scale, out.topk_ids[:rows], out.topk_weights[:rows], None
 
     def _exact_rows(
-        self, payload: Any, ids: torch.Tensor, weights: torch.Tensor, num_experts: int, dtype: torch.dtype
+        self, payload: Payload, ids: torch.Tensor, weights: torch.Tensor, num_experts: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Any]:
         """The rows that arrived; the host waits for their number."""
-        kind = self._calls.kind(payload, num_experts, ids.shape[1], 0, output_dtype=dtype)
-        got = self._calls.dispatch(payload, ids, weights, kind, keep=False)
+        pair = (payload.x, payload.scales)
+        kind = self._calls.kind(pair, num_experts, ids.shape[1], 0, output_dtype=dtype)
+        got = self._calls.dispatch(pair, ids, weights, kind, keep=False)
         self._keep(got.handle)
         here = torch.where(got.topk_idx < 0, self._elsewhere(num_experts), got.topk_idx + self._first_expert)
         counted = torch.tensor(got.counted, dtype=torch.int32, device="cpu")
         metadata = _Metadata(expert_num_tokens=got.counts, expert_num_tokens_cpu=counted)
         return got.x, got.scales, here, got.topk_weights, metadata
 
-    def _shape(self, payload: Any, num_experts: int, topk: int, dtype: torch.dtype) -> StandardShape:
-        x, scales = payload
+    def _shape(self, payload: Payload, num_experts: int, topk: int, dtype: torch.dtype) -> StandardShape:
+        x, scales, quantize = payload
         columns, scale_dtype = (0, None) if scales is None else (scales.shape[1], scales.dtype)
         most, hidden = self._link.max_tokens, x.shape[1]
-        return StandardShape(most, hidden, x.dtype, columns, scale_dtype, dtype, num_experts, topk)
+        return StandardShape(most, hidden, x.dtype, columns, scale_dtype, quantize, dtype, num_experts, topk)
 
     def _make(self, shape: StandardShape, x: torch.Tensor) -> PooledCommunicator:
         self._link.pool.experts_per_rank(shape.num_experts)
         scaled: dict[str, Any] = {}
-        if shape.scale_columns:
+        if shape.quantize:
+            scaled = {"quantize": True, "scale_format": ScaleFormat.UE8M0}
+        elif shape.scale_columns:
             scaled = {"scale_columns": shape.scale_columns, "scale_dtype": shape.scale_dtype}
         return self._link.pool.make(
             shape, shape, x, shape.max_tokens, mode=Mode.AUTO, layout=Layout.FLAT, exact_shapes=False,
@@ -252,6 +255,21 @@ class GraphFinalizer(StandardFinalizer):
         super().__init__(buffer, num_dispatchers, rank_expert_offset, use_cudagraph)
 
 
+class Payload(NamedTuple):
+    """Rows as dispatch takes them.
+
+    Attributes:
+        x: [T, H].
+        scales: [T, S] of rows that are quantised already, or None.
+        quantize: dispatch quantises to fp8 in blocks of 128, with scales of powers of two: the bits of vLLM's own
+            quantiser, and one kernel less.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None = None
+    quantize: bool = False
+
+
 class StandardShape(NamedTuple):
     """Parameters of one communicator of fixed shapes."""
 
@@ -260,6 +278,7 @@ class StandardShape(NamedTuple):
     dtype: torch.dtype
     scale_columns: int
     scale_dtype: torch.dtype | None
+    quantize: bool
     output_dtype: torch.dtype
     num_experts: int
     topk: int
@@ -305,6 +324,12 @@ def _step_tokens(ids: torch.Tensor, most: int, ranks: int) -> tuple[int, int]:
     largest = max(tokens)
     alike = (ids.is_cuda and torch.cuda.is_current_stream_capturing()) or ranks % len(tokens)
     return largest, ranks * largest if alike else ranks // len(tokens) * sum(tokens)
+
+
+def _by_dispatch(quant_config: Any) -> bool:
+    """Whether dispatch quantises to the bits of vLLM's own quantiser."""
+    known = quant_config.quant_dtype == torch.float8_e4m3fn and quant_config.block_shape[-1] == FP8_BLOCK
+    return known and compat.rounds_scales()
 
 
 def _quantized(x: torch.Tensor, scale: torch.Tensor | None, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
