@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from crossdock.worker.checkpoints.gating import Gating
-from crossdock.worker.checkpoints.weights import Format, Stack
-from crossdock.worker.experts.grouped.kernels import quantise_rows
+from crossdock.worker.checkpoints.weights import NVFP4, Format, Stack
+from crossdock.worker.experts.grouped.kernels import E2M1_REST, HALF, STEP, _decoded, _of_step, quantise_rows
 from crossdock.worker.experts.grouped.products import GroupedProducts, Tile
 from crossdock.worker.experts.grouped.support import fused_rule, reason_in_shapes
-from tests.unit.grouped_cases import CASES, floats, groups, layer, tokens_of
+from tests.unit.grouped_cases import CASES, INT4, drawn, floats, groups, layer, tokens_of
 
 MOST = 2**31 - 1
 TILES = {
@@ -93,6 +96,40 @@ def errors() -> Iterator[tuple[str, float]]:
         yield name, worst
 
 
+@triton.jit
+def decode(
+    codes: Any, scales: Any, zeros: Any, out: Any, width: tl.constexpr, bits: tl.constexpr, element: tl.constexpr,
+    wide: tl.constexpr,
+) -> None:  # fmt: skip
+    """out [HALF, STEP]: what a step of a product makes of codes [HALF, wide]."""
+    row = tl.arange(0, HALF)
+    given = tl.load(codes + row[:, None] * wide + tl.arange(0, wide)[None, :])
+    scale = _of_step(scales, row, HALF, 0, STEP, width)
+    values = _decoded(given, scale, zeros, row, HALF, 0, STEP, width, bits, element)
+    tl.store(out + row[:, None] * STEP + tl.arange(0, STEP)[None, :], values)
+
+
+def decoded() -> Iterator[tuple[str, float]]:
+    """Each format's largest relative difference to the format's own definition: of all codes and, of NVFP4, all scales
+    that are numbers."""
+    for name, format in {"nvfp4": NVFP4, "int4": INT4, "int8": Format("int8", (1, 64), torch.bfloat16)}.items():
+        stack = drawn(1, format, HALF.value, STEP.value, 1, False)
+        assert stack.scales is not None
+        stack.data.copy_(torch.randint(256, stack.data.shape, dtype=torch.uint8))
+        rest = 1.0
+        if format is NVFP4:
+            numbers = torch.arange(256, dtype=torch.uint8)[: stack.scales.shape[2]].view(torch.float8_e4m3fn)
+            stack.scales.copy_(torch.where(numbers.isnan(), 0.0, numbers.float())[None, None, :, None])
+            assert stack.whole is not None
+            stack.whole.fill_(1.0)
+            rest = E2M1_REST.value
+        out = torch.empty(HALF.value, STEP.value, dtype=torch.bfloat16)
+        width, bits, element = format.block[1], format.bits, format.element
+        decode[(1,)](stack.data, stack.scales, stack.zeros, out, width, bits, element, STEP.value * bits // 8)
+        right = floats(stack[0])
+        yield f"decoded {name}", float(((out.float() * rest - right).abs() / right.abs().clamp(min=1e-30)).max())
+
+
 if __name__ == "__main__":
     torch.manual_seed(int(sys.argv[1]))
-    print(json.dumps(dict(errors())))
+    print(json.dumps(dict([*errors(), *decoded()])))

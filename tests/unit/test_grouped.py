@@ -54,6 +54,13 @@ def test_interpreted_products(name: str) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize(("name", "most"), [("nvfp4", 0), ("int4", 2**-7), ("int8", 2**-7)])
+def test_codes_become_what_their_format_says(name: str, most: float) -> None:
+    """e2m1 with scales of e4m3 exactly; integers within bf16's rounding, which is down in the interpreter."""
+    assert interpreted()[f"decoded {name}"] <= most
+
+
+@needs_triton
 def test_compiled_for_hopper() -> None:
     """Without a GPU: the tensor cores' instructions, registers that hold the sums, nothing compiled while serving."""
     found = run("grouped_compiled")

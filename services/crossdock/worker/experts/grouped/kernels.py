@@ -28,6 +28,9 @@ HALF = tl.constexpr(128)
 """Columns of a half: as many as share a scale once they are the next product's input."""
 LARGEST = tl.constexpr(448.0)
 """Largest number of e4m3."""
+E2M1_UNIT, E2M1_REST = tl.constexpr(2.0**118), tl.constexpr(2.0**8)
+"""By both, e2m1's bits in a float are too small. The scales of e4m3 take the first and are still floats, the sums the
+second."""
 
 
 @triton.jit
@@ -190,18 +193,28 @@ def _decoded(
     codes, scale, zeros, row, end, k, columns: tl.constexpr, width: tl.constexpr, bits: tl.constexpr,
     element: tl.constexpr,
 ):  # fmt: skip
-    """uint8 codes of one step -> bf16 [HALF, STEP], scaled: exact for e2m1, else rounded once."""
-    if bits == 4:
-        codes = tl.join(codes & 15, codes >> 4).reshape(HALF, STEP)
+    """uint8 codes of one step -> bf16 [HALF, STEP], scaled: e2m1 exactly, but for E2M1_REST; else rounded once.
+
+    A code becomes a float by its bits alone. The two bits of e2m1's exponent and that of its mantissa lie at the end
+    of a float's exponent and the begin of its mantissa: 2^126 less, subnormals too. An integer is added to a power of
+    two, whose product with the scale is taken off again: in one step, of scales of up to 15 bits without rounding.
+    """
+    scale = scale.to(tl.float32)
     if element == "e2m1":
-        size = (codes & 7).to(tl.int32)
-        halves = tl.where(size < 2, size, (2 | size & 1) << (size >> 1) >> 1)
-        values = tl.where(codes < 8, halves, -halves).to(tl.float32) * 0.5
-    elif zeros is None:
-        values = codes.to(tl.float32) - (1 << bits - 1)
+        signed = codes.to(tl.int8, bitcast=True).to(tl.int32)
+        wide = tl.join(signed << 28 >> 6, signed << 18).reshape(HALF, STEP) & -0x7E400000
+        values = wide.to(tl.float32, bitcast=True) * _wide(scale * E2M1_UNIT, width)
     else:
-        values = codes.to(tl.float32) - _wide(_of_step(zeros, row, end, k, columns, width), width)
-    return (values * _wide(scale, width)).to(tl.bfloat16)
+        if bits == 4:
+            wide = tl.join(codes.to(tl.int32) << 16, codes.to(tl.int32) << 12).reshape(HALF, STEP)
+            wide, base = wide & 0xF0000 | 0x43000000, 128.0
+        else:
+            wide, base = codes.to(tl.int32) << 15 | 0x43800000, 256.0
+        zero = base / 16 if bits == 4 else base / 2
+        if zeros is not None:
+            zero = _of_step(zeros, row, end, k, columns, width).to(tl.float32)
+        values = tl.fma(wide.to(tl.float32, bitcast=True), _wide(scale, width), -_wide((base + zero) * scale, width))
+    return values.to(tl.bfloat16)
 
 
 @triton.jit
@@ -241,6 +254,8 @@ def sums_packed(
         codes_0, codes_1 = weights.load([row_0, k * bits // 8]), weights.load([row_1, k * bits // 8])
         sums_0 = _add_packed(sums_0, codes_0, some, scales, zeros, row_0 + line, end, k, columns, width, bits, element)
         sums_1 = _add_packed(sums_1, codes_1, some, scales, zeros, row_1 + line, end, k, columns, width, bits, element)
+    if element == "e2m1" and scales.dtype.element_ty != tl.uint8:
+        sums_0, sums_1 = sums_0 * E2M1_REST, sums_1 * E2M1_REST
     return sums_0.T, sums_1.T
 
 
