@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink.calls.engine import Call, LaunchEngine
 from ep_kernels.transports.nvlink.calls.operation_plan import STATE_BYTES, Surroundings
 from ep_kernels.transports.nvlink.calls.operations import NvlinkDispatch, NvlinkOperations
-from ep_kernels.transports.nvlink.calls.routing_state import ends, with_rows
+from ep_kernels.transports.nvlink.calls.routing_state import DispatchState, ends, with_rows
 from ep_kernels.transports.nvlink.calls.streams import StreamOrder
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.types import DispatchHandle, DispatchOutput
@@ -38,7 +39,7 @@ class Filled:
     """
 
     def __init__(self, pending: NvlinkDispatch, call: Call) -> None:
-        self.call, self.state = call, pending.state
+        self.call, self.state, self.places = call, pending.state, pending.places
         self.slot, self.seq = int(call.args.slot), pending.state.seq
         is_known = pending.plan.trims and pending.plan.numbers is None
         self.known = ends(self.state.words)[1] if is_known else None
@@ -77,8 +78,11 @@ class RankEngine(LaunchEngine):
         """Output and handle; `num_rows` trims compact layouts, None leaves worst-case shapes."""
         step.state.words = with_rows(step.state.words, self.outputs.rows[0] if num_rows is None else num_rows)
         read: Any = SimpleNamespace(numbers=None, trims=self.outputs.compact and num_rows is not None)
-        out, handle = self.operations.delivered(read, step.state)
+        out, handle = self.operations.delivered(read, step.state, step.places)
         handle.epoch = epoch
+        region = step.places[0].untyped_storage().data_ptr()
+        kept = [each for each in map(partial(getattr, handle.state), DispatchState.__slots__) if torch.is_tensor(each)]
+        assert all(each.untyped_storage().data_ptr() != region for each in kept), "a handle keeps the region"
         return out, handle
 
     def combine(self, args: CombineArgs) -> tuple[Call, Callable[[None], tuple[torch.Tensor, torch.Tensor | None]]]:

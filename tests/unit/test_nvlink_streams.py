@@ -151,9 +151,9 @@ def test_the_memory_of_a_handle_is_found() -> None:
     """Also of one that a plan has made, whose combine is on another stream: the caller may drop it at once."""
     at = SimpleNamespace(routing_at=0, carried_at=512, state=SimpleNamespace(routing_bytes=8, carried_bytes=8))
     origin = Origin(1, 0, cast(Any, at), 2, keeps=False, outputs=cast(Any, None))
-    blocks, rows, ids, weights = [tensor(256), tensor(256)], tensor(), tensor(), tensor(2)
-    first = DispatchState(origin, 1, Mode.HT, b"", blocks[0], None, rows, None, ids, weights)
-    again = DispatchState(origin, 2, Mode.HT, b"", blocks[1], first, rows, None, ids, weights)
+    blocks, ids, weights = [tensor(256), tensor(256)], tensor(), tensor(2)
+    first = DispatchState(origin, 1, Mode.HT, b"", blocks[0], None, None, ids, weights)
+    again = DispatchState(origin, 2, Mode.HT, b"", blocks[1], first, None, ids, weights)
     found = {each.untyped_storage().data_ptr() for each in tensors_in([DispatchHandle(1, 2, 1, Mode.HT, 0, again)])}
     assert found >= {each.untyped_storage().data_ptr() for each in (*blocks, ids, weights)}
 

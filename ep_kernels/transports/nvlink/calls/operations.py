@@ -23,7 +23,7 @@ from ep_kernels.transports.base import CombineArgs, DispatchArgs
 from ep_kernels.transports.nvlink.calls import plan
 from ep_kernels.transports.nvlink.calls.engine import BOTH, RECEIVE, ROW_BYTES, SEND, LaunchEngine, aligned, pointer
 from ep_kernels.transports.nvlink.calls.operation_plan import ROWS, TOKENS, ExpectedTensor, OperationPlan, Surroundings
-from ep_kernels.transports.nvlink.calls.outputs import part
+from ep_kernels.transports.nvlink.calls.outputs import SlotMemory, part
 from ep_kernels.transports.nvlink.calls.routing_state import DispatchState, Origin, StateParts, ends, with_rows
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.types import DispatchHandle, DispatchOutput, Mode
@@ -81,7 +81,7 @@ class NvlinkOperations:
         self._exact = config.exact_shapes and self._outputs.compact
         self._scaled, self._weighs = config.scale_columns > 0, config.exact_combine
         self._wakes = config.network is not None
-        self._allocates_scales = engine.sizes.scale_columns > 0
+        self._allocates_scales, self._lends_scales = engine.sizes.scale_columns > 0, self._outputs.in_region
         self._slots = engine.sizes.shape.dispatch_slots, engine.sizes.shape.combine_slots
         self._narrow = self._prepared(jit.NARROW, plan.narrow_launch(config))
         self._made: dict[tuple[str, tuple[Any, ...]], OperationPlan] = {}
@@ -260,7 +260,7 @@ class NvlinkOperations:
 
     def _begin(
         self, split: bool, mode: Mode, x: Any, ids: Any, weights: Any, previous: Any
-    ) -> tuple[OperationPlan, DispatchState] | None:
+    ) -> tuple[OperationPlan, DispatchState, SlotMemory] | None:
         engine, former, again, x_scales, scales = self._engine, None, None, None, None
         # The plan and the call's memory: fresh, or with an earlier routing.
         if previous is None:
@@ -294,12 +294,13 @@ class NvlinkOperations:
         engine.num_dispatches = begun + 1
         rows = self._outputs.slot_rows(slot)
         recycle(rows)
-        state = DispatchState(self._origin, begun + 1, mode, words, block, former, rows, scales, ids, weights)
+        own = None if self._lends_scales else scales
+        state = DispatchState(self._origin, begun + 1, mode, words, block, former, own, ids, weights)
         if self._order.event is not None:
             self._order.leave((x, x_scales, state))
-        return by, state
+        return by, state, (rows, scales)
 
-    def delivered(self, by: OperationPlan, state: DispatchState) -> Delivered:
+    def delivered(self, by: OperationPlan, state: DispatchState, places: SlotMemory) -> Delivered:
         """What the caller gets."""
         state.tokens, rows = ends(state.words)
         if by.numbers is not None:
@@ -310,7 +311,7 @@ class NvlinkOperations:
         handle = DispatchHandle(
             at.number, state.seq, state.tokens, state.mode, at.epoch, state, shape, state.topk_ids, state.given
         )
-        return lazy_output(state.of_output), handle
+        return lazy_output(functools.partial(state.of_output, places)), handle
 
     def _read(self, rows: int, block: torch.Tensor, numbers: torch.Tensor) -> tuple[int, int]:
         """(rows, dropped). Raises what the operation has met."""
@@ -322,9 +323,9 @@ class NvlinkOperations:
         self._owner.check_results()
         return rows, int(numbers[1])
 
-    def buffers(self, of: DispatchState) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        outputs = self._outputs
-        return of.rows.view(of.rows.shape), outputs.all_scales(of.scales), outputs.number(of.block, "counts")
+    def buffers(self, of: DispatchState, places: SlotMemory) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        outputs, (rows, scales) = self._outputs, places
+        return rows.view(rows.shape), outputs.all_scales(scales), outputs.number(of.block, "counts")
 
     def combine(self, y: Any, handle: Any, out: Any, topk_weights: Any) -> torch.Tensor | None:
         state = self._state_of(handle)
@@ -401,11 +402,12 @@ class NvlinkOperations:
         # The record.
         words = by.fill(slot, again, tokens, *map(pointer, (x, ids, weights, block, args.scales, scales)))
         seq = engine.num_dispatches + 1
-        state = DispatchState(self._origin, seq, args.mode, words, block, former, rows, scales, ids, weights)
+        own = None if self._lends_scales else scales
+        state = DispatchState(self._origin, seq, args.mode, words, block, former, own, ids, weights)
         if self._weighs:
             state.tokens = tokens
             state.topk_weights.copy_(weights)
-        return NvlinkDispatch(self, by, state, (x, args.scales))
+        return NvlinkDispatch(self, by, state, (rows, scales), (x, args.scales))
 
     def begin_dispatch(self, args: DispatchArgs) -> NvlinkDispatch:
         """Both phases, or the first of two."""
@@ -414,7 +416,7 @@ class NvlinkOperations:
         done = self._launch(pending.plan, state.words, BOTH if args.at_once else SEND)
         # From here on the operation counts.
         self._engine.num_dispatches = state.seq
-        recycle(state.rows)
+        recycle(pending.places[0])
         self._order.leave((*pending.used, state))
         if args.at_once:
             state.words, pending.is_left = done, False
@@ -478,15 +480,17 @@ class NvlinkDispatch:
     """See `base.PendingDispatch`.
 
     Attributes:
-        plan, state: of it; `state.words` has the record, too, until it is launched whole.
+        plan, state, places: of it; `state.words` has the record, too, until it is launched whole.
         used: tensors that it reads, beside the state's.
         is_left: whether the second phase is.
     """
 
     def __init__(
-        self, calls: NvlinkOperations, plan: OperationPlan, state: DispatchState, used: tuple[Any, ...] = ()
-    ) -> None:
-        self._calls, self.plan, self.state, self.used, self.is_left = calls, plan, state, used, True
+        self, calls: NvlinkOperations, plan: OperationPlan, state: DispatchState, places: SlotMemory,
+        used: tuple[Any, ...] = (),
+    ) -> None:  # fmt: skip
+        self._calls, self.plan, self.state, self.places, self.used = calls, plan, state, places, used
+        self.is_left = True
         self._result: Delivered | None = None
 
     def wait(self) -> Delivered:
@@ -494,11 +498,11 @@ class NvlinkDispatch:
             is_left, self.is_left = self.is_left, False
             if is_left:
                 self.state.words = self._calls.receive(self.plan, self.state.words, (self.state,))
-            self._result = self._calls.delivered(self.plan, self.state)
+            self._result = self._calls.delivered(self.plan, self.state, self.places)
         return self._result
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        return self._calls.buffers(self.state)
+        return self._calls.buffers(self.state, self.places)
 
 
 class NvlinkCombine:

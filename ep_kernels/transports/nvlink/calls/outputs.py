@@ -13,11 +13,12 @@ import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
-from ep_kernels.lazy_output import lazy_output
 from ep_kernels.transports.nvlink.calls.plan import Sizes, StateMap
-from ep_kernels.types import DispatchOutput, Layout, ScaleFormat
+from ep_kernels.types import Layout, ScaleFormat
 
 _ALIGN = 16
+SlotMemory = tuple[torch.Tensor, torch.Tensor | None]
+"""Memory of a dispatch's rows and scales; that of the rows is the region's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,6 @@ class RecordAddresses:
         )  # fmt: skip
 
 
-_ALIGN = 16
-
-
 class Memory(Protocol):
     """This rank's region, as far as this file cares."""
 
@@ -171,13 +169,6 @@ class Outputs:
         place = self.places[name]
         return part(block, place.offset, place.shape, place.dtype)
 
-    def output(
-        self, block: torch.Tensor, slot: int, scales: torch.Tensor | None, num_tokens: int, num_rows: int
-    ) -> DispatchOutput:
-        """What a dispatch of `num_tokens` tokens delivered: `num_rows` rows (compact layouts) or all."""
-        tokens = self.slot_rows(slot)  # outlives `attach`
-        return lazy_output(lambda name: self.field(name, block, tokens, scales, num_tokens, num_rows))
-
     def field(
         self, name: str, block: torch.Tensor, tokens: torch.Tensor, scales: torch.Tensor | None, num_tokens: int,
         num_rows: int,
@@ -199,13 +190,18 @@ class Outputs:
     def slot_rows(self, slot: int) -> torch.Tensor:
         return self._slot("rows", slot, self._config.payload_columns, self._config.payload_dtype)
 
+    @property
+    def in_region(self) -> bool:
+        """Whether that of the scales is, too."""
+        return self._lands and not self._packed
+
     def scales(self, slot: int, trimmed: bool) -> tuple[torch.Tensor | None, Strides]:
         """(where scales will be, their strides). Row-major ones of rank-wise layouts are a view of the slot, as rows
         are: HT's senders write them to their final place."""
         if not self.scales_shape:
             return None, ROW_MAJOR
         dtype = self._sizes.scale_dtype
-        if self._lands and not self._packed:
+        if self.in_region:
             return self._slot("scales", slot, self._sizes.scale_columns, dtype), ROW_MAJOR
         return torch.empty(self.scales_shape, dtype=dtype, device=self._device), self.strides(trimmed)
 
@@ -220,10 +216,6 @@ class Outputs:
             return ROW_MAJOR
         columns, pad = self.scales_shape[-2:]
         return Strides(1, 0 if self.compact and trimmed else pad, columns * pad)
-
-    def tokens(self, slot: int) -> torch.Tensor:
-        rows = self.slot_rows(slot)
-        return rows.view(rows.shape)
 
     def all_scales(self, scales: torch.Tensor | None) -> torch.Tensor | None:
         """What `scales` gave, as it is handed out without trimming."""

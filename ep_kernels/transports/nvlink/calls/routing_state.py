@@ -11,7 +11,7 @@ import torch
 
 from ep_kernels.config import MoEConfig
 from ep_kernels.kernels import abi
-from ep_kernels.transports.nvlink.calls.outputs import Outputs, RecordAddresses, part
+from ep_kernels.transports.nvlink.calls.outputs import Outputs, RecordAddresses, SlotMemory, part
 from ep_kernels.transports.nvlink.calls.plan import StateMap
 from ep_kernels.types import DispatchHandle, Mode
 
@@ -117,7 +117,8 @@ class Origin(NamedTuple):
 
 
 class DispatchState(StateParts):
-    """State of a dispatch of this process, from its launch on. Fields of `StateParts` are made when read.
+    """State of a dispatch of this process, from its launch on. Fields of `StateParts` are made when read. Nothing of
+    the region is in it: a handle would keep that of a closed communicator.
 
     Attributes:
         block: memory of the dispatch.
@@ -128,18 +129,18 @@ class DispatchState(StateParts):
         origin, seq, mode, topk_ids: of its handle.
         words, block: as above.
         former: of `previous_handle`, or None.
-        rows, scales: memory of its rows.
+        scales: memory of its own that its scales are in, or None.
         given: weights of the call.
     """
 
     __slots__ = (
-        "block", "delivered", "given", "maker", "mode", "num_dropped", "num_rows", "origin", "rows", "scales", "seq",
-        "tokens", "topk_ids", "words",
+        "block", "delivered", "given", "maker", "mode", "num_dropped", "num_rows", "origin", "scales", "seq", "tokens",
+        "topk_ids", "words",
     )  # fmt: skip
 
     def __init__(
         self, origin: Origin, seq: int, mode: Mode, words: bytes, block: torch.Tensor, former: StateParts | None,
-        rows: torch.Tensor, scales: torch.Tensor | None, topk_ids: torch.Tensor, given: torch.Tensor,
+        scales: torch.Tensor | None, topk_ids: torch.Tensor, given: torch.Tensor,
     ) -> None:  # fmt: skip
         self.origin = origin
         self.seq = seq
@@ -147,7 +148,6 @@ class DispatchState(StateParts):
         self.words = words
         self.block = block
         self.maker: StateParts | None = (former.maker or former) if type(former) is DispatchState else former
-        self.rows = rows
         self.scales = scales
         self.topk_ids = topk_ids
         self.given = given
@@ -179,8 +179,9 @@ class DispatchState(StateParts):
         of_maker = () if self.maker is None else self.maker.memory
         return self.block, self.scales, self.topk_ids, self.given, *of_maker
 
-    def of_output(self, name: str) -> Any:
-        return self.origin.outputs.field(name, self.block, self.rows, self.scales, self.tokens, self.delivered)
+    def of_output(self, places: SlotMemory, name: str) -> Any:
+        """A field of what was delivered to these places."""
+        return self.origin.outputs.field(name, self.block, *places, self.tokens, self.delivered)
 
 
 def trimmed(handle: DispatchHandle, num_rows: int) -> DispatchHandle:
