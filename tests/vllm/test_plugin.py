@@ -103,7 +103,7 @@ from crossdock.deep_ep.exporter import _WatchedCommunicator, telemetry
 from ep_kernels import LatencySample
 from ep_kernels.telemetry import Samples
 sample = LatencySample("dispatch", "ll", 1, 7, 0, 1000, (0, 2000), 4000)
-telemetry()._count(_WatchedCommunicator("3", []), Samples.of([sample]))
+telemetry()._count(_WatchedCommunicator(("decode", "3"), []), Samples.of([sample]))
 """
 SCRAPE = """
 from prometheus_client import generate_latest
@@ -119,5 +119,5 @@ def test_a_workers_counts_are_on_the_page_that_vllm_serves(tmp_path: Path) -> No
         for code in (COUNT, SCRAPE)
     ]
     page = pages[-1].stdout
-    assert 'crossdock_ep_tokens_total{mode="ll",op="dispatch",rank="3"} 7.0' in page
-    assert 'crossdock_ep_peer_wait_seconds_total{op="dispatch",peer="1",rank="3"} 2' in page
+    assert 'crossdock_ep_tokens_total{group="decode",mode="ll",op="dispatch",rank="3"} 7.0' in page
+    assert 'crossdock_ep_peer_wait_seconds_total{group="decode",op="dispatch",peer="1",rank="3"} 2' in page
