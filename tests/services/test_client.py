@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -741,6 +743,23 @@ def test_shares_of_another_checkpoint_are_sent_again(control: FakeControl, worke
     with Client(control.address) as service:
         y = service.forward(1, x, ids, weights) if way == "by thread" else asyncio.run(by_coroutine())
     torch.testing.assert_close(y, x + 101)
+
+
+def test_a_closed_client_goes_with_its_last_name(workers: list[FakeWorker]) -> None:
+    """It is in no circle of references, which only a collection would end; nor is one that was refused."""
+    gc.collect()
+    gc.disable()
+    try:
+        with Client(workers[0].address) as service:
+            service.forward(1, *_batch(5))
+            with pytest.raises(public.InvalidRequest, match="min_tokens_per_worker: expected 1 or more, got 0"):
+                Client(workers[0].address, min_tokens_per_worker=0)
+        gone, loop = weakref.ref(service), service._loop
+        del service
+        assert gone() is None
+        assert loop._users == 0
+    finally:
+        gc.enable()
 
 
 def test_the_fingerprint_travels(workers: list[FakeWorker]) -> None:
