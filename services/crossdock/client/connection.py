@@ -139,10 +139,10 @@ class Connection:
             with contextlib.suppress(ValueError):
                 self._backlog.remove(flight)
             if self._flights.pop(flight.id, None) is not None and not self.closed:
-                if flight.place is not None:
-                    self._shared.abandon()
                 with contextlib.suppress(OSError):
                     self._line.send([frames.plain(FrameKind.CANCEL, flight.id)])
+                if flight.place is not None:  # behind that, since other memory may be asked for
+                    self._shared.abandon(flight.place)
                 self._send_more()
         self._rewatch()
 
@@ -415,7 +415,7 @@ class Connection:
             if place is not None and (error is None or isinstance(error, InvalidRequest | Overloaded)):
                 self._shared.give_back(place)
             elif place is not None:
-                self._shared.abandon()
+                self._shared.abandon(place)
             self._send_more()
 
     @staticmethod

@@ -154,10 +154,10 @@ class Engine:
         with self._lock:
             self._wake()
 
-    def runs_any_of(self, stream: Hashable) -> bool:
-        """Whether a running step has a request of that stream, which may be answered already."""
+    def running_of(self, stream: Hashable) -> list[Work]:
+        """The requests of that stream in a running step, which may be answered already."""
         with self._lock:
-            return any(work.stream is stream for work in self._running)
+            return [work for work in self._running if work.stream is stream]
 
     def num_queued(self) -> int:
         with self._lock:
