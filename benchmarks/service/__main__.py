@@ -9,7 +9,8 @@ has experts that cost something, `path` wide rows and experts that cost nearly n
 is measured. Where the time goes is from the workers' own metrics: means of a request. With `far` among `--paths`, the
 group and an echo are also put into another network namespace, behind a pair of virtual devices, and reached by frames
 over TCP and by gRPC. `unix` is what clients of a worker's host do (with shared memory), `tcp` frames over TCP on one
-host, and `grpc` a client that has nothing of ours but the messages.
+host, `tls` the same of a group that certificates guard, one client, and `grpc` a client that has nothing of ours but
+the messages.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ from benchmarks.service.load import Job, LoadProcesses, Measured, Sizes, Way
 from benchmarks.service.model import write_experts
 from benchmarks.service.rolling import load_checkpoint
 from benchmarks.service.rows import Row
+from crossdock.cli import certs
 from crossdock.common.config import WorkerConfig
+from crossdock.common.security import load_security
+from crossdock.common.settings import SecurityConfig
 from crossdock.demo.hosts import HostPlace, become, namespaces
 from crossdock.host.supervisor import Supervisor, usable_cpus
 
@@ -54,7 +58,7 @@ OPEN_SHARE = 0.6
 FORM_S = 120.0
 Places = tuple[HostPlace, HostPlace]
 INSIDE = "--inside"
-WAYS: dict[str, Way] = {"unix": "auto", "tcp": "tcp", "grpc": "grpc", "far tcp": "auto", "far grpc": "grpc"}
+WAYS: dict[str, Way] = {"unix": "auto", "tcp": "tcp", "tls": "tcp", "grpc": "grpc", "far tcp": "auto", "far grpc": "grpc"}
 """Of the clients, by path."""
 ROLLING_CLIENTS, ROLLING_TOKENS, ROLLING_S = 4, 8, 5.0
 
@@ -96,6 +100,8 @@ class Bench:
             with self._group("127.0.0.1", HostPlace("127.0.0.1")) as target:
                 for path in paths:
                     yield from self._rolling(target) if path == "rolling" else self._service(path, target, seconds)
+        if "tls" in self._arguments.paths and self.shape == "path":
+            yield from self._guarded(seconds)
         if self._places is not None:
             here, there = self._places
             yield from self._echo("far echo", EchoProcess(there.address, there.namespace), seconds)
@@ -104,18 +110,19 @@ class Bench:
                     yield from self._service(path, target, seconds)
 
     @contextlib.contextmanager
-    def _group(self, here: str, there: HostPlace) -> Iterator[str]:
+    def _group(self, here: str, there: HostPlace, security: SecurityConfig = SecurityConfig()) -> Iterator[str]:
         """A control plane at an address of this host, and workers at a place; its address."""
         anywhere = f"{there.address}:0"
-        with ControlProcess(WORKERS, here) as control:
+        with ControlProcess(WORKERS, here, security) as control:
             workers = [
                 WorkerConfig(
                     model=str(self.model), control=control.address, local_rank=i, uid=f"w{i}", listen=anywhere,
-                    http_listen=anywhere,
+                    http_listen=anywhere, security=security,
                 )
                 for i in range(WORKERS)
             ]  # fmt: skip
-            with Supervisor(None, workers, self._folder / f"logs-{there.address}", enter=there.enter) as supervisor:
+            logs = self._folder / f"logs-{control.address}"
+            with Supervisor(None, workers, logs, enter=there.enter) as supervisor:
                 self._pages = [member.http_address for member in supervisor.wait_serving(FORM_S).members]
                 yield control.address
 
@@ -151,6 +158,15 @@ class Bench:
             own, attached = tokens_per_s(self.model, target)
             yield Row(self.shape, "own experts, tokens/s", "", 1, 0, 0, 0, round(own, 1))
             yield Row(self.shape, f"attached by {path}, tokens/s", "", 1, 0, 0, 0, round(attached, 1))
+
+    def _guarded(self, seconds: float) -> Iterator[Row]:
+        """One client over TCP, behind the certificates that `crossdock certs` makes."""
+        certs.make_all(self._folder / "certs")
+        host = load_security(self._folder / "certs" / "host.yaml")
+        with self._group("127.0.0.1", HostPlace("127.0.0.1"), host) as target:
+            for tokens in self._arguments.tokens:
+                job = Job(target, self.sizes, tokens, LAYER, 1, seconds, way=WAYS["tls"])
+                yield self._measured("tls", replace(job, security=str(self._folder / "certs" / "client.yaml")))
 
     def _rolling(self, target: str) -> Iterator[Row]:
         """Calls while nothing happens, and while all layers get the weights of another checkpoint."""
@@ -201,7 +217,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--commit", help="where the tree has no history of its own")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each case")
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--paths", default="in-process,echo,unix,tcp,grpc,rolling,far")
+    parser.add_argument("--paths", default="in-process,echo,unix,tcp,tls,grpc,rolling,far")
     parser.add_argument("--tokens", type=numbers, default=TOKENS)
     parser.add_argument("--clients", type=numbers, default=CLIENTS)
     parser.add_argument("--open", type=int, default=1, help="0: no open loop")

@@ -7,6 +7,7 @@ import socket
 from typing import Self
 
 from crossdock.common.config import ControlConfig, LogConfig
+from crossdock.common.settings import SecurityConfig
 from crossdock.control.process import run_control
 
 
@@ -22,12 +23,17 @@ class ControlProcess:
 
     Args:
         host: to listen at.
+        security: its certificates.
     """
 
-    def __init__(self, world_size: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, world_size: int, host: str = "127.0.0.1", security: SecurityConfig = SecurityConfig()
+    ) -> None:
         self.address = f"{host}:{free_port(host)}"
-        log = LogConfig(level="error")
-        config = ControlConfig(listen=self.address, http_listen=f"{host}:0", world_size=world_size, log=log)
+        config = ControlConfig(
+            listen=self.address, http_listen=f"{host}:0", world_size=world_size, log=LogConfig(level="error"),
+            security=security,
+        )  # fmt: skip
         self._process = mp.get_context("spawn").Process(target=run_control, args=(config,), daemon=True)
         self._process.start()
 

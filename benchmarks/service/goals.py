@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from benchmarks.service.rows import Row
 
-ABOVE_MS = {1: 0.15, 128: 1.0}
+ABOVE_MS = {1: 0.12, 128: 1.0}
 """By tokens: p50 of a call over a UNIX socket, less that of the experts in one process."""
 MANY, TIMES, OF_ECHO = 128, 5.0, 0.8
 """Rows per second at that many tokens, of those by gRPC; speed of a call to another host, of an echo's."""
+OF_PLAIN = {1: 1.3, 128: 1.3}
+"""By tokens: p50 of a call over TLS, of one over plain TCP."""
 PICKED = "far tcp"
 """The way of a client of another host."""
 
@@ -29,7 +31,7 @@ class Goal:
 
 def goals_of(rows: Sequence[Row]) -> list[Goal]:
     """As far as the rows are there."""
-    found = [*_above(rows), *_times(rows)]
+    found = [*_above(rows), *_times(rows), *_of_plain(rows)]
     for path in ("tcp", "grpc", PICKED, "far grpc"):
         for tokens in sorted({row.tokens for row in rows}):
             found += _of_echo(rows, path, tokens)
@@ -56,6 +58,16 @@ def _times(rows: Sequence[Row]) -> list[Goal]:
         return []
     value = round(unix / grpc, 2)
     return [Goal("unix: rows/s of those by gRPC", MANY, value, "x", TIMES, value >= TIMES)]
+
+
+def _of_plain(rows: Sequence[Row]) -> list[Goal]:
+    found = []
+    for tokens, most in OF_PLAIN.items():
+        plain = [row.p50_ms for row in _of(rows, "tcp", tokens) if row.clients == 1]
+        for row, p50_ms in zip(_of(rows, "tls", tokens), plain, strict=False):
+            value = round(row.p50_ms / p50_ms, 2)
+            found.append(Goal("tls: p50 of plain TCP's", tokens, value, "x", most, value <= most))
+    return found
 
 
 def _of_echo(rows: Sequence[Row], path: str, tokens: int) -> list[Goal]:

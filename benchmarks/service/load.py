@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.service.foreign import ForeignClient
 from crossdock.client import AsyncClient, Client, dialling
+from crossdock.common.security import load_security
 from crossdock.protocol.same_host import host_identity
 
 Way = Literal["auto", "tcp", "grpc"]
@@ -66,6 +67,7 @@ class Job:
         rate: calls a second of all clients, open loop; 0: closed loop.
         echo: send bytes to the bare gRPC echo.
         way: of the rows.
+        security: file of the clients' certificates; empty: plain text.
     """
 
     target: str
@@ -77,6 +79,7 @@ class Job:
     rate: float = 0.0
     echo: bool = False
     way: Way = "auto"
+    security: str = ""
 
 
 @dataclass(slots=True)
@@ -173,9 +176,13 @@ def _closed(job: Job, clients: int) -> Measured:
     return Measured(took, elapsed)
 
 
+def _client(job: Job) -> Client:
+    return Client(job.target, security=load_security(job.security) if job.security else None)
+
+
 class _Caller:
     def __init__(self, job: Job) -> None:
-        self._client = ForeignClient(job.target) if job.way == "grpc" else Client(job.target)
+        self._client = ForeignClient(job.target) if job.way == "grpc" else _client(job)
         self._layer, self._drawn = job.layer, itertools.cycle([job.sizes.draw(job.tokens) for _ in range(4)])
 
     def call(self) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -64,7 +66,7 @@ def _batch(num_tokens: int, hidden: int = 8) -> tuple[torch.Tensor, torch.Tensor
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(1, 5000), st.integers(1, 9), st.integers(0, 1000), st.integers(1, 999), st.integers(1, 300))
 def test_split_and_cut_cover_every_row_once(tokens: int, workers: int, first: int, most: int, least: int) -> None:
-    parts = client.split(tokens, workers, first, least)
+    parts = client.split(tokens, workers, first, least, tokens)
     sizes = [share.stop - share.start for share in parts]
     assert len({share.worker for share in parts}) == len(parts) == max(1, min(workers, tokens // least))
     assert {share.worker for share in parts} <= set(range(workers))
@@ -73,6 +75,11 @@ def test_split_and_cut_cover_every_row_once(tokens: int, workers: int, first: in
     pieces = [piece for share in parts for piece in shares.cut(share, most)]
     assert [row for piece in pieces for row in range(piece.start, piece.stop)] == list(range(tokens))
     assert all(0 < piece.stop - piece.start <= most for piece in pieces)
+    in_turns = client.split(tokens, workers, first, least, most)
+    assert sorted(in_turns, key=lambda piece: piece.start) == pieces
+    turns = [[piece.worker for piece in in_turns].count(worker) for worker in {share.worker for share in parts}]
+    assert len({piece.worker for piece in in_turns[: len(parts)]}) == len(parts) <= len(in_turns)
+    assert max(turns) - min(turns) <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -107,7 +114,7 @@ def test_a_huge_share_travels_in_pieces() -> None:
         assert torch.equal(service.forward(2, x, ids, weights), x + 2)
         with pytest.raises(public.InvalidRequest, match=r"x: expected rows of at most 480 bytes for .*, got 2016"):
             service.forward(1, *_batch(1, 500))
-    assert [request.x.shape[0] for request in worker.seen] == [10, 10, 5]
+    assert [request.x.shape[0] for request in worker.seen] == [8, 8, 9]
     assert worker.num_streams == 1
     worker.kill()
 
@@ -736,6 +743,23 @@ def test_shares_of_another_checkpoint_are_sent_again(control: FakeControl, worke
     with Client(control.address) as service:
         y = service.forward(1, x, ids, weights) if way == "by thread" else asyncio.run(by_coroutine())
     torch.testing.assert_close(y, x + 101)
+
+
+def test_a_closed_client_goes_with_its_last_name(workers: list[FakeWorker]) -> None:
+    """It is in no circle of references, which only a collection would end; nor is one that was refused."""
+    gc.collect()
+    gc.disable()
+    try:
+        with Client(workers[0].address) as service:
+            service.forward(1, *_batch(5))
+            with pytest.raises(public.InvalidRequest, match="min_tokens_per_worker: expected 1 or more, got 0"):
+                Client(workers[0].address, min_tokens_per_worker=0)
+        gone, loop = weakref.ref(service), service._loop
+        del service
+        assert gone() is None
+        assert loop._users == 0
+    finally:
+        gc.enable()
 
 
 def test_the_fingerprint_travels(workers: list[FakeWorker]) -> None:

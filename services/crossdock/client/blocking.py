@@ -60,6 +60,17 @@ class SharedLoop:
     def start(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The same, until it has ended: its result. Raises ClientError: the client was closed meanwhile."""
+        future = self.start(work)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise ClientError("the client is closed") from None
+        except BaseException:  # a signal in this thread, say: nobody waits for it any more
+            future.cancel()
+            raise
+
     @classmethod
     def forget(cls) -> None:
         """After a fork: the thread is not in this process."""
@@ -86,8 +97,12 @@ class Client:
         model: str = "",
         security: SecurityConfig | None = None,
     ) -> None:
-        self._requests = Requests(target, retry, min_tokens_per_worker, model, security, self._run)
         self._loop, self._changed = SharedLoop.borrow(), threading.Condition()
+        try:  # of the loop, not of this: nothing here refers back to it
+            self._requests = Requests(target, retry, min_tokens_per_worker, model, security, self._loop.run)
+        except BaseException:
+            self._loop.give_back()
+            raise
         self._num_calls, self._closed, self._ended = 0, False, threading.Event()
 
     def __enter__(self) -> Client:
@@ -105,7 +120,7 @@ class Client:
         """See AsyncClient.describe."""
         self._begin()
         try:
-            return self._run(self._requests.describe(timeout_s))
+            return self._loop.run(self._requests.describe(timeout_s))
         finally:
             self._end()
 
@@ -165,13 +180,3 @@ class Client:
             self._num_calls -= 1
             if self._closed:
                 self._changed.notify_all()
-
-    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        future = self._loop.start(coroutine)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise ClientError("the client is closed") from None
-        except BaseException:  # a signal in this thread, say: nobody waits for it any more
-            future.cancel()
-            raise

@@ -32,6 +32,7 @@ from crossdock.client.directory import Directory, ServingWorkers
 from crossdock.client.errors import ClientError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from crossdock.client.shares import (
     MAX_TIMEOUT_S,
+    REQUEST_BYTES,
     ForwardCall,
     Share,
     check_timeout,
@@ -159,7 +160,8 @@ class Requests:
     async def forward(self, batch: ForwardCall) -> torch.Tensor:
         """A whole call. Raises ClientError."""
         began, service = time.monotonic(), self._known() or await self._first_service(batch.deadline)
-        shares = split(batch.rows.num_tokens, len(service.workers), batch.turn, self._min_tokens)
+        most = max(1, REQUEST_BYTES // batch.rows.row_bytes)
+        shares = split(batch.rows.num_tokens, len(service.workers), batch.turn, self._min_tokens, most)
         asked: ServingWorkers | None = service
         todo = [_Try(share) for share in shares]
         flying: list[tuple[_Try, Connection, Flight]] = []

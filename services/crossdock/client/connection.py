@@ -50,6 +50,15 @@ class Flight:
         self.place: RowsPlace | None = None
 
     @property
+    def num_bytes(self) -> int:
+        """Of its rows."""
+        return (self.share.stop - self.share.start) * self.batch.rows.row_bytes
+
+    def part(self, *, with_x: bool = True) -> bytes:
+        """Where they are, for native code."""
+        return self.batch.rows.part(self.share.start, self.share.stop, with_x=with_x)
+
+    @property
     def address(self) -> int:
         """Where the rows of its answer go."""
         rows = self.batch.rows
@@ -112,17 +121,15 @@ class Connection:
         return not self._flights and not self._backlog
 
     def send(self, flight: Flight) -> None:
-        """Send a request, or keep it until the worker takes more. Raises ClientError: Unavailable, InvalidRequest."""
+        """Send a request, or keep it until the worker takes more. Raises Unavailable."""
         with self._lock:
             if self.closed:
                 raise self.gone()
             flight.id = next(self._ids)
             if not self._flights:
                 self._asked_from = time.monotonic()
-            if len(self._flights) >= self._num_requests:
-                self._backlog.append(flight)
-                return
-            self._send(flight)
+            self._backlog.append(flight)
+            self._send_more()
         if self._line.is_sending:
             self._flush(flight.batch.deadline)
 
@@ -132,9 +139,10 @@ class Connection:
             with contextlib.suppress(ValueError):
                 self._backlog.remove(flight)
             if self._flights.pop(flight.id, None) is not None and not self.closed:
-                self._shared.abandon(flight.place)
                 with contextlib.suppress(OSError):
                     self._line.send([frames.plain(FrameKind.CANCEL, flight.id)])
+                if flight.place is not None:  # behind that, since other memory may be asked for
+                    self._shared.abandon(flight.place)
                 self._send_more()
         self._rewatch()
 
@@ -220,11 +228,9 @@ class Connection:
     def _send(self, flight: Flight) -> None:
         """Under the lock. Raises InvalidRequest."""
         share, batch = flight.share, flight.batch
-        whole, part = batch.rows, batch.rows.part(share.start, share.stop)
+        whole = batch.rows
         timeout_ms = max(1, min((1 << 32) - 1, int(1000 * (batch.deadline - time.monotonic()))))
-        num_bytes = (share.stop - share.start) * whole.row_bytes
-        if num_bytes > _SMALL_BYTES:
-            flight.place = self._shared.lay(part, num_bytes)
+        num_bytes = flight.num_bytes
         place = frames.NOWHERE if flight.place is None else flight.place.begin
         try:
             head = frames.forward(
@@ -232,15 +238,16 @@ class Connection:
                 batch.model, current_traceparent(), num_bytes, place,
             )  # fmt: skip
         except FrameError as error:
-            self._shared.give_back(flight.place)
+            if flight.place is not None:
+                self._shared.give_back(flight.place)
             raise InvalidRequest(str(error)) from None
         if flight.place is not None:
             parts: list[bytes | memoryview] = [head]
         elif num_bytes <= _SMALL_BYTES:
-            parts = [packet(head, part)]
+            parts = [packet(head, flight.part())]
         else:
             x = wire.bytes_of(whole.tensors[0][share.start : share.stop])  # which keeps it: it may leave later
-            parts = [head, x, packet(b"", whole.part(share.start, share.stop, with_x=False))]
+            parts = [head, x, packet(b"", flight.part(with_x=False))]
         self._flights[flight.id] = flight
         self._used_at = time.monotonic()
         with contextlib.suppress(OSError):  # an answer may say why; else there is the end to read
@@ -249,9 +256,19 @@ class Connection:
         self._rewatch()
 
     def _send_more(self) -> None:
-        """What had to wait, as far as the worker takes it; under the lock."""
-        while self._backlog and len(self._flights) < self._num_requests:
-            flight = self._backlog.popleft()
+        """What had to wait, as far as the worker takes it; under the lock. Small requests overtake large ones, which
+        wait for a place in their order."""
+        waits = False
+        for flight in tuple(self._backlog):
+            if len(self._flights) >= self._num_requests:
+                return
+            if flight.num_bytes > _SMALL_BYTES:
+                if not waits:
+                    flight.place = self._shared.lay(flight.part(), flight.num_bytes)
+                    waits = flight.place is None and self._shared.is_due(flight.num_bytes)
+                if waits:
+                    continue
+            self._backlog.remove(flight)
             try:
                 self._send(flight)
             except ClientError as error:
@@ -315,7 +332,7 @@ class Connection:
     def _check_alive(self) -> None:
         """Ask the worker for a sign of life, or give it up."""
         now, heard_at = time.monotonic(), max(self._line.heard_at, self._asked_from)
-        if now - heard_at < QUIET_S or not self._flights:
+        if now - heard_at < QUIET_S or self.is_idle:
             return
         if self._asked_at < heard_at:
             self._asked_at = now
@@ -348,13 +365,16 @@ class Connection:
         number = self._line.state.id
         if kind == FrameKind.ANSWER:
             about, flight = self._line.answer(), self._landed(number)
+            error: ClientError | None = None
             if flight is not None and not flight.is_answered_by(about):
                 expected = [flight.share.stop - flight.share.start, flight.batch.rows.hidden]
-                self._finish(flight, ClientError(f"answer: expected {expected}, got {about}"))
-                flight = None
-            if flight is not None and flight.place is not None:
+                error = ClientError(f"answer: expected {expected}, got {about}")
+            elif flight is not None and flight.place is not None:
                 flight.place.pick_up(flight.address, about.num_tokens * flight.batch.rows.width)
-                self._let_go(flight.place)
+            self._let_go(flight, error)
+            if flight is not None and error is not None:
+                self._finish(flight, error)
+                flight = None
             self._filling = flight, about.model
             into = 0 if flight is None or flight.place is not None else flight.address
             if self._line.rows_to(into, None if flight is None else flight.batch.y):
@@ -362,14 +382,16 @@ class Connection:
         elif kind == FrameKind.ERROR:
             code, epoch, ranks, message = frames.error_of(self._line.frame())
             error = from_answer(expert_pb2.Error(code=code, message=message, lost_ranks=ranks, epoch=epoch))
-            if (flight := self._landed(number)) is not None:
-                self._let_go(flight.place, error)
+            flight = self._landed(number)
+            self._let_go(flight, error)
+            if flight is not None:
                 self._finish(flight, error)
         elif kind == FrameKind.GOAWAY:
             self.sent_away = True
         elif kind == FrameKind.MEMORY:
             with self._lock:
                 self._shared.got(frames.memory_of(self._line.frame()))
+                self._send_more()
         elif kind != FrameKind.PONG:
             raise FrameError(f"kind: expected one of a worker, got {kind}")
 
@@ -382,18 +404,19 @@ class Connection:
 
     def _landed(self, number: int) -> Flight | None:
         with self._lock:
-            flight = self._flights.pop(number, None)
-            if self._backlog:
-                self._send_more()
-        return flight
+            return self._flights.pop(number, None)
 
-    def _let_go(self, place: RowsPlace | None, error: ClientError | None = None) -> None:
-        """Use the place of an answered request again, if no step can write it any more."""
+    def _let_go(self, flight: Flight | None, error: ClientError | None = None) -> None:
+        """Use the place of an answered request again, if no step can write it any more, and send what waits."""
+        place = None if flight is None else flight.place
+        if place is None and not self._backlog:  # as a rule
+            return
         with self._lock:
-            if error is None or isinstance(error, InvalidRequest | Overloaded):  # no step has taken it
+            if place is not None and (error is None or isinstance(error, InvalidRequest | Overloaded)):
                 self._shared.give_back(place)
-            else:
+            elif place is not None:
                 self._shared.abandon(place)
+            self._send_more()
 
     @staticmethod
     def _finish(flight: Flight, error: ClientError | None = None) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from crossdock.client.connection import Connection
 from crossdock.client.errors import Unavailable, from_answer, from_call
+from crossdock.client.shares import REQUEST_BYTES
 from crossdock.common import rpc
 from crossdock.common.addresses import split_address
 from crossdock.common.call_errors import CallError
@@ -73,6 +74,7 @@ class KnownWorker:
         if name:
             sock = socket.socket(socket.AF_UNIX)
             sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES)  # or less, as the kernel allows
             addresses: Sequence[tuple[socket.socket, object]] = [(sock, f"\0{name}")]
         else:
             addresses = await _resolved(host, about.request_port)

@@ -16,8 +16,8 @@ from crossdock.protocol.shared_memory import SharedMemory
 
 _log = log.get(__name__)
 
-MOST_BYTES = 64 << 20
-"""Asked of one worker at once."""
+SHARED_BYTES = 8 << 20
+"""Most of one connection, asked of a worker as requests have to wait for a place."""
 
 
 class RowsPlace(NamedTuple):
@@ -40,53 +40,62 @@ class SharedRows:
         self._line, self._may_ask = line, line.sock.family == socket.AF_UNIX
         self._memory: SharedMemory | None = None
         self._former: SharedMemory | None = None
-        self._num_bytes = 0
+        self._num_live = self._wanted = 0
 
     def lay(self, rows: bytes, num_bytes: int) -> RowsPlace | None:
-        """Copy the rows of a request to a free place. None: there is none yet, and they go through the socket."""
-        begin = None if self._memory is None else self._memory.take(num_bytes)
-        if self._memory is None or begin is None:
-            self._ask(num_bytes)
+        """Copy the rows of a request to a free place. None: there is none; in time there will be more of them."""
+        memory = self._memory
+        begin = None if memory is None else memory.take(num_bytes)
+        if memory is None or begin is None:
+            size = 0 if memory is None else memory.num_bytes
+            if size < SHARED_BYTES and num_bytes <= SHARED_BYTES:
+                self._wanted = max(self._wanted, num_bytes, min(SHARED_BYTES, 2 * size))
+                self._ask()
             return None
-        lay(rows, self._memory.address + begin)
-        return RowsPlace(self._memory, begin)
+        self._num_live += 1
+        lay(rows, memory.address + begin)
+        return RowsPlace(memory, begin)
 
-    def give_back(self, place: RowsPlace | None) -> None:
-        if place is not None:
-            place.memory.give_back(place.begin)
+    def is_due(self, num_bytes: int) -> bool:
+        """Whether there may be a place soon: after the worker's next answers."""
+        return num_bytes <= SHARED_BYTES and (self._num_live > 0 or self._line.state.takes_descriptor)
 
-    def abandon(self, place: RowsPlace | None) -> None:
-        """A step may still write it: later requests go to other memory."""
-        if place is not None:
-            self._memory, self._former = (
-                None if each is place.memory else each for each in (self._memory, self._former)
-            )
+    def give_back(self, place: RowsPlace) -> None:
+        """No step has it, or will have it."""
+        self._num_live -= 1
+        place.memory.give_back(place.begin)
+        self._ask()
+
+    def abandon(self, place: RowsPlace) -> None:
+        """The same of a place that a step may still write: no request lies there again."""
+        self._num_live -= 1
+        self._wanted = max(self._wanted, place.memory.num_bytes)
+        self._ask()
 
     def got(self, num_bytes: int) -> None:
         """The worker's answer."""
-        descriptor, self._line.state.descriptor, self._line.state.takes_descriptor = (
-            self._line.state.descriptor,
-            -1,
-            False,
-        )
-        if not num_bytes:  # what there was before stays
-            self._memory, self._may_ask = self._former, False
-            return
+        state = self._line.state
+        descriptor, state.descriptor, state.takes_descriptor = state.descriptor, -1, False
         try:
             if descriptor < 0:
                 raise OSError("expected a descriptor, got none")
-            self._memory, self._num_bytes = SharedMemory(descriptor, num_bytes), num_bytes
+            self._memory = SharedMemory(descriptor, num_bytes)
+            self._wanted = self._wanted if self._wanted > num_bytes else 0
         except OSError as error:
             self._may_ask = False
-            _log.seldom("rows go through the socket: no memory is shared", why=str(error))
+            if num_bytes:
+                _log.seldom("rows go through the socket: no memory is shared", why=str(error))
+            else:
+                self._memory = self._former
         finally:
+            self._former = None
             frames.close(descriptor)
 
-    def _ask(self, num_bytes: int) -> None:
-        """Ask for more; until the answer nothing lies there, since the worker may have changed to the new memory."""
-        wanted = max(num_bytes, self._num_bytes * (1 if self._memory is None else 2))
-        if not self._may_ask or self._line.state.takes_descriptor or wanted > MOST_BYTES:
+    def _ask(self) -> None:
+        """Ask for the memory that is wanted, once nothing is in what there is: the worker takes that back."""
+        if not (self._wanted and self._may_ask) or self._num_live or self._line.state.takes_descriptor:
             return
+        num_bytes, self._wanted = -(-self._wanted // mmap.PAGESIZE) * mmap.PAGESIZE, 0
         self._line.state.takes_descriptor, self._former, self._memory = True, self._memory, None
         with contextlib.suppress(OSError):  # there is the end to read
-            self._line.send([frames.memory(-(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE)])
+            self._line.send([frames.memory(num_bytes)])

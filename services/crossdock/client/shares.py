@@ -5,6 +5,7 @@ Letters: T tokens.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from typing import NamedTuple, SupportsIndex
@@ -18,6 +19,8 @@ from crossdock.protocol.rows import rows_of as all_rows
 
 MAX_TIMEOUT_S = 1e6
 """Longer ones, infinity too, mean this: what a request can carry as milliseconds."""
+REQUEST_BYTES = 2 << 20
+"""Most of one request, but for one row: a step has one while the next is on its way."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = (torch.int32, torch.int64)
 
@@ -66,23 +69,30 @@ class Share(NamedTuple):
     stop: int
 
 
-def split(num_tokens: int, num_workers: int, first: int, min_tokens: int) -> list[Share]:
-    """Cut a batch into even shares, one per worker. Pure.
+def split(num_tokens: int, num_workers: int, first: int, min_tokens: int, most_tokens: int) -> list[Share]:
+    """Cut a batch into even shares, one per worker, and these into requests: in turn one of each share. Pure.
 
     Args:
         num_tokens: T > 0.
         first: worker of the first share.
         min_tokens: smallest share; fewer workers are used if necessary.
+        most_tokens: of a request.
     """
     parts = max(1, min(num_workers, num_tokens // min_tokens))
     bounds = [part * num_tokens // parts for part in range(parts + 1)]
-    return [Share((first + part) % num_workers, bounds[part], bounds[part + 1]) for part in range(parts)]
+    shares = [Share((first + part) % num_workers, bounds[part], bounds[part + 1]) for part in range(parts)]
+    if bounds[parts] - bounds[parts - 1] <= most_tokens:  # as a rule; the last is a largest one
+        return shares
+    turns = itertools.zip_longest(*(cut(share, most_tokens) for share in shares))
+    return [piece for turn in turns for piece in turn if piece is not None]
 
 
 def cut(share: Share, max_tokens: int) -> list[Share]:
-    """The share as requests of at most that many tokens."""
-    starts = range(share.start, share.stop, max_tokens)
-    return [Share(share.worker, start, min(start + max_tokens, share.stop)) for start in starts]
+    """The share as the fewest requests of at most that many tokens, equally large."""
+    num_tokens = share.stop - share.start
+    parts = -(-num_tokens // max_tokens)
+    bounds = [share.start + part * num_tokens // parts for part in range(parts + 1)]
+    return [Share(share.worker, start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def rows_of_call(

@@ -431,23 +431,29 @@ class FrameSocket:
         return got
 
     def _receive(self) -> bool:
-        """By TLS, to where the native half wants it. Whether there was something. Raises EOFError."""
-        line, room = self.state, self._buffer[self.state.end :]
-        if line.left and line.into:
+        """By TLS, to where the native half wants it: rows as far as they are here, record by record. Whether there was
+        something. Raises EOFError."""
+        line, room, total = self.state, self._buffer[self.state.end :], 0
+        are_rows = bool(line.left and line.into)
+        if are_rows:
             room = memoryview((ctypes.c_uint8 * line.left).from_address(line.into))
         try:
-            with self._lock:
-                count = self.sock.recv_into(room)
+            while room:
+                with self._lock:
+                    count = self.sock.recv_into(room)
+                if not count:
+                    raise EOFError("closed by the other end")
+                total, room = total + count, room[count:] if are_rows else room[:0]
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return False
+            pass
         except OSError as broken:
             raise EOFError(str(broken)) from broken
-        if not count:
-            raise EOFError("closed by the other end")
-        if line.left and line.into:
-            line.left, line.into = line.left - count, line.into + count
+        if not total:
+            return False
+        if are_rows:
+            line.left, line.into = line.left - total, line.into + total
         else:
-            line.end += count
+            line.end += total
         line.heard_ns = time.monotonic_ns()
         return True
 

@@ -57,6 +57,10 @@ class SharedMemory:
             os.close(descriptor)
             raise
 
+    def has(self, rows: torch.Tensor) -> bool:
+        """Whether rows of a request lie there."""
+        return 0 <= rows.data_ptr() - self.address < self.num_bytes
+
     def free(self) -> None:
         """Give back the pages, also where the other end still maps them. What is written later takes new ones."""
         _LIBC.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.num_bytes), mmap.MADV_REMOVE)

@@ -243,14 +243,18 @@ class ServedConnection:
 
     def _share(self, num_bytes: int) -> None:
         """Give the client memory of that size, for requests from now on, or say that there is none. What it had before
-        stays its own until the end: requests may be there."""
+        is taken back then, unless a request may be there."""
         made = self._slots.share(self.client, num_bytes) if self.line.sock.family == socket.AF_UNIX else None
         if made is None:
             self._send([frames.memory(0)])
             return
         shared, descriptor = made
-        self._shared.append(shared)
         self._places.clear()
+        works = tuple(self._works.values()) + tuple(self._backend.engine.running_of(self))
+        for each in [each for each in self._shared if not any(each.has(work.x) for work in works)]:
+            self._shared.remove(each)
+            self._slots.take_back(self.client, each)
+        self._shared.append(shared)
         self._send([frames.memory(num_bytes)], descriptor=descriptor)
 
     def _check_place(self, request: Forward) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
 import grpc
@@ -153,6 +153,11 @@ class Engine:
         """Run one exchange although the queue is empty, so that a pending placement change can be agreed."""
         with self._lock:
             self._wake()
+
+    def running_of(self, stream: Hashable) -> list[Work]:
+        """The requests of that stream in a running step, which may be answered already."""
+        with self._lock:
+            return [work for work in self._running if work.stream is stream]
 
     def num_queued(self) -> int:
         with self._lock:

@@ -141,11 +141,10 @@ class Stepper:
         """The step of at most one request on a CPU, its sums written where it wants them. None: it has not begun, and
         takes the long way."""
         # The request's tensors, ids as expert slots.
-        x, ids, weights = slices[0].tokens() if slices else self._none
+        x, own_ids, weights = slices[0].tokens() if slices else self._none
         route = self._tables.route(layer) if self._tables is not None else None
-        if route is not None:
-            ids = route.slots(ids, self._rank)
-        kept = slices[0].work.kept if slices and route is None else None
+        ids = route.slots(own_ids, self._rank) if route is not None else own_ids
+        kept = slices[0].work.kept if slices and ids is own_ids else None
         told = bytes(kept.ids_bytes) if kept is not None else _bytes_of(ids) if slices else b""
         z, start_ns = self._own_output(slices), time.monotonic_ns()  # nothing that may fail while peers wait
         # Dispatch.
