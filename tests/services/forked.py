@@ -4,6 +4,8 @@ two seconds of a processor, for each worker of each group, and each time that on
     with forked_children():
         with Supervisor(...) as group: ...
 
+    child = crossdock("worker", "--config", path, stderr=file.fileno())
+
 A forked process is a child of this one, as the supervisor expects. Groups whose start itself is tested begin as people
 start them. Run as a program, this file is the process that forks; it has no thread when it does.
 """
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -51,10 +53,11 @@ class Forked:
                 os.close(self._fd)
             return self.returncode
 
-    def wait(self) -> int:
-        """Exit status, once it has ended."""
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Exit status, once it has ended. Raises TimeoutError where that takes longer."""
         while (code := self.poll()) is None:
-            self._ended.poll()
+            if not self._ended.poll(None if timeout_s is None else 1e3 * timeout_s):
+                raise TimeoutError(f"process {self.pid}: expected its end within {timeout_s:g} s")
         return code
 
     def send_signal(self, number: int) -> None:
@@ -82,9 +85,9 @@ class Parent:
         self._socket.close()
         self._process.wait()
 
-    def fork(self, command: list[str], stderr: int) -> Forked:
-        """A new process that does what the command would."""
-        asked = {"words": command[4:], "env": dict(os.environ), "cwd": os.getcwd(), "parent": os.getpid()}
+    def fork(self, words: Sequence[str], stderr: int) -> Forked:
+        """A new process that does what `crossdock WORDS` would."""
+        asked = {"words": words, "env": dict(os.environ), "cwd": os.getcwd(), "parent": os.getpid()}
         read, write = os.pipe()
         libc = ctypes.CDLL(None)
         with self._lock:  # who loses its parent meanwhile becomes a child of this process
@@ -104,10 +107,15 @@ def parent() -> Parent:
     return Parent()
 
 
+def crossdock(*words: str, stderr: int) -> Forked:
+    """A process that does what `crossdock WORDS` would."""
+    return parent().fork(words, stderr)
+
+
 def _popen(command: list[str], **options: Any) -> Any:
     if command[:4] != [sys.executable, "-P", "-m", "crossdock"] or options["stderr"] is None:
         return subprocess.Popen(command, **options)
-    return parent().fork(command, options["stderr"].fileno())
+    return crossdock(*command[4:], stderr=options["stderr"].fileno())
 
 
 @contextmanager
