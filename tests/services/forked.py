@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import gc
 import json
 import os
 import select
@@ -167,6 +168,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever is asked to stop ends this by closing its end
     for name in _IMPORTED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # no collector of a child looks through them, nor copies their pages
     _tell, _told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _asked = _serve(socket.socket(fileno=int(sys.argv[1])))
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -174,4 +177,12 @@ if __name__ == "__main__":
     os.environ.clear()
     os.environ.update(_asked["env"])
     sys.argv = ["crossdock", *_asked["words"]]
-    sys.modules["crossdock.cli.app"].main()
+    _code = 0
+    try:
+        sys.modules["crossdock.cli.app"].main()
+    except SystemExit as ended:
+        _code = ended.code or 0
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_code)  # to take torch apart, which a control plane does not have, takes a second
