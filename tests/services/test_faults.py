@@ -270,14 +270,19 @@ class Process:
         assert self.child.wait(FORM_S) == expected, self.log()
         return self.log()
 
+    def kill(self) -> None:
+        """kill -9, if it has not ended."""
+        self.child.send_signal(signal.SIGKILL)
+        self.child.wait(FORM_S)
+        self._log.close()
+
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[list[Process]]:
     started: list[Process] = []
     yield started
     for process in started:
-        process.child.send_signal(signal.SIGKILL)
-        process.child.wait(FORM_S)
+        process.kill()
 
 
 @pytest.fixture
