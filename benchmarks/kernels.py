@@ -12,16 +12,20 @@ cost time: a load is waited for only to write over what it brings (scoreboards.p
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -33,9 +37,12 @@ from ep_kernels.groups import PaperGroup
 from ep_kernels.tools.kernels import archs_of, compile_kernel, console_of, spread
 from ep_kernels.transports.nvlink.calls import plan
 from ep_kernels.transports.nvlink.copy_engines import collective_plan
+from ep_kernels.tuning import write_whole
 from ep_kernels.types import Layout, Mode
 
 DEFAULT_ARCHS = ("sm_90a", "sm_100a")
+KEPT = Path(__file__).parents[1] / "build" / "kernels"
+"""Looks, by all that they depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +113,27 @@ def blocks_per_sm(arch: str, registers: int, shared_bytes: int, num_threads: int
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One variant for one architecture; its instructions are looked at where `disassembled`, which takes a third of the
-    time."""
+    """One variant for one architecture."""
 
     variant: jit.Variant
     arch: str
-    disassembled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the compiler and nvdisasm show of a kernel.
+
+    Attributes:
+        resources: registers, stack, spills, static shared memory.
+        code_bytes: size of the cubin.
+        early_waits: where a load is waited for only to write over what it brings (scoreboards.py), in words.
+        wrong: what is wrong with the instructions, in words.
+    """
+
+    resources: Resources
+    code_bytes: int
+    early_waits: tuple[str, ...]
+    wrong: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +142,16 @@ class KernelReport:
 
     Attributes:
         job: what was compiled.
-        resources: registers, stack, spills, static shared memory.
+        look: what the compiler made of it.
         dynamic_bytes: dynamic shared memory of a block in `serving_config`.
         num_blocks: blocks per SM then, 0 = too large for this architecture.
-        code_bytes: size of the cubin.
-        early_waits: where a load is waited for only to write over what it brings (scoreboards.py), in words.
         faults: what must not be, in words.
     """
 
     job: Job
-    resources: Resources
+    look: Look
     dynamic_bytes: int
     num_blocks: int
-    code_bytes: int
-    early_waits: tuple[str, ...]
     faults: tuple[str, ...]
 
 
@@ -207,22 +225,51 @@ def dynamic_bytes(variant: jit.Variant) -> int:
 
 
 def inspect_job(job: Job) -> KernelReport:
-    """Compile and look. Runs in a process of the pool."""
-    return report_of(job, compile_kernel((job.variant, job.arch)))
+    """Compile, look and judge. Runs in a process of the pool. A look is kept: `make test` judges some of the kernels
+    that `make kernels` has just compiled."""
+    path = KEPT / f"{job.variant.name}-{_key(job)}.json"
+    with suppress(OSError, msgspec.DecodeError):
+        return judge(job, msgspec.json.decode(path.read_bytes(), type=Look))
+    look = look_at(job, compile_kernel((job.variant, job.arch)))
+    with suppress(OSError):
+        KEPT.mkdir(parents=True, exist_ok=True)
+        write_whole(path, msgspec.json.encode(look))
+    return judge(job, look)
 
 
-def report_of(job: Job, binary: jit.Binary) -> KernelReport:
+def _key(job: Job) -> str:
+    """Of all that a look depends on."""
+    tool = disassembler()
+    version = f"{tool} {os.stat(tool).st_mtime_ns}" if tool else ""
+    judges = "".join(Path(module).read_text() for module in (__file__, scoreboards.__file__))
+    parts = jit.key(jit.source(job.variant), job.arch, jit.compiler_version()), version, judges
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def look_at(job: Job, binary: jit.Binary) -> Look:
     """Look at a compiled kernel."""
     (found,) = resources_of(binary)
-    dynamic = dynamic_bytes(job.variant)
-    blocks = blocks_per_sm(job.arch, found.registers, found.shared_bytes + dynamic, job.variant.num_threads)
-    listing = disassemble(binary.cubin) if job.disassembled else None
+    listing = disassemble(binary.cubin)
     early = tuple(map(str, scoreboards.early_waits(listing or "")))
-    faults = tuple(_faults(job, found, blocks, listing))
-    return KernelReport(job, found, dynamic, blocks, len(binary.cubin), early, faults)
+    wrong = () if listing is None else tuple(_wrong(job.variant, listing))
+    return Look(found, len(binary.cubin), early, wrong)
 
 
-def _faults(job: Job, found: Resources, blocks: int, listing: str | None) -> Iterator[str]:
+def _wrong(variant: jit.Variant, listing: str) -> Iterator[str]:
+    if _LOCAL_MEMORY in listing:
+        yield "reads local memory"
+    yield from (f"no {name}" for name in expected_instructions(variant) if name not in listing)
+    yield from (f"has {name}" for name in unwanted_instructions(variant) if name in listing)
+
+
+def judge(job: Job, look: Look) -> KernelReport:
+    """What it means for a launch of serving size, and whether all is as it must be."""
+    found, dynamic = look.resources, dynamic_bytes(job.variant)
+    blocks = blocks_per_sm(job.arch, found.registers, found.shared_bytes + dynamic, job.variant.num_threads)
+    return KernelReport(job, look, dynamic, blocks, (*_faults(job, found, blocks), *look.wrong))
+
+
+def _faults(job: Job, found: Resources, blocks: int) -> Iterator[str]:
     most = MOST_REGISTERS[job.variant.num_threads]
     if not 0 < found.registers <= most:
         yield f"{found.registers} registers, at most {most}"
@@ -232,11 +279,6 @@ def _faults(job: Job, found: Resources, blocks: int, listing: str | None) -> Ite
         yield f"stack frame of {found.stack_bytes} bytes"
     if not blocks and MULTIPROCESSORS[job.arch] == _BIG:
         yield "no block fits an SM"
-    if listing is not None:
-        if _LOCAL_MEMORY in listing:
-            yield "reads local memory"
-        yield from (f"no {name}" for name in expected_instructions(job.variant) if name not in listing)
-        yield from (f"has {name}" for name in unwanted_instructions(job.variant) if name in listing)
 
 
 def inspect(jobs: Iterable[Job]) -> list[KernelReport]:
@@ -278,10 +320,10 @@ def as_table(reports: list[KernelReport]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("faults")
     for report in reports:
-        found = report.resources
+        found = report.look.resources
         numbers = (
             found.registers, found.shared_bytes, report.dynamic_bytes, found.spill_bytes, found.stack_bytes,
-            report.num_blocks or "-", report.code_bytes, len(report.early_waits),
+            report.num_blocks or "-", report.look.code_bytes, len(report.look.early_waits),
         )  # fmt: skip
         verdict = Text("; ".join(report.faults), style="bold red") if report.faults else Text("none", style="dim")
         table.add_row(report.job.variant.name, report.job.arch, *map(str, numbers), verdict)
@@ -291,8 +333,8 @@ def as_table(reports: list[KernelReport]) -> Table:
 def summary(reports: list[KernelReport]) -> str:
     """What the table says, in one line."""
     bad = sum(bool(report.faults) for report in reports)
-    most = max(report.resources.registers for report in reports)
-    code = sum(report.code_bytes for report in reports) / 2**20
+    most = max(report.look.resources.registers for report in reports)
+    code = sum(report.look.code_bytes for report in reports) / 2**20
     looked = "" if disassembler() else "; no nvdisasm here, so instructions were not looked at"
     return f"{len(reports)} kernels, {bad} with faults, at most {most} registers, {code:.1f} MiB of code{looked}"
 
@@ -304,7 +346,7 @@ def check(archs: list[str], console: Console) -> int:
         reports = inspect(jobs)
     console.print(as_table(reports))
     for report in reports:
-        for wait in report.early_waits:
+        for wait in report.look.early_waits:
             console.print(f"early wait in {report.job.variant.name} for {report.job.arch}: {wait}", markup=False)
     console.print(summary(reports))
     return int(any(report.faults for report in reports))

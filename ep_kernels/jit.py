@@ -363,7 +363,7 @@ class Compiler:
             return file.read_bytes()
         if self._cache is None:
             return compile_source(text, variant.name, arch).cubin
-        path = self._cache / f"{variant.name}-{_hash(text, arch, compiler_version())}.cubin"
+        path = self._cache / f"{variant.name}-{key(text, arch, compiler_version())}.cubin"
         if (found := read_entry(path)) is not None:
             return found
         try:
@@ -398,8 +398,9 @@ class Compiler:
         return made
 
     def _shipped_file(self, text: str, variant: Variant, arch: str) -> Path:
-        return self._shipped / arch / f"{variant.name}-{_hash(text, arch)}.cubin"
+        return self._shipped / arch / f"{variant.name}-{key(text, arch)}.cubin"
 
 
-def _hash(*parts: str) -> str:
+def key(*parts: str) -> str:
+    """Of a compilation: a hash of these and of the flags."""
     return hashlib.sha256("\0".join((*parts, *_FLAGS)).encode()).hexdigest()[:20]

@@ -191,17 +191,21 @@ def combine(
     row_weights: Tensors | None = None,
     apply_weights: bool = True,
     domains: Sequence[int] | None = None,
+    sources: Sequence[int] | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
     """Return the expert rows of every rank to their source ranks.
 
-    Returns (z [T, H] in the output dtype, per-row numbers as [T, K] or None).
+    Returns (z [T, H] in the output dtype, per-row numbers as [T, K] or None), a list with an entry per source rank.
 
     domains: [R], lowest rank of each rank's domain, for `CombineOrder.DOMAIN`. None: one domain.
+    sources: the source ranks whose results are wanted. None: all.
     """
+    wanted = range(len(step.routes)) if sources is None else sources
     pad = [torch.cat([y.flatten(0, -2).float(), _zeros(1, y.shape[-1])]) for y in ys]  # row -1 is zeros
     gather = _exact_terms if step.config.exact_combine else _rank_terms
     zs = []
-    for source, r in enumerate(step.routes):
+    for source in wanted:
+        r = step.routes[source]
         weights = step.weights[source][: len(r.rank)] if apply_weights else torch.ones_like(r.rank).float()
         terms = gather(step, pad, source, weights)
         by_domain = step.config.combine_order is CombineOrder.DOMAIN and not step.config.exact_combine
@@ -209,7 +213,7 @@ def combine(
             terms = _domain_terms(step.config, list(terms), source, domains)
         total = _sum(terms, (len(r.rank), step.config.hidden_size))
         zs.append(total.to(step.config.resolved_output_dtype))
-    return zs, None if row_weights is None else [_returned_weights(step, row_weights, s) for s in range(len(zs))]
+    return zs, None if row_weights is None else [_returned_weights(step, row_weights, s) for s in wanted]
 
 
 Term = tuple[torch.Tensor, torch.Tensor]

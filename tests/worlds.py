@@ -48,7 +48,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
 
 PRELOADED = (
     "torch.distributed", "ep_kernels.collectives", "tests.collectives.faults", "tests.collectives.stories",
-    "tests.transports.calls", "tests.transports.faults",
+    "tests.transports.calls", "tests.transports.faults", "tests.settled",
 )  # fmt: skip
 """What most ranks need. A process that has it already is there in a tenth of the time."""
 

@@ -18,7 +18,7 @@ from tests.attack.scene import Scene
 from tests.services.cluster import Batch, E, H, K
 from tests.services.request_world import request_of
 
-NUM, ASKED, REQUESTS, TOKENS, MEMORY_BYTES = 24, 10, 25, 1500, 4 << 20
+NUM, ASKED, REQUESTS, TOKENS, MEMORY_BYTES = 24, 10, 10, 1500, 4 << 20
 
 
 class Hoard:

@@ -4,6 +4,8 @@ two seconds of a processor, for each worker of each group, and each time that on
     with forked_children():
         with Supervisor(...) as group: ...
 
+    child = crossdock("worker", "--config", path, stderr=file.fileno())
+
 A forked process is a child of this one, as the supervisor expects. Groups whose start itself is tested begin as people
 start them. Run as a program, this file is the process that forks; it has no thread when it does.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import gc
 import json
 import os
 import select
@@ -22,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -51,10 +54,11 @@ class Forked:
                 os.close(self._fd)
             return self.returncode
 
-    def wait(self) -> int:
-        """Exit status, once it has ended."""
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Exit status, once it has ended. Raises TimeoutError where that takes longer."""
         while (code := self.poll()) is None:
-            self._ended.poll()
+            if not self._ended.poll(None if timeout_s is None else 1e3 * timeout_s):
+                raise TimeoutError(f"process {self.pid}: expected its end within {timeout_s:g} s")
         return code
 
     def send_signal(self, number: int) -> None:
@@ -82,9 +86,9 @@ class Parent:
         self._socket.close()
         self._process.wait()
 
-    def fork(self, command: list[str], stderr: int) -> Forked:
-        """A new process that does what the command would."""
-        asked = {"words": command[4:], "env": dict(os.environ), "cwd": os.getcwd(), "parent": os.getpid()}
+    def fork(self, words: Sequence[str], stderr: int) -> Forked:
+        """A new process that does what `crossdock WORDS` would."""
+        asked = {"words": words, "env": dict(os.environ), "cwd": os.getcwd(), "parent": os.getpid()}
         read, write = os.pipe()
         libc = ctypes.CDLL(None)
         with self._lock:  # who loses its parent meanwhile becomes a child of this process
@@ -104,10 +108,15 @@ def parent() -> Parent:
     return Parent()
 
 
+def crossdock(*words: str, stderr: int) -> Forked:
+    """A process that does what `crossdock WORDS` would."""
+    return parent().fork(words, stderr)
+
+
 def _popen(command: list[str], **options: Any) -> Any:
     if command[:4] != [sys.executable, "-P", "-m", "crossdock"] or options["stderr"] is None:
         return subprocess.Popen(command, **options)
-    return parent().fork(command, options["stderr"].fileno())
+    return crossdock(*command[4:], stderr=options["stderr"].fileno())
 
 
 @contextmanager
@@ -159,6 +168,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever is asked to stop ends this by closing its end
     for name in _IMPORTED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # no collector of a child looks through them, nor copies their pages
     _tell, _told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _asked = _serve(socket.socket(fileno=int(sys.argv[1])))
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -166,4 +177,12 @@ if __name__ == "__main__":
     os.environ.clear()
     os.environ.update(_asked["env"])
     sys.argv = ["crossdock", *_asked["words"]]
-    sys.modules["crossdock.cli.app"].main()
+    _code = 0
+    try:
+        sys.modules["crossdock.cli.app"].main()
+    except SystemExit as ended:
+        _code = ended.code or 0
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_code)  # to take torch apart, which a control plane does not have, takes a second

@@ -10,7 +10,7 @@ from tests.attack.witness import Event, Witness
 from tests.services.cluster import TEST_S
 from tests.soak.__main__ import Sample, Slope, judge, slope_of
 
-pytestmark = pytest.mark.timeout(TEST_S)
+pytestmark = [pytest.mark.timeout(TEST_S), pytest.mark.usefixtures("forked")]
 
 
 GUARDED = ("garbage", "names", "identities", "roles")

@@ -1,4 +1,4 @@
-"""The demo itself, with one family: real processes, the whole way; and that it can fail."""
+"""The demo itself, with one family: real processes, forked, the whole way; and that it can fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crossdock.common.config import ControlConfig
 from crossdock.demo import compare, run, stage
 from tests.services.cluster import FORM_S, TEST_S
 
-pytestmark = pytest.mark.timeout(3 * TEST_S)
+pytestmark = [pytest.mark.timeout(3 * TEST_S), pytest.mark.usefixtures("forked")]
 
 
 @pytest.fixture(autouse=True)

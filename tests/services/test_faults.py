@@ -7,8 +7,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +29,7 @@ from crossdock.protocol.v1.control_pb2 import SERVING
 from crossdock.worker.experts import device
 from crossdock.worker.experts.device import DeviceLost
 from crossdock.worker.process import run_worker
+from tests.services import forked
 from tests.services.cluster import ANSWER_S, FORM_S, TEST_S, Batch, Caller, Cluster, check, cluster, write_model
 from tests.services.control_world import unused_address
 from tests.waiting import until
@@ -247,30 +246,35 @@ def test_drain_finishes_what_is_queued_and_the_group_goes_on(group: Cluster) -> 
 
 
 class Process:
-    """One `crossdock control` or `crossdock worker`."""
+    """One `crossdock control` or `crossdock worker`, forked."""
 
     def __init__(self, folder: Path, verb: str, config: ControlConfig | WorkerConfig) -> None:
         path = folder / f"{verb}-{time.monotonic_ns()}.yaml"
         path.write_text(configs.dump(config), encoding="utf-8")
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "crossdock", verb, "--config", str(path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self._log = (folder / f"{path.stem}.log").open("w+", encoding="utf-8")
+        self.child = forked.crossdock(verb, "--config", str(path), stderr=self._log.fileno())
+
+    def log(self) -> str:
+        """What it wrote to stderr."""
+        self._log.seek(0)
+        return self._log.read()
 
     def addresses(self) -> Addresses:
         """Where it listens; waits for the line that says so."""
-        assert self.popen.stdout is not None
-        found = next((addresses for line in self.popen.stdout if (addresses := parse(line))), None)
-        assert found is not None, self.popen.communicate()[1]
+        found = next((addresses for line in self.child.stdout if (addresses := parse(line))), None)
+        assert found is not None, self.log()
         return found
 
     def end(self, *, expected: int) -> str:
         """Wait for the end; the lines it logged."""
-        _, log = self.popen.communicate(timeout=FORM_S)
-        assert self.popen.returncode == expected, log
-        return log
+        assert self.child.wait(FORM_S) == expected, self.log()
+        return self.log()
+
+    def kill(self) -> None:
+        """kill -9, if it has not ended."""
+        self.child.send_signal(signal.SIGKILL)
+        self.child.wait(FORM_S)
+        self._log.close()
 
 
 @pytest.fixture
@@ -278,8 +282,7 @@ def processes(tmp_path: Path) -> Iterator[list[Process]]:
     started: list[Process] = []
     yield started
     for process in started:
-        process.popen.kill()
-        process.popen.communicate()
+        process.kill()
 
 
 @pytest.fixture
@@ -368,7 +371,7 @@ def test_sigterm_while_there_is_no_control_plane_is_exit_0(
             (answer,) = stub.Forward(iter([Batch.random(2).message(1)]), timeout=ANSWER_S)
         assert answer.error.code == UNAVAILABLE
         assert "joining" in answer.error.message
-        worker.popen.send_signal(signal.SIGTERM)
+        worker.child.send_signal(signal.SIGTERM)
         worker.end(expected=0)
 
 
@@ -394,7 +397,7 @@ def test_who_is_not_taken_ends_with_3(tmp_path: Path, processes: list[Process], 
     newer = Process(tmp_path, "worker", config)
     processes.append(newer)
     one_line(older.end(expected=3), "newer")
-    newer.popen.send_signal(signal.SIGTERM)
+    newer.child.send_signal(signal.SIGTERM)
     newer.end(expected=0)
 
 
@@ -410,5 +413,5 @@ def test_a_second_signal_ends_the_process_at_once(
             assert time.monotonic() < deadline
             time.sleep(0.05)
         for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
-            worker.popen.send_signal(number)
-        assert worker.popen.wait(ANSWER_S) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+            worker.child.send_signal(number)
+        assert worker.child.wait(ANSWER_S) in (128 + signal.SIGINT, 128 + signal.SIGTERM)

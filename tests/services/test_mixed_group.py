@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import PIPE, STDOUT, CompletedProcess, run
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from crossdock.common.config import WorkerConfig, dump
 from crossdock.protocol.v1.control_pb2 import SERVING, GroupView
 from crossdock.worker.process import EXIT_NOT_JOINED
 from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, E, H, K, check, cluster
+from tests.services.forked import crossdock
 from tests.services.test_elastic import Load
 
 pytestmark = pytest.mark.timeout(TEST_S)
@@ -30,8 +30,8 @@ def group(folder: Path) -> Iterator[Cluster]:
     yield from cluster(folder, num_workers=2, lease_s=5.0, elastic=True, max_tokens_per_step=64)
 
 
-def knock(group: Cluster, folder: Path, **fields: object) -> CompletedProcess[str]:
-    """A worker of the group's model that asks for a rank, until it gives up."""
+def knock(group: Cluster, folder: Path, **fields: object) -> tuple[int, str]:
+    """A worker of the group's model that asks for a rank, until it gives up; its exit status and log."""
     config = WorkerConfig(
         model=str(folder / "model"),
         control=group.supervisor.control_address,
@@ -42,8 +42,10 @@ def knock(group: Cluster, folder: Path, **fields: object) -> CompletedProcess[st
     )
     path = folder / "stranger.yaml"
     path.write_text(dump(config), encoding="utf-8")
-    command = [sys.executable, "-m", "crossdock", "worker", "--config", str(path)]
-    return run(command, stdout=PIPE, stderr=STDOUT, text=True, timeout=ANSWER_S, check=False)
+    with path.with_suffix(".log").open("w+", encoding="utf-8") as log:
+        code = crossdock("worker", "--config", str(path), stderr=log.fileno()).wait(ANSWER_S)
+        log.seek(0)
+        return code, log.read()
 
 
 def seats(view: GroupView) -> list[tuple[int, str, int]]:
@@ -54,14 +56,15 @@ def test_a_worker_with_other_settings_never_holds_a_rank(group: Cluster, folder:
     group = group.now()
     before = group.look()
     with Load(group, 0) as load:
-        refused = knock(group, folder, max_tokens_per_step=128)
-        assert refused.returncode == EXIT_NOT_JOINED, refused.stdout
+        load.wait_good(time.monotonic())
+        code, said = knock(group, folder, max_tokens_per_step=128)
+        assert code == EXIT_NOT_JOINED, said
         wanted = "communicator.max_tokens_per_rank: expected '64' as rank 0 (w0) has, got '128'"
-        assert wanted in refused.stdout, refused.stdout
+        assert wanted in said
         after = group.look()
         assert (after.state, after.epoch, seats(after)) == (SERVING, before.epoch, seats(before))
+        load.wait_good(time.monotonic())
         assert not load.errors
-        assert load.good_at
 
 
 def test_it_takes_no_slot_of_a_lost_rank_either(group: Cluster, folder: Path) -> None:
@@ -69,9 +72,9 @@ def test_it_takes_no_slot_of_a_lost_rank_either(group: Cluster, folder: Path) ->
     group = group.now()
     with group.killed(1):
         rest = group.until(lambda view: view.state == SERVING and list(view.active_ranks) == [0])
-        refused = knock(group, folder, max_tokens_per_step=64, step_timeout_s=33.0)
-        assert refused.returncode == EXIT_NOT_JOINED, refused.stdout
-        assert "communicator." in refused.stdout
+        code, said = knock(group, folder, max_tokens_per_step=64, step_timeout_s=33.0)
+        assert code == EXIT_NOT_JOINED, said
+        assert "communicator." in said
         after = group.look()
         assert (after.state, after.epoch, seats(after)) == (SERVING, rest.view.epoch, seats(rest.view))
         batch = Batch(1, torch.randn(9, H), torch.randint(0, E // 2, (9, K)), torch.rand(9, K))  # experts of rank 0

@@ -65,8 +65,7 @@ def bed(tmp_path: Path) -> Iterator[Bed]:
     made = Bed(tmp_path)
     yield made
     for process in made.started:
-        process.popen.kill()
-        process.popen.communicate()
+        process.kill()
 
 
 def test_ranks_with_other_bytes_do_not_serve_on(tmp_path: Path, bed: Bed) -> None:

@@ -31,7 +31,8 @@ from tests.chaos.netns import Fabric, Host, NoNamespaces
 from tests.services.cluster import TEST_S, write_model
 from tests.services.fakes import FakeWorker, echo
 
-pytestmark = pytest.mark.timeout(TEST_S)
+pytestmark = [pytest.mark.timeout(TEST_S), pytest.mark.usefixtures("forked")]
+"""What `Up` starts is not forked: it is the start that people make."""
 DEADLINE_S = 240
 NUM_WORKERS = 2
 

@@ -45,7 +45,7 @@ def previous_handle(comm: MoECommunicator, case: RoutingCase) -> None:
         check_combine(comm, expected, out, newer)
         assert newer.mode is handle.mode
         y = expert(out, comm.config.resolved_output_dtype)
-        same_bits(comm.combine(y, newer), expected.combined()[comm.rank], "combined twice")
+        same_bits(comm.combine(y, newer), expected.combined(comm.rank), "combined twice")
         poison(out.tokens)
 
 
@@ -99,7 +99,7 @@ def two_in_flight(comm: MoECommunicator, case: RoutingCase) -> None:
         combines = {n: comm.combine_async(expert(done[n][1], dtype), done[n][2]) for n in (0, 1)}
         for n in reversed(order):
             z = combines[n].wait()
-            same_bits(z, done[n][0].combined()[comm.rank], f"z of {n} in turn {turn}")
+            same_bits(z, done[n][0].combined(comm.rank), f"z of {n} in turn {turn}")
             assert combines[n].wait() is z
         for n in order:
             poison(done[n][1].tokens)
@@ -112,7 +112,7 @@ def dual_batch(comm: MoECommunicator, case: RoutingCase) -> None:
     for turn in range(8):
         request, inputs = start(comm, next_case(case, turn))
         if waiting is not None:
-            same_bits(waiting[0].wait(), waiting[1].combined()[comm.rank], f"z before turn {turn}")
+            same_bits(waiting[0].wait(), waiting[1].combined(comm.rank), f"z before turn {turn}")
         out, handle = request.wait()
         expected = check_dispatch(comm, inputs, out)
         waiting = (comm.combine_async(expert(out, dtype), handle), expected)
@@ -175,7 +175,7 @@ def overtaken(comm: MoECommunicator, case: RoutingCase) -> None:
             check_combine(comm, expected, out, handle)
         with pytest.raises(HandleError, match=r"combine: .*max_in_flight"):
             comm.combine(expert(out, dtype), handle)
-        same_bits(combining.wait(), expected.combined()[comm.rank], f"z in turn {turn}")
+        same_bits(combining.wait(), expected.combined(comm.rank), f"z in turn {turn}")
         check_step(comm, next_case(case, 1000 + turn))
 
 
@@ -191,7 +191,7 @@ def inputs_may_be_reused(comm: MoECommunicator, case: RoutingCase) -> None:
     y = expert(out, comm.config.resolved_output_dtype)
     combining = comm.combine_async(y, handle)
     poison(y)
-    same_bits(combining.wait(), expected.combined()[comm.rank], "z")
+    same_bits(combining.wait(), expected.combined(comm.rank), "z")
 
 
 def expired_views(comm: MoECommunicator, case: RoutingCase) -> None:
@@ -269,7 +269,7 @@ def bad_arguments(comm: MoECommunicator, case: RoutingCase) -> int:
         with pytest.raises(ArgumentError, match="words"):
             comm.exchange(words)
     comm.check()
-    same_bits(comm.combine(y, handle), Expected(comm, Inputs.of(case, comm.config)).combined()[comm.rank], "z")
+    same_bits(comm.combine(y, handle), Expected(comm, Inputs.of(case, comm.config)).combined(comm.rank), "z")
     check_step(comm, next_case(case, 1))
     return len(table) + len(combines)
 
@@ -478,14 +478,14 @@ def weights_at_home(comm: MoECommunicator, case: RoutingCase) -> None:
         request, inputs = start(comm, next_case(case, number))
         out, handle = request.wait()
         late = Inputs(inputs.xs, inputs.scales, inputs.ids, [w.flip(0) * 2 + 1 for w in inputs.weights])
-        z = Expected(comm, late).combined()[comm.rank]
+        z = Expected(comm, late).combined(comm.rank)
         y = expert(out, comm.config.resolved_output_dtype)
         weights = late.weights[comm.rank].to(out.tokens.device)
         same_bits(comm.combine(y, handle, topk_weights=weights), z, "combine")
         combining = comm.combine_async(y, handle, topk_weights=weights)
         weights.fill_(float("nan"))
         same_bits(combining.wait(), z, "combine_async")
-        same_bits(comm.combine(y, handle), Expected(comm, inputs).combined()[comm.rank], "with those of the dispatch")
+        same_bits(comm.combine(y, handle), Expected(comm, inputs).combined(comm.rank), "with those of the dispatch")
     with pytest.raises(ArgumentError, match="topk_weights: expected shape"):
         comm.combine(y, handle, topk_weights=torch.zeros(1, 99, device=y.device))
 

@@ -1,7 +1,7 @@
 """Every kernel variant compiles without a GPU: no spills, no stack, the expected instructions; and what keeps cubins.
 
-Here those that the wheel carries, for Hopper: about a minute of a core. `make kernels`, a step of `.ci/run`, compiles
-every one for Hopper and Blackwell.
+Here those that the wheel carries, for Hopper: about a minute of a core, and nothing after `make kernels`, a step of
+`.ci/run`, which compiles every one for Hopper and Blackwell and keeps what it has seen of each.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import itertools
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -57,9 +58,14 @@ def test_every_file_is_of_some_kernel_and_errors_name_it() -> None:
         jit.compile_source(broken, "barrier", HOPPER)
 
 
+def faults_of(variant: jit.Variant, binary: jit.Binary) -> tuple[str, ...]:
+    job = Job(variant, HOPPER)
+    return kernels.judge(job, kernels.look_at(job, binary)).faults
+
+
 def test_a_bad_kernel_is_told() -> None:
     binary = jit.compile_source(FAULTY, "faulty", HOPPER)
-    faults = kernels.report_of(Job(jit.Variant("barrier"), HOPPER), binary).faults
+    faults = faults_of(jit.Variant("barrier"), binary)
     assert "stack frame of 1600 bytes" in faults
     if kernels.disassembler() is not None:
         assert {"reads local memory", "no MEMBAR.ALL.SYS"} <= set(faults)
@@ -76,11 +82,43 @@ extern "C" __global__ void ll_dispatch(unsigned long long* flag) {
 def test_low_latency_kernels_wait_for_no_release() -> None:
     """What made the first ones slow is told, and so is the absence of lines."""
     variant = jit.dispatch_variant("ll", 2)
-    faults = kernels.report_of(Job(variant, HOPPER), jit.compile_source(RELEASING, "ll_dispatch", HOPPER)).faults
+    faults = faults_of(variant, jit.compile_source(RELEASING, "ll_dispatch", HOPPER))
     assert {"has REDG.E.ADD.64.STRONG.SYS", "no STG.E.128.STRONG.SYS", "no LDG.E.128.STRONG.SYS"} <= set(faults)
 
 
-def test_the_table_shows_faults_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_was_looked_at_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor believed when it is another, or when something else would be looked for."""
+    job, compiled = Job(jit.Variant("barrier"), HOPPER), []
+    source, tool = jit.source(job.variant), tmp_path / "nvdisasm"
+    tool.write_text("")
+
+    def compile_kernel(asked: tuple[jit.Variant, str]) -> jit.Binary:
+        compiled.append(asked)
+        return jit.Binary(b"1234", "Compiling entry function 'barrier' Used 40 registers, 8 bytes spill stores")
+
+    monkeypatch.setattr(kernels, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(kernels, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(kernels, "disassemble", lambda cubin: "LDL")
+    monkeypatch.setattr(kernels, "disassembler", lambda: str(tool))
+    first = kernels.inspect_job(job)
+    assert first.faults[:2] == ("8 bytes spilled", "reads local memory")
+    assert kernels.inspect_job(job) == first
+    assert len(compiled) == 1
+    os.utime(tool, ns=(1, 1))
+    assert kernels.inspect_job(job) == first
+    monkeypatch.setattr(jit, "source", lambda variant: f"{source}// changed")
+    (kept,) = {kernels.inspect_job(job), kernels.inspect_job(job)}
+    assert (kept, len(compiled)) == (first, 3)
+    for path in (tmp_path / "kept").iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert kernels.inspect_job(job) == first
+    assert len(compiled) == 4
+
+
+def test_the_table_shows_faults_and_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kernels, "KEPT", tmp_path / "once")
     barrier = jit.Variant("barrier")
     monkeypatch.setattr(jit, "all_variants", lambda: iter([barrier]))
     monkeypatch.setattr(kernels, "inspect", lambda jobs: [kernels.inspect_job(job) for job in jobs])
@@ -88,6 +126,7 @@ def test_the_table_shows_faults_and_fails(capsys: pytest.CaptureFixture[str], mo
     shown = capsys.readouterr().out
     assert "1 kernels, 0 with faults" in shown
     assert "barrier" in shown
+    monkeypatch.setattr(kernels, "KEPT", tmp_path / "again")
     monkeypatch.setattr(kernels, "expected_instructions", lambda variant: ("NONSUCH",))
     wanted = 0 if kernels.disassembler() is None else 1
     assert kernels.main(["--arch", HOPPER]) == wanted
