@@ -136,7 +136,11 @@ class PlacementService:
         self._unprepared = {uid: why for uid, why in self._unprepared.items() if after.member(uid) and not began}
         if before.members and not after.members:
             self._manager.emptied()
-        self._served = {uid: started for uid, started in self._served.items() if after.member(uid) is not None}
+        if began:
+            self._served = {uid: started for uid, started in self._served.items() if after.member(uid) is not None}
+        if began and after.phase is Phase.SERVING:
+            ranks = after.taking_part
+            self._served |= {each.uid: each.worker.incarnation for each in after.members if each.rank in ranks}
         places = {member.rank: member.worker.place for member in after.members}
         domains = [_domain(places.get(rank)) for rank in range(after.world_size)]
         if began and after.phase is Phase.EXCHANGING:
@@ -184,9 +188,6 @@ class PlacementService:
         group = self._group()
         if group.phase is not Phase.SERVING or group.epoch != epoch:
             return
-        member = next((member for member in group.members if member.rank == rank), None)
-        if member is not None:
-            self._served[member.uid] = member.worker.incarnation
         self._manager.learn(report.checkpoints)
         before = self.version
         self._publish(self._manager.record_report(rank, report, self._clock()), before)

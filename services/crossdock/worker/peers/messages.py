@@ -30,7 +30,7 @@ PIECE_BYTES = 1 << 20
 """Tensors go, and are hashed, in pieces of so many bytes: the seed of each is the hash of the one before."""
 _LENGTH = struct.Struct("<I")
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
-_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 64)]
+_Number = Annotated[int, msgspec.Meta(ge=0)]
 _Experts = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=1 << 14)]
 Kind = TypeVar("Kind")
 
@@ -157,7 +157,9 @@ class Line:
 
     def receive_granted(self) -> tuple[Granted, int]:
         """With the descriptor beside it; -1: none came. Raises as `receive`."""
-        head, descriptors, _, _ = socket.recv_fds(self._armed(), _LENGTH.size, 1)
+        if not self.is_local:
+            return self.receive(Granted, MAX_ASK_BYTES), -1
+        head, descriptors, _, _ = socket.recv_fds(self._armed(), _LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
         found = descriptors[0] if descriptors else -1
         try:
             head += self._bytes(_LENGTH.size - len(head)) if head else b""

@@ -163,8 +163,9 @@ class PeerSource:
             line.within(self._timeout_s)
             line.send(Read(layer, checkpoint.spec.fingerprint, form, experts, self._maps and line.is_local))
             granted, descriptor = line.receive_granted()
-            if granted.refused:
+            if granted.refused or not granted.memory_bytes:
                 close(descriptor)
+            if granted.refused:
                 is_clean = True
                 raise Refused(granted.refused)
             memory = _Mapped(descriptor, granted.memory_bytes) if granted.memory_bytes else None
