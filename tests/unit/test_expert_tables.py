@@ -199,9 +199,7 @@ def test_a_rank_of_another_number_of_slots_reads_only_what_it_lacks(tmp_path: Pa
     experts, seen = ExpertMLPs.load(checkpoint, (0, 1), dtype=torch.float32), list[tuple[int, int]]()
     missing = tuple(expert for expert in row if expert not in (0, 1))
     more = {
-        layer: HeldLayer(missing, experts.read(checkpoint, layer, missing), FROM_CONFIG, {})
-        for layer in (0, 1)
-        if missing
+        layer: HeldLayer(missing, experts.read(checkpoint, layer, missing), FROM_CONFIG) for layer in (0, 1) if missing
     }
     for layer in (0, 1):
         staged = experts.stage(checkpoint, layer, row, lambda *done: seen.append(done), more=more.get(layer))

@@ -23,11 +23,12 @@ from crossdock.protocol.frames import FrameKind
 from crossdock.protocol.same_host import host_identity
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from crossdock.worker.checkpoints.sources import Disk, Sources
+from crossdock.worker.checkpoints.weight_memory import PIECE_BYTES, hashed
 from crossdock.worker.experts.expert_mlps import ExpertMLPs, HeldLayer
 from crossdock.worker.experts.placement import FROM_CONFIG, Holder, WeightsOf
 from crossdock.worker.peers import giving
 from crossdock.worker.peers.giving import WeightGiver
-from crossdock.worker.peers.messages import PIECE_BYTES, Line, Read, Which, bytes_of, form_of, hashed
+from crossdock.worker.peers.messages import Line, Read, Which, bytes_of, form_of
 from crossdock.worker.peers.plan import shares
 from crossdock.worker.peers.reading import Peers
 from tests.unit.moe_files import Sizes, draw_weights, write_files, write_gpt_oss
@@ -335,7 +336,7 @@ def test_what_a_reader_asks_is_checked_before_it_is_used(world: World) -> None:
     shelf = world.shelf((0, 2))
     holder, print_ = world.holder(shelf), world.checkpoint.spec.fingerprint
     held = shelf.experts.held(0)
-    form = form_of(held.weights[0][0], held.weights[1][0])
+    form = form_of(held.expert(0))
     line = dialled(world, holder)
     for ask, word in (
         (Read(0, print_, form, [1], False), "expected some of its experts here, got 1"),

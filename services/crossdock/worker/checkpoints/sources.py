@@ -6,16 +6,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
+
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from crossdock.worker.checkpoints.weights import Stack
 
 
-class Wanted(NamedTuple):
-    """An expert, and where its two matrices are to be: one expert's part of `Checkpoint.stacks`."""
+class OneExpert(NamedTuple):
+    """An expert, and where its two matrices are, or are to be: one expert's part of `Checkpoint.stacks`."""
 
     expert: int
     first: Stack
     down: Stack
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """In the order in which they are hashed, and go from one worker to another."""
+        return (*self.first.tensors, *self.down.tensors)
+
+    def hash(self) -> int:
+        """Of its bytes, kept where others may map them; elsewhere 0."""
+        return self.first.memory.sum_of(self.tensors) if self.first.memory is not None else 0
 
     @property
     def num_bytes(self) -> int:
@@ -27,7 +38,7 @@ class ExpertSource(Protocol):
 
     name: str
 
-    def read(self, checkpoint: Checkpoint, layer: int, wanted: Mapping[int, Wanted]) -> Iterator[int]:
+    def read(self, checkpoint: Checkpoint, layer: int, wanted: Mapping[int, OneExpert]) -> Iterator[int]:
         """Fill those that it has, with the bytes that reading `checkpoint` gives. Yields the key of each that is whole;
         the others hold anything."""
 
@@ -44,7 +55,7 @@ class Disk:
     def __init__(self, has_read: Callable[[Checkpoint, int, int], None] = lambda checkpoint, layer, expert: None):
         self._has_read = has_read
 
-    def read(self, checkpoint: Checkpoint, layer: int, wanted: Mapping[int, Wanted]) -> Iterator[int]:
+    def read(self, checkpoint: Checkpoint, layer: int, wanted: Mapping[int, OneExpert]) -> Iterator[int]:
         """Raises CheckpointError: the bytes cannot be read."""
         for key, (expert, first, down) in wanted.items():
             checkpoint.read_expert(layer, expert, first, down)
@@ -67,7 +78,7 @@ class Sources:
     ) -> None:
         self._chain, self._count = chain, count
 
-    def fill(self, checkpoint: Checkpoint, layer: int, wanted: Sequence[Wanted]) -> Iterator[Wanted]:
+    def fill(self, checkpoint: Checkpoint, layer: int, wanted: Sequence[OneExpert]) -> Iterator[OneExpert]:
         """Fill all of them; yields each that is whole. Raises what the last source raises."""
         left = dict(enumerate(wanted))
         for source in self._chain:

@@ -33,7 +33,7 @@ from torch.nn import functional
 from crossdock.common import log
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from crossdock.worker.checkpoints.gating import Gating
-from crossdock.worker.checkpoints.sources import FROM_DISK, Sources, Wanted
+from crossdock.worker.checkpoints.sources import FROM_DISK, OneExpert, Sources
 from crossdock.worker.checkpoints.weights import Format, Stack, allocated, tile_elements
 from crossdock.worker.experts.grouped import support
 from crossdock.worker.experts.kept_rows import KeptRows
@@ -57,13 +57,15 @@ class HeldLayer(NamedTuple):
         ids: by slot.
         weights: of the slots.
         of: their checkpoint.
-        sums: hashes of slots, as far as they were asked for (`worker/peers`).
     """
 
     ids: tuple[int, ...]
     weights: Weights
     of: WeightsOf
-    sums: dict[int, int]
+
+    def expert(self, slot: int) -> OneExpert:
+        """That of a slot."""
+        return OneExpert(self.ids[slot], self.weights[0][slot], self.weights[1][slot])
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class ExpertMLPs:
         ids = dict.fromkeys(weights, tuple(range(self.num_experts))) if ids is None else ids
         of = of or {}
         self._layers = {
-            layer: HeldLayer(ids[layer], pair, of.get(layer, FROM_CONFIG), {}) for layer, pair in weights.items()
+            layer: HeldLayer(ids[layer], pair, of.get(layer, FROM_CONFIG)) for layer, pair in weights.items()
         }
         self.num_bytes = sum(stack.num_bytes for pair in weights.values() for stack in pair)
         widened = self._device.type == "cpu" and not has_products(dtype)
@@ -316,7 +318,7 @@ class ExpertMLPs:
     ) -> None:
         """Hold other weights for a layer, of the same shapes; of another number of slots: for each layer, then
         `resized`. Not while a step uses it. of: their checkpoint."""
-        self._layers[layer] = HeldLayer(tuple(expert_ids), (first, down), of, {})
+        self._layers[layer] = HeldLayer(tuple(expert_ids), (first, down), of)
         for computed in self._computed.values():
             if computed is not None:
                 computed.forget(layer)
@@ -491,15 +493,18 @@ class _Reader:
             raise ValueError(f"expert_ids: expected some in 0..{spec.num_experts - 1}, got {list(ids)}")
         shapes = checkpoint.stacks(layer, len(ids), self._held[0], "meta", widen=self._held[1])
         first, down = allocated(shapes, self._device)
+        experts = [OneExpert(expert, first[slot], down[slot]) for slot, expert in enumerate(ids)]
         wanted = []
-        for slot, expert in enumerate(ids):
-            known = next((each for each in held if expert in each.ids), None)
+        for each in experts:
+            known = next((pair for pair in held if each.expert in pair.ids), None)
             if known is None:
-                wanted.append(Wanted(expert, first[slot], down[slot]))
+                wanted.append(each)
                 continue
-            for target, source in zip((first, down), known.weights, strict=True):
-                target[slot].copy_(source[known.ids.index(expert)])
+            for target, source in zip(each.tensors, known.expert(known.ids.index(each.expert)).tensors, strict=True):
+                target.copy_(source)
+            each.hash()
         for filled in self._sources.fill(checkpoint, layer, wanted):
+            filled.hash()
             self._done += filled.num_bytes
             if self._progress is not None:
                 self._progress(self._done, self._total)

@@ -234,7 +234,7 @@ class Model:
                     weights = placement.weights(layer)
                     beside, checkpoint = [held[layer]] if layer in held else [], self._checkpoints.open(weights)
                     read = experts.read(checkpoint, layer, row, progress, beside, sources)
-                    more[layer] = HeldLayer(row, read, weights, {})
+                    more[layer] = HeldLayer(row, read, weights)
         self._synchronise()
         self._more = more
 

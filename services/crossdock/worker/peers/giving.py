@@ -19,12 +19,12 @@ from crossdock.common import descriptors, log
 from crossdock.common.call_errors import ResourceExhausted, Unavailable
 from crossdock.common.helper_thread import HelperThread
 from crossdock.protocol import frames
+from crossdock.worker.checkpoints.weight_memory import PIECE_BYTES, hashed
 from crossdock.worker.experts.device import DeviceLost
 from crossdock.worker.experts.expert_mlps import HeldLayer
 from crossdock.worker.peers.host_bytes import HostBytes
 from crossdock.worker.peers.messages import (
     MAX_ASK_BYTES,
-    PIECE_BYTES,
     Ask,
     Given,
     Granted,
@@ -35,8 +35,6 @@ from crossdock.worker.peers.messages import (
     Read,
     bytes_of,
     form_of,
-    hashed,
-    tensors_of,
 )
 
 MAX_READERS = 64
@@ -136,33 +134,21 @@ class WeightGiver:
         for expert in ask.experts:
             line.within(self._timeout_s)
             slot = held.ids.index(expert)
-            tensors = tensors_of(held.weights[0][slot], held.weights[1][slot])
-            places = [memory.place(tensor) for tensor in tensors] if memory else []
-            total = _sum_of(held, slot, tensors, host) if memory else _sent(line, tensors, host)
+            given = held.expert(slot)
+            places = [memory.place(tensor) for tensor in given.tensors] if memory else []
+            total = given.hash() if memory else _sent(line, given.tensors, host)
             line.send(Given(total, self._shelf.digest_of(ask.layer, expert, held), places))
-            self._gave(sum(tensor.nbytes for tensor in tensors))
+            self._gave(given.num_bytes)
 
     def _refusal(self, held: HeldLayer, ask: Read) -> str:
         """Why it cannot be read; empty: it can."""
-        fingerprint, form = self._shelf.fingerprint_of(held), form_of(held.weights[0][0], held.weights[1][0])
+        fingerprint, form = self._shelf.fingerprint_of(held), form_of(held.expert(0))
         if ask.fingerprint != fingerprint:
             return f"layer {ask.layer}: expected weights of {fingerprint}, got {ask.fingerprint}"
         if ask.form != form:
             return f"layer {ask.layer}: expected {form}, got {ask.form}"
         strange = sorted(set(ask.experts).difference(held.ids))
         return f"layer {ask.layer}: expected some of its experts here, got {strange[0]}" if strange else ""
-
-
-def _sum_of(held: HeldLayer, slot: int, tensors: Iterable[torch.Tensor], host: HostBytes) -> int:
-    """Hash of an expert; its bytes are read once."""
-    found = held.sums.get(slot)
-    if found is None:
-        found = 0
-        for tensor in tensors:
-            for piece in host.out_of(tensor):
-                found = hashed(piece.data_ptr(), piece.numel(), found)
-        held.sums[slot] = found
-    return found
 
 
 def _sent(line: Line, tensors: Iterable[torch.Tensor], host: HostBytes) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from crossdock.worker.checkpoints.weight_memory import PIECE_BYTES
 from crossdock.worker.experts import device as devices
-from crossdock.worker.peers.messages import PIECE_BYTES
 
 
 class HostBytes:

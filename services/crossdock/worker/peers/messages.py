@@ -21,13 +21,10 @@ from typing import Annotated, TypeVar
 import msgspec
 import torch
 
-from crossdock.protocol import native
 from crossdock.protocol.frames import close
-from crossdock.worker.checkpoints.weights import Stack
+from crossdock.worker.checkpoints.sources import OneExpert
 
 MAX_ASK_BYTES, MAX_ANSWER_BYTES = 256 << 10, 64 << 20
-PIECE_BYTES = 1 << 20
-"""Tensors go, and are hashed, in pieces of so many bytes: the seed of each is the hash of the one before."""
 _LENGTH = struct.Struct("<I")
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 _Number = Annotated[int, msgspec.Meta(ge=0)]
@@ -91,25 +88,15 @@ class Given(msgspec.Struct, frozen=True):
 Ask = Which | Read
 
 
-def form_of(first: Stack, down: Stack) -> str:
+def form_of(expert: OneExpert) -> str:
     """Types and shapes of an expert's tensors: equal, if the bytes of one mean the same in the other."""
-    tensors = ((stack, tensor) for stack in (first, down) for tensor in stack.tensors)
+    tensors = ((stack, tensor) for stack in (expert.first, expert.down) for tensor in stack.tensors)
     return "; ".join(f"{stack.format}/{stack.parts} {tensor.dtype} {list(tensor.shape)}" for stack, tensor in tensors)
-
-
-def tensors_of(first: Stack, down: Stack) -> tuple[torch.Tensor, ...]:
-    """Those of one expert, in the order in which they go."""
-    return (*first.tensors, *down.tensors)
 
 
 def bytes_of(piece: torch.Tensor) -> memoryview:
     """Of uint8 on the host."""
     return memoryview(piece.numpy())  # type: ignore[arg-type]
-
-
-def hashed(source: int, num_bytes: int, seed: int, target: int | None = None) -> int:
-    """XXH64 of so many bytes at that address, copied to another one. Without the interpreter lock."""
-    return int(native.load().cd_copy_hashed(target, source, num_bytes, seed))
 
 
 class Line:

@@ -3,6 +3,7 @@ whole, the next one is asked for, and the disk last (`checkpoints/sources.py`)."
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -16,14 +17,14 @@ from crossdock.common.security import Security
 from crossdock.protocol.frames import close
 from crossdock.protocol.shared_memory import is_sealed
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
-from crossdock.worker.checkpoints.sources import Wanted
+from crossdock.worker.checkpoints.sources import OneExpert
+from crossdock.worker.checkpoints.weight_memory import PIECE_BYTES, hashed
 from crossdock.worker.experts.placement import Holder
 from crossdock.worker.peers.dialling import Lines, Refused, is_near
 from crossdock.worker.peers.host_bytes import HostBytes
 from crossdock.worker.peers.messages import (
     MAX_ANSWER_BYTES,
     MAX_ASK_BYTES,
-    PIECE_BYTES,
     Given,
     Held,
     Line,
@@ -32,12 +33,14 @@ from crossdock.worker.peers.messages import (
     Which,
     bytes_of,
     form_of,
-    hashed,
-    tensors_of,
 )
 from crossdock.worker.peers.plan import shares
 
 _log = log.get(__name__)
+
+
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ: pages at once, instead of by a fault each."""
 
 
 class Damaged(Exception):
@@ -105,7 +108,7 @@ class PeerSource:
             self._lines.give_back(self._holders[number], line)
         self._open.clear()
 
-    def read(self, checkpoint: Checkpoint, layer: int, wanted: Mapping[int, Wanted]) -> Iterator[int]:
+    def read(self, checkpoint: Checkpoint, layer: int, wanted: Mapping[int, OneExpert]) -> Iterator[int]:
         """See `ExpertSource`. Raises nothing."""
         if self._held is None:
             self._held = {number: self._asked(number) for number in range(len(self._holders))}
@@ -152,14 +155,13 @@ class PeerSource:
         self._say(number, failure)
         return {}
 
-    def _given(self, number: int, checkpoint: Checkpoint, layer: int, wanted: Mapping[int, Wanted]) -> Iterator[int]:
+    def _given(self, number: int, checkpoint: Checkpoint, layer: int, wanted: Mapping[int, OneExpert]) -> Iterator[int]:
         """Keys of what this holder gives, each whole. Raises Refused, and `_FAILURES`."""
         line = self._open.pop(number)  # what it says is in order again once all has come
         is_clean = False
         try:
             # The question, for all of them; memory, or none.
-            any_of = next(iter(wanted.values()))
-            form, experts = form_of(any_of.first, any_of.down), [each.expert for each in wanted.values()]
+            form, experts = form_of(next(iter(wanted.values()))), [each.expert for each in wanted.values()]
             line.within(self._timeout_s)
             line.send(Read(layer, checkpoint.spec.fingerprint, form, experts, self._maps and line.is_local))
             granted, descriptor = line.receive_granted()
@@ -172,13 +174,14 @@ class PeerSource:
             # One after the other: its bytes, and their hash.
             for key, each in wanted.items():
                 line.within(self._timeout_s)
-                tensors = tensors_of(each.first, each.down)
-                total = 0 if memory is not None else self._received(line, tensors)
+                total = 0 if memory is not None else self._received(line, each.tensors)
                 given: Given = line.receive(Given, MAX_ASK_BYTES)
                 if memory is not None:
-                    total = memory.copied(tensors, given.places)
+                    total = memory.copied(each.tensors, given.places)
                 if total != given.sum:
                     raise Damaged(f"expert {each.expert} of layer {layer}: hash: expected {given.sum:x}, got {total:x}")
+                if each.first.memory is not None:
+                    each.first.memory.note(each.tensors, total)
                 if given.digest:
                     checkpoint.learn_digest(layer, each.expert, given.digest)
                 yield key
@@ -218,7 +221,8 @@ class _Mapped:
         try:
             if descriptor < 0 or not is_sealed(descriptor, num_bytes):
                 raise MessageError(f"memory: expected {num_bytes} bytes whose size is sealed, got something else")
-            self._bytes = np.frombuffer(mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ), dtype=np.uint8)
+            self._map = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
+            self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         finally:
             close(descriptor)
 
@@ -230,6 +234,8 @@ class _Mapped:
         for tensor, place in zip(tensors, places, strict=True):
             if place + tensor.nbytes > most:
                 raise MessageError(f"places: expected {tensor.nbytes} bytes within {most}, got them from {place}")
+            with contextlib.suppress(OSError):  # of a kernel that does not know it: the copy does
+                self._map.madvise(_POPULATE_READ, page := place - place % mmap.PAGESIZE, place + tensor.nbytes - page)
             for at in range(0, tensor.nbytes, PIECE_BYTES):
                 count = min(PIECE_BYTES, tensor.nbytes - at)
                 total = hashed(source + place + at, count, total, tensor.data_ptr() + at)
