@@ -3,7 +3,8 @@
     python -m benchmarks.peers [--out DIR] [--rounds N]        (make bench-peers)
 
 rates.csv: all experts of a checkpoint from a holder in another process of this host, over its memory and over TCP,
-beside a loop that copies as much in one process, and TCP alone. Into memory that was written before.
+beside a loop that copies as much in one process, and TCP alone; into memory that was written before, and into new one.
+steps.csv: time of a product in the holder's process, alone and while its experts are read.
 grow.csv: four workers serve one client that asks without a pause, two wait; `crossdock scale` to six. From peers and
 from the checkpoint, whose files are in the page cache, in turns.
 """
@@ -12,18 +13,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import multiprocessing
-import os
+import secrets
 import socket
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar
 from urllib.request import urlopen
 
 import torch
@@ -41,18 +45,23 @@ from crossdock.protocol.same_host import host_identity
 from crossdock.protocol.v1 import control_pb2_grpc
 from crossdock.protocol.v1.control_pb2 import SERVING, ExpertsRequest, GroupView, ScaleRequest
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
+from crossdock.worker.checkpoints.expert_sources import OneExpert
 from crossdock.worker.checkpoints.weight_memory import PIECE_BYTES
+from crossdock.worker.checkpoints.weights import allocated
 from crossdock.worker.experts.expert_mlps import ExpertMLPs, HeldLayer
 from crossdock.worker.experts.placement import Holder
 from crossdock.worker.peers.giving import WeightGiver
-from crossdock.worker.peers.messages import Line
+from crossdock.worker.peers.messages import WeightLine
 from crossdock.worker.peers.reading import Peers
 
-HIDDEN, INNER, EXPERTS, LAYERS, TOPK, TOKENS = 1024, 1024, 24, 4, 4, 16
+HIDDEN, EXPERTS, LAYERS, TOPK, TOKENS = 1024, 24, 4, 4, 16
 BEFORE, AFTER = 4, 6
-EXPERT_BYTES = 3 * HIDDEN * INNER * 2
+PRODUCTS = 400
+EXPERT_BYTES = 3 * HIDDEN * HIDDEN * 2
+"""At the default sizes, of which `grow` is."""
 WAIT_S, CALM_S = 120.0, 3.0
 CPU = torch.device("cpu")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,16 @@ class Rate:
     way: str
     num_bytes: int
     gb_s: float
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A product in the holder's process, ms: median of all turns, and of turns the lowest and highest median."""
+
+    meanwhile: str
+    ms: float
     lowest: float
     highest: float
 
@@ -108,17 +127,29 @@ class Shelf:
         return 0
 
 
-def hold(model: Path, tell: Callable[[tuple[str, int]], None]) -> None:
-    """Of the other process: give to whoever connects, and count bytes for TCP alone on a third socket."""
+def compute(pipe: Connection) -> None:
+    """Of the other process: products, as many as are asked for; their median in ms."""
+    x, weight = torch.randn(64, HIDDEN), torch.randn(4 * HIDDEN, HIDDEN)
+    while True:
+        took = []
+        for _ in range(pipe.recv()):
+            began = time.perf_counter()
+            torch.mm(x, weight.t())
+            took.append(1e3 * (time.perf_counter() - began))
+        pipe.send(statistics.median(took))
+
+
+def hold(model: Path, pipe: Connection) -> None:
+    """Of the other process: give to whoever connects, bytes for TCP alone too, and compute."""
     torch.set_num_threads(1)
-    giver, name = WeightGiver(Shelf(model), WAIT_S), f"crossdock-bench-{os.getpid()}"
+    giver, name = WeightGiver(Shelf(model), WAIT_S), f"crossdock-{secrets.token_hex(8)}"
     near, far = socket.socket(socket.AF_UNIX), socket.create_server(("127.0.0.1", 0))
     near.bind(f"\0{name}")
     near.listen()
 
     def take(sock: socket.socket) -> None:
         while True:
-            line = Line(sock.accept()[0], WAIT_S)
+            line = WeightLine(sock.accept()[0], WAIT_S)
             head = bytearray(frames.HEADER.size)
             line.receive_into(memoryview(head))
             _, count, kind, _, size = frames.HEADER.unpack(head)
@@ -126,61 +157,95 @@ def hold(model: Path, tell: Callable[[tuple[str, int]], None]) -> None:
             if kind == frames.FrameKind.READER:
                 giver.give(line.sock)
                 continue
-            data = bytes(PIECE_BYTES)
-            for _ in range(size // PIECE_BYTES):
-                line.sock.sendall(data)
+            data = memoryview(bytes(PIECE_BYTES))
+            for begin in range(0, size, PIECE_BYTES):
+                line.send_piece(data[: size - begin])
 
     threading.Thread(target=take, args=(near,), daemon=True).start()
-    tell((name, far.getsockname()[1]))
-    take(far)
+    threading.Thread(target=take, args=(far,), daemon=True).start()
+    pipe.send((name, far.getsockname()[1]))
+    with contextlib.suppress(EOFError):  # the other end is done
+        compute(pipe)
 
 
-def rates(model: Path, rounds: int) -> Iterator[Rate]:
-    """In turns, so that what else the machine does meets all of them."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=hold, args=(model, theirs.send), daemon=True)
-    process.start()
-    name, port = ours.recv()
-    checkpoint = Checkpoint.open(model)
+def ways(checkpoint: Checkpoint, name: str, port: int) -> tuple[int, dict[str, Callable[[], None]]]:
+    """Bytes of all experts, and ways to bring them into memory that was written before."""
     held = ExpertMLPs.load(checkpoint, range(EXPERTS), dtype=torch.bfloat16).layers
     wanted = {layer: {expert: each.expert(expert) for expert in range(EXPERTS)} for layer, each in held.items()}
-    num_bytes = sum(each.num_bytes for layer in wanted.values() for each in layer.values())
-    others = [[tensor.clone() for stack in each.weights for tensor in stack.tensors] for each in held.values()]
+    tensors = [tensor for layer in wanted.values() for each in layer.values() for tensor in each.tensors]
+    num_bytes, copies = sum(tensor.nbytes for tensor in tensors), [tensor.clone() for tensor in tensors]
 
-    def copy() -> None:
-        for each, copies in zip(held.values(), others, strict=True):
-            for tensor, other in zip(
-                (tensor for stack in each.weights for tensor in stack.tensors), copies, strict=True
-            ):
-                tensor.copy_(other)
+    def copy(targets: Iterable[torch.Tensor]) -> None:
+        for target, other in zip(targets, copies, strict=True):
+            target.copy_(other)
 
-    def read(holder: Holder) -> None:
+    def fresh() -> Iterator[tuple[int, dict[int, OneExpert]]]:
+        for layer in held:
+            first, down = allocated(checkpoint.stacks(layer, EXPERTS, torch.bfloat16, "meta"), CPU)
+            yield layer, {expert: OneExpert(expert, first[expert], down[expert]) for expert in range(EXPERTS)}
+
+    def read(holder: Holder, targets: Iterable[tuple[int, dict[int, OneExpert]]]) -> None:
         with Peers("own", None, WAIT_S).source([holder], 0, CPU) as source:
-            for layer, experts in wanted.items():
+            for layer, experts in targets:
                 assert len(list(source.read(checkpoint, layer, experts))) == EXPERTS
 
     def tcp() -> None:
-        line, room = Line(socket.create_connection(("127.0.0.1", port)), WAIT_S), memoryview(bytearray(PIECE_BYTES))
+        line, room = WeightLine(socket.create_connection(("127.0.0.1", port)), WAIT_S), bytearray(PIECE_BYTES)
         line.send_piece(memoryview(frames.HEADER.pack(0, 0, frames.FrameKind.PING, 0, num_bytes)))
-        for _ in range(num_bytes // PIECE_BYTES):
-            line.receive_into(room)
+        for begin in range(0, num_bytes, PIECE_BYTES):
+            line.receive_into(memoryview(room)[: num_bytes - begin])
         line.close()
 
-    ways: dict[str, Callable[[], None]] = {
-        "copy loop, one process": copy,
-        "peer, memory of the host": lambda: read(Holder("127.0.0.1:1", port, name, host_identity())),
+    near, far = Holder("127.0.0.1:1", port, name, host_identity()), Holder("127.0.0.1:1", port, "", "")
+    return num_bytes, {
+        "copy loop, one process": lambda: copy(tensors),
+        "peer, memory of the host": lambda: read(near, wanted.items()),
         "TCP alone, loop-back": tcp,
-        "peer, TCP, loop-back": lambda: read(Holder("127.0.0.1:1", port, "", "")),
+        "peer, TCP, loop-back": lambda: read(far, wanted.items()),
+        "copy loop, new memory": lambda: copy(
+            tensor for _, experts in fresh() for each in experts.values() for tensor in each.tensors
+        ),
+        "peer, memory of the host, new memory": lambda: read(near, fresh()),
     }
-    took: dict[str, list[float]] = {way: [] for way in ways}
+
+
+def beside(model: Path, measure: Callable[[Path, Connection, int], Iterator[R]], rounds: int) -> Iterator[R]:
+    """Rows that are measured with another process, which holds the experts."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold, args=(model, theirs), daemon=True)
+    process.start()
+    try:
+        yield from measure(model, ours, rounds)
+    finally:
+        process.kill()
+
+
+def steps_of(model: Path, ours: Connection, rounds: int) -> Iterator[Step]:
+    """In turns: nobody reads, or all experts are read again and again."""
+    _, bring = ways(Checkpoint.open(model), *ours.recv())
+    reads = {"nobody reads": None, "read from its memory": "peer, memory of the host", "TCP": "peer, TCP, loop-back"}
+    took: dict[str, list[float]] = {meanwhile: [] for meanwhile in reads}
+    for _ in range(2 * rounds):
+        for meanwhile, way in reads.items():
+            ours.send(PRODUCTS)
+            while not ours.poll(0 if way else None):
+                bring[way or ""]()
+            took[meanwhile].append(ours.recv())
+    for meanwhile, found in took.items():
+        yield Step(meanwhile, statistics.median(found), min(found), max(found))
+
+
+def rates_of(model: Path, ours: Connection, rounds: int) -> Iterator[Rate]:
+    """In turns, so that what else the machine does meets all of them."""
+    num_bytes, bring = ways(Checkpoint.open(model), *ours.recv())
+    took: dict[str, list[float]] = {way: [] for way in bring}
     for turn in range(rounds + 1):
-        for way, bring in ways.items():
+        for way, read in bring.items():
             began = time.perf_counter()
-            bring()
+            read()
             if turn:  # the first one warms up
                 took[way].append(num_bytes / 1e9 / (time.perf_counter() - began))
-    process.kill()
     for way, found in took.items():
         yield Rate(way, num_bytes, statistics.median(found), min(found), max(found))
 
@@ -280,28 +345,31 @@ def grow(model: Path, source: str, turn: int) -> Iterator[Grown]:
             )  # fmt: skip
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and keep the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the tables and run.json")
     parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help="H and I")
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     config: dict[str, object] = {
-        "hidden": HIDDEN, "inner": INNER, "experts": EXPERTS, "layers": LAYERS, "before": BEFORE, "after": AFTER,
+        "hidden": args.hidden, "experts": EXPERTS, "layers": LAYERS, "before": BEFORE, "after": AFTER,
     }  # fmt: skip
 
     def about() -> dict[str, object]:
         return facts.of_this_run(config, module="benchmarks.peers")
 
-    ways, grown = Parts(args.out, "rates", Rate, about), Parts(args.out, "grow", Grown, about)
+    brought, steps = Parts(args.out, "rates", Rate, about), Parts(args.out, "steps", Step, about)
+    grown = Parts(args.out, "grow", Grown, about)
     with tempfile.TemporaryDirectory() as folder:
-        model = write_experts(Path(folder) / "model", HIDDEN, INNER, EXPERTS, TOPK, layers=LAYERS)
-        ways.measure("rates", lambda: rates(model, args.rounds))
+        model = write_experts(Path(folder) / "model", args.hidden, args.hidden, EXPERTS, TOPK, layers=LAYERS)
+        brought.measure("rates", lambda: beside(model, rates_of, args.rounds))
+        steps.measure("steps", lambda: beside(model, steps_of, args.rounds))
         for turn in range(args.rounds):
             for source in ("peer", "disk") if turn % 2 else ("disk", "peer"):
-                grown.measure(f"{source}, {turn}", lambda source=source, turn=turn: grow(model, source, turn))  # type: ignore[misc]
-    return ways.status or grown.status
+                grown.measure(f"{source}, {turn}", functools.partial(grow, model, source, turn))
+    return brought.status or steps.status or grown.status
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ from crossdock.common.settings import AccessConfig, SecurityConfig
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.protocol.v1 import control_pb2_grpc
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
-from crossdock.worker.checkpoints.sources import Sources
+from crossdock.worker.checkpoints.expert_sources import Sources
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
 from crossdock.worker.experts.placement import Holder
-from crossdock.worker.peers import dialling
+from crossdock.worker.peers import weight_lines
 from crossdock.worker.peers.giving import WeightGiver
-from crossdock.worker.peers.messages import Line
+from crossdock.worker.peers.messages import WeightLine
 from crossdock.worker.peers.reading import Peers
 from tests.services.cluster import ANSWER_S, TEST_S, Batch, Cluster, E, check, cluster
 from tests.services.request_world import World, world
@@ -79,11 +79,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-async def dial(made: World, config: SecurityConfig | None) -> Line:
+async def dial(made: World, config: SecurityConfig | None) -> WeightLine:
     """As a worker that reads weights."""
     place = made.requests.holder
     holder = Holder(made.address, place.port, place.socket, place.host)
-    return await asyncio.to_thread(dialling.dial, holder, Security(config) if config is not None else None)
+    return await asyncio.to_thread(weight_lines.dial, holder, Security(config) if config is not None else None)
 
 
 @needs("openssl")
@@ -95,7 +95,7 @@ async def test_only_workers_read_weights(
     """A client's certificate or token opens requests and no weights, and none opens nothing. What a worker gets are the
     bytes of the files."""
     if not near:
-        monkeypatch.setattr(dialling, "_own_host", str)
+        monkeypatch.setattr(weight_lines, "_own_host", str)
     access, given = AccessConfig(), list[socket.socket]()
     worker, client = load_security(folder / "host.yaml"), load_security(folder / "client.yaml")
     if by == "token":
@@ -114,7 +114,7 @@ async def test_only_workers_read_weights(
             giver.give(sock)
 
         made.requests._give = give
-        with pytest.raises(dialling.Refused, match="expected a caller that is worker"):
+        with pytest.raises(weight_lines.Withheld, match="expected a caller that is worker"):
             await dial(made, client)
         with pytest.raises((OSError, EOFError)):
             await dial(made, None)

@@ -22,14 +22,14 @@ from crossdock.protocol import frames
 from crossdock.protocol.frames import FrameKind
 from crossdock.protocol.same_host import host_identity
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
-from crossdock.worker.checkpoints.sources import Disk, Sources
+from crossdock.worker.checkpoints.expert_sources import Disk, Sources
 from crossdock.worker.checkpoints.weight_memory import PIECE_BYTES, hashed
 from crossdock.worker.experts.expert_mlps import ExpertMLPs, HeldLayer
 from crossdock.worker.experts.placement import FROM_CONFIG, Holder, WeightsOf
 from crossdock.worker.peers import giving
+from crossdock.worker.peers.assignment import shared_among
 from crossdock.worker.peers.giving import WeightGiver
-from crossdock.worker.peers.messages import Line, Read, Which, bytes_of, form_of
-from crossdock.worker.peers.plan import shares
+from crossdock.worker.peers.messages import Read, WeightLine, Which, bytes_of, form_of
 from crossdock.worker.peers.reading import Peers
 from tests.unit.moe_files import Sizes, draw_weights, write_files, write_gpt_oss
 from tests.unit.test_layouts import LAYOUTS, write
@@ -105,7 +105,7 @@ class World:
         def accept() -> None:
             with contextlib.suppress(OSError):
                 while True:
-                    line = Line(sock.accept()[0], DEADLINE_S)
+                    line = WeightLine(sock.accept()[0], DEADLINE_S)
                     head = bytearray(frames.HEADER.size)
                     line.receive_into(memoryview(head))
                     _, count, kind, _, _ = frames.HEADER.unpack(head)
@@ -180,11 +180,11 @@ def test_a_tensor_of_many_pieces(tmp_path: Path, near: bool) -> None:
     made.check(made.load(made.holder()), peer=1)
 
 
-def answering(world: World, behave: Callable[[Line, Any], None]) -> Holder:
+def answering(world: World, behave: Callable[[WeightLine, Any], None]) -> Holder:
     """A holder that says what it has, and then behaves otherwise."""
     real = WeightGiver(world.shelf(), DEADLINE_S)
 
-    def serve(line: Line) -> None:
+    def serve(line: WeightLine) -> None:
         line.send_piece(memoryview(frames.welcome(1, 1)))
         with contextlib.suppress(OSError, EOFError):
             while True:
@@ -192,16 +192,18 @@ def answering(world: World, behave: Callable[[Line, Any], None]) -> Holder:
                 behave(line, ask) if isinstance(ask, Read) else line.send(real._held())
         line.close()
 
-    return world.listening(lambda sock: threading.Thread(target=serve, args=(Line(sock, 60.0),), daemon=True).start())
+    return world.listening(
+        lambda sock: threading.Thread(target=serve, args=(WeightLine(sock, 60.0),), daemon=True).start()
+    )
 
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_holder_that_dies_in_the_middle(world: World, monkeypatch: pytest.MonkeyPatch, others: int) -> None:
     """It has given one expert and a half; the next holder gives the others, or the disk."""
     shelf, sent, asked = world.shelf(), itertools.count(1), itertools.count(1)
-    dying, send_piece = WeightGiver(shelf, DEADLINE_S), Line.send_piece
+    dying, send_piece = WeightGiver(shelf, DEADLINE_S), WeightLine.send_piece
 
-    def send(line: Line, piece: memoryview) -> None:
+    def send(line: WeightLine, piece: memoryview) -> None:
         """Welcome, two tensors, one more."""
         if line in dying._lines and next(sent) > 4:
             line.shut_down()
@@ -216,7 +218,7 @@ def test_a_holder_that_dies_in_the_middle(world: World, monkeypatch: pytest.Monk
     if world.near:
         monkeypatch.setattr(shelf, "digest_of", digest_of)
     else:
-        monkeypatch.setattr(Line, "send_piece", send)
+        monkeypatch.setattr(WeightLine, "send_piece", send)
     loaded = world.load(world.listening(dying.give), *(world.holder() for _ in range(others)))
     assert world.failed == ["lost"]
     world.check(loaded, peer=1 if others else world.read["peer"] / loaded.num_bytes)
@@ -277,7 +279,7 @@ def test_a_slow_holder_is_waited_for_no_longer_than_is_said(world: World) -> Non
 def test_one_that_drips_is_slow_too(world: World) -> None:
     """A byte at a time resets no deadline."""
 
-    def drip(line: Line, ask: Read) -> None:
+    def drip(line: WeightLine, ask: Read) -> None:
         for byte in msgspec.msgpack.encode({"refused": "x" * 4000}):
             line.send_piece(memoryview(bytes([byte])))
             threading.Event().wait(0.05)
@@ -289,7 +291,7 @@ def test_one_that_drips_is_slow_too(world: World) -> None:
 
 @pytest.mark.parametrize("said", [b"\xff\xff\xff\xff", b"\x05\0\0\0hello", b""], ids=["long", "strange", "end"])
 def test_one_that_says_something_else(world: World, said: bytes) -> None:
-    def behave(line: Line, ask: Read) -> None:
+    def behave(line: WeightLine, ask: Read) -> None:
         line.send_piece(memoryview(said))
         line.shut_down()
 
@@ -310,20 +312,20 @@ def test_memory_that_may_shrink_or_is_too_short_is_not_mapped(tmp_path: Path) ->
     file = (tmp_path / "plain").open("w+b")
     file.truncate(1 << 20)
 
-    def with_file(line: Line, ask: Read) -> None:
+    def with_file(line: WeightLine, ask: Read) -> None:
         line.send(giving.Granted("", 1 << 20), os.dup(file.fileno()))
-        line.send(giving.Given(0, 0, [0, 0]))
+        line.send(giving.Sum(0, 0, [0, 0]))
 
     loaded = made.load(answering(made, with_file))
     made.check(loaded, peer=0)
     shelf, sizes = made.shelf(), []
 
-    def past_the_end(line: Line, ask: Read) -> None:
+    def past_the_end(line: WeightLine, ask: Read) -> None:
         memory = shelf.experts.held(ask.layer).weights[0].memory
         assert memory is not None
         sizes.append(memory.num_bytes)
         line.send(giving.Granted("", memory.num_bytes), memory.reader())
-        line.send(giving.Given(0, 0, [0, memory.num_bytes - 1]))
+        line.send(giving.Sum(0, 0, [0, memory.num_bytes - 1]))
 
     made.read.clear()
     made.check(made.load(answering(made, past_the_end)), peer=0)
@@ -371,8 +373,8 @@ def test_a_reader_that_says_something_else_is_ended(world: World, said: bytes) -
     world.check(world.load(holder), peer=1)
 
 
-def dialled(world: World, holder: Holder) -> Line:
-    from crossdock.worker.peers.dialling import dial
+def dialled(world: World, holder: Holder) -> WeightLine:
+    from crossdock.worker.peers.weight_lines import dial
 
     return dial(holder, None)
 
@@ -392,11 +394,12 @@ def test_readers_are_few(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_load_is_spread() -> None:
     loads = [0, 0, 0]
     who = {0: [0, 1], 1: [0, 1], 2: [1], 3: [0, 2], 4: []}
-    far = shares({expert: expert for expert in who}, lambda expert: who[expert], loads, [False] * 3, 0)
+    far, none = shared_among({expert: expert for expert in who}, who.__getitem__, loads, [False] * 3, 0), [False] * 3
     assert far == {0: [0], 1: [1, 2], 2: [3]}
     assert loads == [1, 2, 1]
-    assert shares({7: 0}, lambda _: [0, 1, 2], [0, 0, 0], [False] * 3, 2) == {1: [7]}, "another reader begins elsewhere"
-    assert shares({7: 0, 8: 0}, lambda _: [0, 2], [0, 0, 5], [False, False, True], 0) == {2: [7, 8]}, "of this host"
+    assert shared_among({7: 0}, lambda _: [0, 1, 2], [0, 0, 0], none, 2) == {1: [7]}, "another reader begins elsewhere"
+    near = shared_among({7: 0, 8: 0}, lambda _: [0, 2], [0, 0, 5], [False, False, True], 0)
+    assert near == {2: [7, 8]}, "of this host before others"
 
 
 def test_hashes_are_xxh64() -> None:

@@ -32,8 +32,8 @@ from torch.nn import functional
 
 from crossdock.common import log
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
+from crossdock.worker.checkpoints.expert_sources import FROM_DISK, OneExpert, Sources
 from crossdock.worker.checkpoints.gating import Gating
-from crossdock.worker.checkpoints.sources import FROM_DISK, OneExpert, Sources
 from crossdock.worker.checkpoints.weights import Format, Stack, allocated, tile_elements
 from crossdock.worker.experts.grouped import support
 from crossdock.worker.experts.kept_rows import KeptRows

@@ -16,7 +16,7 @@ import torch
 from crossdock.common import log
 from crossdock.common.config import WorkerConfig
 from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError, ModelSpec
-from crossdock.worker.checkpoints.sources import Disk, Sources
+from crossdock.worker.checkpoints.expert_sources import Disk, Sources
 from crossdock.worker.checkpoints.weights import FLOAT, Format
 from crossdock.worker.experts import device as devices
 from crossdock.worker.experts.expert_mlps import ExpertMLPs, HeldLayer, Weights

@@ -7,7 +7,7 @@ the connection itself. A message is its length, u32 little-endian, and msgpack.
     Read                 ─────────────────────────────▶
                          ◀─────────────────────────────  Granted   or why not; of one host with its memory's descriptor
                          ◀─────────────────────────────  of each expert: its bytes, unless they lie in that memory, and
-                                                         Given
+                                                         Sum
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from crossdock.protocol.frames import close
-from crossdock.worker.checkpoints.sources import OneExpert
+from crossdock.worker.checkpoints.expert_sources import OneExpert
 
 MAX_ASK_BYTES, MAX_ANSWER_BYTES = 256 << 10, 64 << 20
 _LENGTH = struct.Struct("<I")
@@ -76,7 +76,7 @@ class Granted(msgspec.Struct, frozen=True):
     memory_bytes: _Number = 0
 
 
-class Given(msgspec.Struct, frozen=True):
+class Sum(msgspec.Struct, frozen=True):
     """One expert. sum: hash of its tensors' bytes. digest: as `Checkpoint.digest`; 0: unknown. places: of its tensors
     in the memory."""
 
@@ -99,7 +99,7 @@ def bytes_of(piece: torch.Tensor) -> memoryview:
     return memoryview(piece.numpy())  # type: ignore[arg-type]
 
 
-class Line:
+class WeightLine:
     """One end of the connection. One thread; every wait ends by the deadline that was set last.
 
     Args:

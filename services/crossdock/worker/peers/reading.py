@@ -1,5 +1,5 @@
 """The reader's end: experts from other members of the group. What one of them does not give, or not in time, or not
-whole, the next one is asked for, and the disk last (`checkpoints/sources.py`)."""
+whole, the next one is asked for, and the disk last (`checkpoints/expert_sources.py`)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from crossdock.common.security import Security
 from crossdock.protocol.frames import close
 from crossdock.protocol.shared_memory import is_sealed
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
-from crossdock.worker.checkpoints.sources import OneExpert
+from crossdock.worker.checkpoints.expert_sources import OneExpert
 from crossdock.worker.checkpoints.weight_memory import PIECE_BYTES, hashed
 from crossdock.worker.experts.placement import Holder
-from crossdock.worker.peers.dialling import Lines, Refused, is_near
+from crossdock.worker.peers.assignment import shared_among
 from crossdock.worker.peers.host_bytes import HostBytes
 from crossdock.worker.peers.messages import (
     MAX_ANSWER_BYTES,
     MAX_ASK_BYTES,
-    Given,
     Held,
-    Line,
     MessageError,
     Read,
+    Sum,
+    WeightLine,
     Which,
     bytes_of,
     form_of,
 )
-from crossdock.worker.peers.plan import shares
+from crossdock.worker.peers.weight_lines import WeightLines, Withheld, is_near
 
 _log = log.get(__name__)
 
@@ -47,7 +47,7 @@ class Damaged(Exception):
     """The bytes that came are not those that the holder has."""
 
 
-_REASONS: dict[type[BaseException], str] = {Damaged: "damaged", TimeoutError: "slow", Refused: "refused"}
+_REASONS: dict[type[BaseException], str] = {Damaged: "damaged", TimeoutError: "slow", Withheld: "refused"}
 """Why a holder was given up, in metrics; any other: "lost"."""
 _FAILURES = (OSError, EOFError, ValueError, Damaged)
 """After which nothing more is asked of that holder."""
@@ -65,10 +65,10 @@ class Peers:
     def __init__(
         self, own: str, security: Security | None, timeout_s: float, failed: Callable[[str], None] = lambda why: None
     ) -> None:
-        self._own, self._timeout_s, self._failed, self._lines = own, timeout_s, failed, Lines(security)
+        self._own, self._timeout_s, self._failed, self._lines = own, timeout_s, failed, WeightLines(security)
 
     def source(self, holders: Sequence[Holder], turn: int, device: torch.device) -> PeerSource:
-        """For one load. turn: as of `plan.shares`; device: of the stacks that are filled."""
+        """For one load. turn: as of `shared_among`; device: of the stacks that are filled."""
         others = [holder for holder in holders if holder.socket != self._own]
         host, maps = HostBytes(device), device.type == "cpu"
         return PeerSource(others, turn, host, maps, self._lines, self._timeout_s, self._failed)
@@ -88,7 +88,7 @@ class PeerSource:
         turn: int,
         host: HostBytes,
         maps: bool,
-        lines: Lines,
+        lines: WeightLines,
         timeout_s: float,
         failed: Callable[[str], None],
     ) -> None:
@@ -96,7 +96,7 @@ class PeerSource:
         self._lines, self._timeout_s, self._failed = lines, timeout_s, failed
         self._loads, self._is_near = [0] * len(holders), [is_near(holder) for holder in holders]
         self._held: dict[int, dict[tuple[int, str], frozenset[int]]] | None = None
-        self._open: dict[int, Line] = {}
+        self._open: dict[int, WeightLine] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -119,15 +119,15 @@ class PeerSource:
                 return [number for number, layers in held.items() if expert in layers.get(place, ())]
 
             experts = {key: each.expert for key, each in left.items()}
-            shared = shares(experts, holders_of, self._loads, self._is_near, self._turn)
+            shared = shared_among(experts, holders_of, self._loads, self._is_near, self._turn)
             if not shared:
                 return
             for number, keys in shared.items():
                 try:
-                    for key in self._given(number, checkpoint, layer, {key: left[key] for key in keys}):
+                    for key in self._read_from(number, checkpoint, layer, {key: left[key] for key in keys}):
                         del left[key]
                         yield key
-                except Refused as error:  # of this layer: it was switched meanwhile, for instance
+                except Withheld as error:  # of this layer: it was switched meanwhile, for instance
                     held[number].pop(place, None)
                     self._say(number, error)
                 except _FAILURES as error:
@@ -139,7 +139,7 @@ class PeerSource:
         for _ in range(2):  # a connection that was kept may have ended
             try:
                 line = self._lines.take(self._holders[number])
-            except (*_FAILURES, Refused) as error:
+            except (*_FAILURES, Withheld) as error:
                 self._say(number, error)
                 return {}
             try:
@@ -155,8 +155,10 @@ class PeerSource:
         self._say(number, failure)
         return {}
 
-    def _given(self, number: int, checkpoint: Checkpoint, layer: int, wanted: Mapping[int, OneExpert]) -> Iterator[int]:
-        """Keys of what this holder gives, each whole. Raises Refused, and `_FAILURES`."""
+    def _read_from(
+        self, number: int, checkpoint: Checkpoint, layer: int, wanted: Mapping[int, OneExpert]
+    ) -> Iterator[int]:
+        """Keys of what this holder gives, each whole. Raises Withheld, and `_FAILURES`."""
         line = self._open.pop(number)  # what it says is in order again once all has come
         is_clean = False
         try:
@@ -169,13 +171,13 @@ class PeerSource:
                 close(descriptor)
             if granted.refused:
                 is_clean = True
-                raise Refused(granted.refused)
+                raise Withheld(granted.refused)
             memory = _Mapped(descriptor, granted.memory_bytes) if granted.memory_bytes else None
             # One after the other: its bytes, and their hash.
             for key, each in wanted.items():
                 line.within(self._timeout_s)
                 total = 0 if memory is not None else self._received(line, each.tensors)
-                given: Given = line.receive(Given, MAX_ASK_BYTES)
+                given: Sum = line.receive(Sum, MAX_ASK_BYTES)
                 if memory is not None:
                     total = memory.copied(each.tensors, given.places)
                 if total != given.sum:
@@ -192,7 +194,7 @@ class PeerSource:
             else:
                 line.close()
 
-    def _received(self, line: Line, tensors: Sequence[torch.Tensor]) -> int:
+    def _received(self, line: WeightLine, tensors: Sequence[torch.Tensor]) -> int:
         """Hash of the bytes that came, which are in the tensors."""
         total = 0
         for tensor in tensors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 
-def shares(
+def shared_among(
     wanted: Mapping[int, int],
     holders_of: Callable[[int], Sequence[int]],
     loads: list[int],

@@ -17,14 +17,14 @@ from crossdock.protocol.frames import Frame, FrameError, FrameKind
 from crossdock.protocol.same_host import host_identity
 from crossdock.worker.experts.placement import Holder
 from crossdock.worker.peers.giving import IDLE_S
-from crossdock.worker.peers.messages import Line
+from crossdock.worker.peers.messages import WeightLine
 
 DIAL_S = 5.0
 """Time to connect, to the welcome."""
 _own_host: Callable[[], str] = functools.cache(host_identity)
 
 
-class Refused(Exception):
+class Withheld(Exception):
     """The holder does not give what was asked for, and said why."""
 
 
@@ -33,8 +33,8 @@ def is_near(holder: Holder) -> bool:
     return bool(holder.socket and holder.host) and holder.host == _own_host()
 
 
-def dial(holder: Holder, security: Security | None) -> Line:
-    """A welcomed connection. Raises OSError, EOFError, FrameError, Refused, ValueError: an address that is none."""
+def dial(holder: Holder, security: Security | None) -> WeightLine:
+    """A welcomed connection. Raises OSError, EOFError, FrameError, Withheld, ValueError: an address that is none."""
     host, name = split_address(holder.address)[0], holder.socket if is_near(holder) else ""
     if name:
         sock = socket.socket(socket.AF_UNIX)
@@ -51,7 +51,7 @@ def dial(holder: Holder, security: Security | None) -> Line:
         sock.sendall(frames.hello(token, name, FrameKind.READER))
         if name and isinstance(sock, ssl.SSLSocket):
             sock = _unwrapped(sock)
-        line = Line(sock, DIAL_S)
+        line = WeightLine(sock, DIAL_S)
         frames.welcome_of(_frame(line))
     except BaseException:
         sock.close()
@@ -60,18 +60,18 @@ def dial(holder: Holder, security: Security | None) -> Line:
 
 
 def _unwrapped(sock: ssl.SSLSocket) -> socket.socket:
-    """The UNIX socket, once the holder has ended TLS. Raises OSError, Refused."""
+    """The UNIX socket, once the holder has ended TLS. Raises OSError, Withheld."""
     first = sock.recv(frames.HEADER.size)
     if first:
-        line = Line(sock, DIAL_S)
+        line = WeightLine(sock, DIAL_S)
         _frame(line, first)
         raise FrameError("welcome: expected the end of TLS, got a frame")
     sock.unwrap()
     return frames.plain_socket(sock)
 
 
-def _frame(line: Line, head: bytes = b"") -> Frame:
-    """The next frame. Raises OSError, EOFError, FrameError, Refused: it is an error."""
+def _frame(line: WeightLine, head: bytes = b"") -> Frame:
+    """The next frame. Raises OSError, EOFError, FrameError, Withheld: it is an error."""
     rest = bytearray(frames.HEADER.size - len(head))
     line.receive_into(memoryview(rest))
     rows, count, kind, _, number = frames.HEADER.unpack(head + rest)
@@ -81,18 +81,18 @@ def _frame(line: Line, head: bytes = b"") -> Frame:
     line.receive_into(memoryview(fields))
     frame = Frame(kind, number, bytes(fields))
     if kind == FrameKind.ERROR:
-        raise Refused(frames.error_of(frame).message)
+        raise Withheld(frames.error_of(frame).message)
     return frame
 
 
-class Lines:
+class WeightLines:
     """Connections to holders, kept for a while after each use. Any thread."""
 
     def __init__(self, security: Security | None) -> None:
         self._security, self._lock = security, threading.Lock()
-        self._idle: dict[Holder, list[tuple[float, Line]]] = {}
+        self._idle: dict[Holder, list[tuple[float, WeightLine]]] = {}
 
-    def take(self, holder: Holder) -> Line:
+    def take(self, holder: Holder) -> WeightLine:
         """One that nobody else has. Raises as `dial`."""
         with self._lock:
             for at, line in self._idle.pop(holder, []):
@@ -101,7 +101,7 @@ class Lines:
                 line.close()
         return dial(holder, self._security)
 
-    def give_back(self, holder: Holder, line: Line) -> None:
+    def give_back(self, holder: Holder, line: WeightLine) -> None:
         """One on which nothing is under way."""
         with self._lock:
             self._idle.setdefault(holder, []).append((time.monotonic(), line))
