@@ -263,8 +263,9 @@ class Model:
             )  # fmt: skip
 
     @contextlib.contextmanager
-    def _sources(self, holders: Sequence[Holder]) -> Iterator[Sources]:
-        """Where experts come from: other members, then the disk. Says in the log how much came from where."""
+    def _sources(self, holders: Sequence[Holder], *, moves: bool = False) -> Iterator[Sources]:
+        """Where experts come from: other members, then the disk. Says in the log how much came from where. moves: of one
+        layer while the group serves, when no digests are needed yet."""
         read = Counter[str]()
         began = time.monotonic()
 
@@ -272,15 +273,15 @@ class Model:
             read[name] += num_bytes
             self.count_read(name, num_bytes, seconds)
 
-        disk = Disk(self._digests.add)
+        disk = Disk() if moves else Disk(self._digests.add)
         if self.peers is None or not holders:
             yield Sources((disk,), count)
         else:
             with self.peers.source(holders, self._turn, self.device) as source:
                 yield Sources((source, disk), count)
         if read:
-            seconds = round(time.monotonic() - began, 3)
-            _log.info("experts read", **{f"{name}_bytes": count for name, count in read.items()}, seconds=seconds)
+            seconds, say = round(time.monotonic() - began, 3), _log.debug if moves else _log.info
+            say("experts read", **{f"{name}_bytes": count for name, count in read.items()}, seconds=seconds)
 
     def stage(
         self,
@@ -297,7 +298,7 @@ class Model:
             CheckpointError: unreadable weights, or no room for them.
             DeviceLost: the GPU does not work any more.
         """
-        with self._sources(holders) as sources:
+        with self._sources(holders, moves=True) as sources:
             return self._staged(layer, ids, progress, weights, sources)
 
     def _staged(

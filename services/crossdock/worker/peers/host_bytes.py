@@ -24,7 +24,9 @@ class HostBytes:
         self._stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if device.type != "cpu":
             devices.enter(device)
-            self._stage = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
+            self._stage = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
+            with contextlib.suppress(RuntimeError):  # the host has none to pin: slower
+                self._stage = self._stage.pin_memory()
             self._stream = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def out_of(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:

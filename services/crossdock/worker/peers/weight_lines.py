@@ -95,7 +95,9 @@ class WeightLines:
     def take(self, holder: Holder) -> WeightLine:
         """One that nobody else has. Raises as `dial`."""
         with self._lock:
-            for at, line in self._idle.pop(holder, []):
+            kept = self._idle.get(holder, [])
+            while kept:
+                at, line = kept.pop()
                 if time.monotonic() - at < IDLE_S / 2:
                     return line
                 line.close()
