@@ -149,6 +149,9 @@ bench-placement: $(DEV) ## How evenly experts are placed on zipf loads, beside g
 bench-resume: $(DEV) ## How long clients wait when a worker is killed and when experts move; csv and run.json
 	$(PY) -m benchmarks.resume --out docs/results/$$(date +%F)-resume $(ARGS)
 
+bench-peers: $(DEV) ## How fast experts are read from other workers, and how soon a group serves with two more; csv and run.json
+	$(PY) -m benchmarks.peers --out docs/results/$$(date +%F)-experts-from-peers $(ARGS)
+
 bench-service: $(DEV) ## Measure the expert service beside its experts in one process and a bare gRPC echo; csv and run.json
 	$(PY) -m benchmarks.service --out docs/results/$$(date +%F)-service $(ARGS)
 

@@ -262,6 +262,22 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             meaning="1 is perfect.",
         ),
         Panel("Copies of experts loaded", "none", _rate("crossdock_expert_copies_loaded_total", PROCESS, "increase")),
+        Panel(
+            "Bytes of experts read, and by others here",
+            "bytes",
+            (
+                *_rate("crossdock_expert_read_bytes_total", "source", "increase"),
+                ("sum(increase(crossdock_expert_given_bytes_total{}[$__rate_interval]))", "by others"),
+            ),
+        ),
+        Panel(
+            "Seconds of reading experts, and holders given up",
+            "short",
+            (
+                *_rate("crossdock_expert_read_seconds_total", "source", "increase"),
+                *_rate("crossdock_expert_holder_failures_total", "reason", "increase"),
+            ),
+        ),
         Panel("Delay of steps by a switch", "s", _quantiles("crossdock_expert_switch_duration_seconds")),
     ),
     "Faults": (

@@ -25,6 +25,7 @@ TESTS = {
     "benchmarks.gpu.zero": (RANKS, "test_steps_of_zero"),
     "benchmarks.kernels": ("tests/unit/test_kernels_compile.py", "test_the_table_shows_faults_and_fails"),
     "benchmarks.network": (PROCESSORS, "test_ring_proxy_and_providers"),
+    "benchmarks.peers": (PROCESSORS, "test_experts_from_other_workers"),
     "benchmarks.placement": (PROCESSORS, "test_where_experts_are_placed"),
     "benchmarks.plot": (RESULTS, "test_the_plots_are_written"),
     "benchmarks.resume": (PROCESSORS, "test_how_long_clients_wait"),

@@ -354,7 +354,7 @@ def test_any_torch_module(path: Path, worker: FakeWorker) -> None:
 
 def remote_reference(experts: ExpertMLPs, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Layer 1, row by row."""
-    gate_up, down = (stack.data for stack in experts._weights[1])
+    gate_up, down = (stack.data for stack in experts.held(1).weights)
     rows = []
     for row, chosen, scale in zip(x.view(-1, 64), ids.tolist(), weights, strict=True):
         parts = []

@@ -5,8 +5,10 @@ What starts processes is replaced where these take seconds to come: by threads, 
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks import facts, measure, network, network_rates, placement, resume, run
+from benchmarks import facts, measure, network, network_rates, peers, placement, resume, run
 from benchmarks.cases import Case, make_steps
 from benchmarks.report import read
 from benchmarks.service import __main__ as service
@@ -177,6 +179,33 @@ def test_how_long_clients_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ("True", "False", "kill"), ("True", "False", "stop"), ("True", "True", "kill"), ("False", "False", "kill"),
     ]  # fmt: skip
     assert failures(tmp_path) == ["elastic False, spare True: TimeoutError: no spare came"]
+
+
+def test_experts_from_other_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Small ones are really read; groups that grow are in tests/services."""
+
+    def grown(model: Path, source: str, turn: int) -> Iterator[peers.Grown]:
+        if source == "disk":
+            raise TimeoutError("not serving")
+        yield peers.Grown(source, turn, 1.0, 0.5, 2.0, 3.0, 7, 0, 7)
+
+    def beside(model: Path, measure: Any, rounds: int) -> Any:
+        ours, theirs = multiprocessing.Pipe()
+        threading.Thread(target=peers.hold, args=(model, theirs), daemon=True).start()
+        return measure(model, ours, rounds)
+
+    monkeypatch.setattr(peers, "grow", grown)
+    monkeypatch.setattr(peers, "beside", beside)
+    monkeypatch.setattr(peers, "PRODUCTS", 3)
+    assert peers.main(["--rounds", "2", "--hidden", "64", "--out", str(tmp_path)]) == 1
+    rates = read(tmp_path, "rates")
+    assert [line["way"].partition(",")[0] for line in rates] == [
+        "copy loop", "peer", "TCP alone", "peer", "copy loop", "peer",
+    ]  # fmt: skip
+    assert all(float(line["gb_s"]) > 0 for line in rates)
+    assert [float(line["ms"]) > 0 for line in read(tmp_path, "steps")] == [True] * 3
+    assert [line["source"] for line in read(tmp_path, "grow")] == ["peer", "peer"]
+    assert failures(tmp_path) == ["disk, 0: TimeoutError: not serving", "disk, 1: TimeoutError: not serving"]
 
 
 LOAD = SimpleNamespace(run=lambda job: service_load.Measured([0.002, 0.004], 0.006))

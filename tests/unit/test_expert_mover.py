@@ -28,7 +28,7 @@ class Disk:
         self.reads = 0
         self.reading, self.works = threading.Event(), threading.Event()
 
-    def stage(self, layer: int, ids: object, progress: Callable[[int, int], None], weights: object) -> None:
+    def stage(self, layer: int, ids: object, progress: Callable[[int, int], None], *about: object) -> None:
         self.reads += 1
         self.reading.set()
         assert self.works.wait(DEADLINE_S)

@@ -11,9 +11,9 @@ import torch
 
 from crossdock.protocol.v1 import control_pb2 as pb
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
-from crossdock.worker.experts.expert_mlps import ExpertMLPs
+from crossdock.worker.experts.expert_mlps import ExpertMLPs, HeldLayer
 from crossdock.worker.experts.expert_tables import ExpertTables, LoadTask, MoveCancelled
-from crossdock.worker.experts.placement import Placement, PlacementError, SlotMap
+from crossdock.worker.experts.placement import FROM_CONFIG, Placement, PlacementError, SlotMap
 from tests.unit.moe_files import Sizes, draw_weights, write_files
 
 E, R, P = 4, 2, 6
@@ -198,7 +198,9 @@ def test_a_rank_of_another_number_of_slots_reads_only_what_it_lacks(tmp_path: Pa
     checkpoint = Checkpoint.open(write_files(tmp_path, "mixtral", sizes, draw_weights(sizes)))
     experts, seen = ExpertMLPs.load(checkpoint, (0, 1), dtype=torch.float32), list[tuple[int, int]]()
     missing = tuple(expert for expert in row if expert not in (0, 1))
-    more = {layer: (missing, experts.read(checkpoint, layer, missing)) for layer in (0, 1) if missing}
+    more = {
+        layer: HeldLayer(missing, experts.read(checkpoint, layer, missing), FROM_CONFIG) for layer in (0, 1) if missing
+    }
     for layer in (0, 1):
         staged = experts.stage(checkpoint, layer, row, lambda *done: seen.append(done), more=more.get(layer))
         experts.replace(layer, row, *staged)

@@ -14,6 +14,7 @@ from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError
 from crossdock.worker.checkpoints.model_config import sparse_layers
 from crossdock.worker.experts import memory_need
 from crossdock.worker.experts.expert_mlps import ExpertMLPs
+from crossdock.worker.experts.placement import WeightsOf
 from tests.unit.moe_files import Sizes, config_of, draw_weights, tensors_of, write_tensors
 
 SIZES = Sizes(num_experts=3, hidden=192, inner=96, layers=3)
@@ -275,7 +276,7 @@ def test_a_layer_of_another_checkpoint_may_be_stacked(tmp_path: Path) -> None:
         meant = write(tmp_path / layout, BLOCKS, (scaled(128, 128, "_scale_inv"),), layout)
         held[layout] = Checkpoint.open(tmp_path / layout), meant
     experts = ExpertMLPs.load(held["named"][0], range(3), dtype=torch.float32)
-    experts.replace(1, range(3), *experts.stage(held["fused"][0], 1, range(3), number=1), checkpoint=1)
+    experts.replace(1, range(3), *experts.stage(held["fused"][0], 1, range(3), of=WeightsOf(1)), of=WeightsOf(1))
     rows, counts = torch.randn(4, SIZES.hidden), torch.tensor([0, 4, 0], dtype=torch.int32)
     for layer, layout in ((0, "named"), (1, "fused")):
         got = experts.forward(layer, rows, torch.tensor([0, 0, 4, 4], dtype=torch.int32), counts)

@@ -37,7 +37,7 @@ def _assert_computes_what_is_stored(path: Path, *, of_file: float = 1.0) -> Chec
         torch.testing.assert_close(_forward(held, layer, tokens), _forward(wide, layer, tokens), rtol=1e-4, atol=1e-4)
     moved = held.stage(checkpoint, spec.moe_layers[0], [1, 2, 0])
     other = ExpertMLPs.load(checkpoint, [1, 2, 0], dtype=torch.float32)
-    for stack, wanted in zip(moved, other._weights[spec.moe_layers[0]], strict=True):
+    for stack, wanted in zip(moved, other.held(spec.moe_layers[0]).weights, strict=True):
         assert all(map(torch.equal, stack.tensors, wanted.tensors))
     return checkpoint
 
@@ -122,7 +122,7 @@ def test_tiles_cover_every_row_once(monkeypatch: pytest.MonkeyPatch, native: boo
     checkpoint = Checkpoint.open(tmp_path)
     held = ExpertMLPs.load(checkpoint, range(3), dtype=torch.bfloat16)
     wide = ExpertMLPs.load(checkpoint, range(3), dtype=torch.bfloat16, widen=True)
-    first = held._weights[0][0]
+    first = held.held(0).weights[0]
     rows = [row for begin, end in first[0].tiles() for row in range(begin, end)]
     assert rows == list(range(first.rows))
     assert len(list(first[0].tiles())) > 3

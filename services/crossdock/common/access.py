@@ -2,7 +2,8 @@
 
     role       by certificate (names)           by token (files)          may
     worker     access.worker_names              access.worker_tokens      register, send heartbeats, see regions: for
-    its own uid client     access.client_names              access.client_tokens      Forward, Describe, watch without
+    its own uid; read weights of experts
+    client     access.client_names              access.client_tokens      Forward, Describe, watch without
     regions operator   access.operator_names            access.operator_tokens    drain workers
 
 With certificates and tokens configured, a caller has the roles granted by both. Without TLS every caller has all
@@ -68,6 +69,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
     "/crossdock.v1.ExpertService/Describe": ANYBODY,
     "/crossdock.v1.ExpertService/Forward": ANYBODY,
     "/crossdock.v1.ExpertService/Drain": OPERATORS,
+    "/crossdock.v1.ExpertService/ReadWeights": WORKERS,  # no call: a connection that begins with READER
     "/crossdock.v1.ExpertService/Trace": OPERATORS,
 }
 

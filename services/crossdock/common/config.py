@@ -228,6 +228,9 @@ class WorkerConfig(_ServerConfig, frozen=True, kw_only=True):
     """GPUs: as `dispatch_sms`, of combines."""
     step_timeout_s: Seconds = 10.0
     """Deadline of every wait for a peer inside a step."""
+    peer_weights_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0
+    """Time for another worker of the group to give the weights of one expert; then the next one that holds it is asked,
+    and the checkpoint last. 0: weights are read from the checkpoint alone, and given to nobody."""
     request_timeout_s: Seconds = 60.0
     """Default deadline of a request."""
     max_queued_bytes_per_client: Count = 16 << 20

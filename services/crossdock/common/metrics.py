@@ -252,6 +252,15 @@ class WorkerMetrics(GuardedMetrics):
         "seconds", "Delay of a step by the switch of a layer to other experts", STEP_BUCKETS
     )
 
+    expert_read_bytes_total = counter(
+        "bytes", "Bytes of experts that were read, by source: peer (another worker) or disk", "source"
+    )
+    expert_read_seconds_total = counter("seconds", "Time of reading them, by source", "source")
+    expert_given_bytes_total = counter("bytes", "Bytes of experts that other workers have read here")
+    expert_holder_failures_total = counter(
+        "failures", "Workers given up while experts were read from them: lost, slow, refused or damaged", "reason"
+    )
+
     # Queue.
     queued_requests = gauge("requests", "Requests waiting for a step")
     queued_bytes = gauge("bytes", "Bytes of queued requests and unwritten answers")

@@ -10,6 +10,8 @@
     MEMORY  bytes                ──────────────▶ of one host: the rows of FORWARD and ANSWER may lie in memory
             ◀──────────────────  MEMORY          that both map (shared_memory.py), in place of behind the frame
 
+    READER in the place of HELLO: another worker, which reads weights; what follows WELCOME is in messages.py of peers/
+
 Nothing is allocated for what a header says before it was checked against the limits of its kind.
 
 Letters: T tokens, H hidden size, K experts per token.
@@ -59,6 +61,7 @@ class FrameKind(IntEnum):
     PONG = 8
     GOAWAY = 9
     MEMORY = 10
+    READER = 11
 
 
 DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16}
@@ -141,18 +144,20 @@ def plain(kind: FrameKind, frame_id: int = 0) -> bytes:
     return HEADER.pack(0, 0, kind, 0, frame_id)
 
 
-def hello(token: str, name: str = "") -> bytes:
-    """What a client says first. token: "" for none; name: of the UNIX socket that it has called, "" for TCP."""
+def hello(token: str, name: str = "", kind: FrameKind = FrameKind.HELLO) -> bytes:
+    """What a client says first. token: "" for none; name: of the UNIX socket that it has called, "" for TCP; kind:
+    READER from a worker that reads weights."""
     secret, called = token.encode(), name.encode()
     fields = _HELLO.pack(MAGIC, VERSION, len(secret), len(called)) + secret + called
-    return HEADER.pack(0, len(fields), FrameKind.HELLO, 0, 0) + fields
+    return HEADER.pack(0, len(fields), kind, 0, 0) + fields
 
 
 def hello_of(frame: Frame) -> tuple[int, str, str]:
     """(version, token, name). Raises FrameError."""
     magic, version, count, called = _unpack(_HELLO, frame)
     texts, is_whole = frame.fields[_HELLO.size :], len(frame.fields) == _HELLO.size + count + called
-    if frame.kind != FrameKind.HELLO or magic != MAGIC or not is_whole or count > MAX_TOKEN_BYTES:
+    is_first = frame.kind in (FrameKind.HELLO, FrameKind.READER)
+    if not is_first or magic != MAGIC or not is_whole or count > MAX_TOKEN_BYTES:
         raise FrameError("hello: expected one of this protocol, got something else")
     return version, _text(texts[:count], "token"), _text(texts[count:], "name")
 

@@ -55,6 +55,7 @@ _SIGNATURES: dict[str, Signature] = {
     "cd_describe": (py_object, (py_object, py_object, py_object)),
     "cd_lay": (None, (c_void_p, c_char_p)),
     "cd_packet": (py_object, (c_char_p, c_uint64, c_char_p)),
+    "cd_copy_hashed": (c_uint64, (c_void_p, c_void_p, c_uint64, c_uint64)),
     "cd_copy_routing": (c_int, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int32)),
 }
 

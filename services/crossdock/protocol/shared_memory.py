@@ -19,6 +19,12 @@ PLACE_BYTES = 64
 """Rows of a request begin at a multiple of this."""
 
 
+def is_sealed(descriptor: int, num_bytes: int) -> bool:
+    """Whether it is memory of that size or more that nobody can make shorter. Raises OSError: it is no memfd."""
+    seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    return seals & _SEALS == _SEALS and os.fstat(descriptor).st_size >= num_bytes
+
+
 class SharedMemory:
     """A mapping; it lives until the last tensor made of it dies.
 
@@ -33,7 +39,7 @@ class SharedMemory:
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(descriptor).st_size < num_bytes:
+        if not is_sealed(descriptor, num_bytes):
             raise OSError(f"memory: expected {num_bytes} bytes whose size is sealed, got something else")
         self.num_bytes = num_bytes
         with torch.inference_mode(False):  # `mmap.mmap` would keep a descriptor
@@ -46,9 +52,9 @@ class SharedMemory:
         self._used: dict[int, int] = {}
 
     @staticmethod
-    def make(num_bytes: int) -> tuple[SharedMemory, int]:
-        """A new one, and its descriptor. Raises OSError."""
-        descriptor = os.memfd_create("crossdock-requests", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    def make(num_bytes: int, name: str = "crossdock-requests") -> tuple[SharedMemory, int]:
+        """A new one, and its descriptor. name: in the kernel's lists. Raises OSError."""
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, num_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)

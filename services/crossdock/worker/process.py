@@ -50,6 +50,8 @@ from crossdock.worker.group.model import Model
 from crossdock.worker.group.same_weights import KIND
 from crossdock.worker.group.session import Session
 from crossdock.worker.group.worker_status import WorkerStatus
+from crossdock.worker.peers.giving import WeightGiver
+from crossdock.worker.peers.reading import Peers
 from crossdock.worker.requests.admission import RequestValidator
 from crossdock.worker.requests.backend import Backend
 from crossdock.worker.requests.budget import Budget
@@ -149,6 +151,23 @@ class _Process:
         self._status = WorkerStatus(self._metrics, self._health.set)
         self._spare: Callable[[], str] = lambda: ""
         self._mover: ExpertMover | None = None
+        timeout_s, gave = config.peer_weights_timeout_s, self._metrics.expert_given_bytes_total.inc
+        self._giver = WeightGiver(model, timeout_s, gave) if timeout_s else None
+
+    def _read_from_peers(self, own: str) -> None:
+        """Have the model ask other workers before the disk, and count. own: name of this worker's UNIX socket."""
+        metrics, timeout_s = self._metrics, self._config.peer_weights_timeout_s
+
+        def failed(reason: str) -> None:
+            metrics.expert_holder_failures_total.labels(reason=reason).inc()
+
+        def count(source: str, num_bytes: int, seconds: float) -> None:
+            metrics.expert_read_bytes_total.labels(source=source).inc(num_bytes)
+            metrics.expert_read_seconds_total.labels(source=source).inc(seconds)
+
+        self._model.count_read = count
+        if timeout_s:
+            self._model.peers = Peers(own, self._security, timeout_s, failed)
 
     async def run(self) -> int:
         """From listening to the exit code. Raises ListenError, CheckpointError, DeviceLost."""
@@ -242,8 +261,10 @@ class _Process:
             RateLimiter(self._config.max_requests_per_s),
             self._tracer,
         )
-        requests = RequestServer(backend, self._security, authorizer)
+        giver = self._giver
+        requests = RequestServer(backend, self._security, authorizer, giver.give if giver is not None else None)
         requests.listen()
+        self._read_from_peers(requests.holder.socket)
         self._service = ExpertService(backend, requests, self._describe, self._drain)
         self._metrics.open_streams.set_function(lambda: self._service.num_streams)
         self._metrics.open_request_connections.set_function(lambda: len(requests))
@@ -255,6 +276,8 @@ class _Process:
         self._health.shut_down()
         await self._control.leave("drained" if self._stop.is_set() else "stopping")
         await self._control.close()
+        if self._giver is not None:
+            self._giver.close()
         await self._service.end(Unavailable("this worker has left the group"), _FLUSH_S)
         await server.stop(_STOP_GRACE_S)
         http.close()
@@ -290,6 +313,7 @@ class _Process:
                 control_pb2.CommunicatorSetting(name=name, value=value)
                 for name, value in {**self._model.communicator_settings(), "weights": KIND}.items()
             ],
+            holder=self._service.requests.holder if self._giver is not None else None,
         )
 
     def _stats(self) -> control_pb2.WorkerStats:

@@ -131,6 +131,15 @@ class Spare:
 
 
 @dataclass(frozen=True, slots=True)
+class HolderPlace:
+    """Where a worker gives weights: TCP port, UNIX socket, and the kernel and network namespace of that."""
+
+    port: int
+    socket: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
 class Worker:
     """A worker as it registered."""
 
@@ -148,6 +157,8 @@ class Worker:
     """Boot id of the worker's host; empty: unknown."""
     communicator: tuple[tuple[str, str], ...] = ()
     """Names and values of the communicator's settings."""
+    holder: HolderPlace | None = None
+    """Where other workers read weights from it; None: nowhere."""
 
     @property
     def uid(self) -> str:

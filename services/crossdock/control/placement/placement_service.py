@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from crossdock.common import log as logs
@@ -93,6 +93,7 @@ class PlacementService:
         self._cached: _CachedRebalance | None = None
         self._planned, self._announced = _Planned({}), 0
         self._unprepared: dict[str, str] = {}
+        self._served: dict[str, int] = {}
         self._stopped = False
         self._planning = asyncio.Lock()
         self._rebalance_task: asyncio.Task[None] | None = None
@@ -135,6 +136,11 @@ class PlacementService:
         self._unprepared = {uid: why for uid, why in self._unprepared.items() if after.member(uid) and not began}
         if before.members and not after.members:
             self._manager.emptied()
+        if began:
+            self._served = {uid: started for uid, started in self._served.items() if after.member(uid) is not None}
+        if began and after.phase is Phase.SERVING:
+            ranks = after.taking_part
+            self._served |= {each.uid: each.worker.incarnation for each in after.members if each.rank in ranks}
         places = {member.rank: member.worker.place for member in after.members}
         domains = [_domain(places.get(rank)) for rank in range(after.world_size)]
         if began and after.phase is Phase.EXCHANGING:
@@ -278,7 +284,15 @@ class PlacementService:
         for table in goal.tables:
             response.layers.add(experts=_row(experts_of(table, size)), checkpoint=number_of(table, size))
         response.checkpoints.CopyFrom(manager.checkpoints.message())
+        response.holders.extend(self._holders())
         return response
+
+    def _holders(self) -> Iterator[pb.Holder]:
+        """Members that have served: in this epoch or a former one, so they hold experts."""
+        for member in self._group().members:
+            worker, place = member.worker, member.worker.holder
+            if place is not None and self._served.get(member.uid) == worker.incarnation:
+                yield pb.Holder(address=worker.address, port=place.port, socket=place.socket, host=place.host)
 
     def stop(self) -> None:
         """Start no further moves."""

@@ -20,6 +20,7 @@ from crossdock.control.group.group_state import (
     Bar,
     Group,
     Heartbeat,
+    HolderPlace,
     Leave,
     Member,
     Prior,
@@ -42,6 +43,7 @@ MAX_WORKERS = 1 << 16
 MAX_SCALES = 1 << 53
 CLOCK_FLOOR = 1 << 40
 MAX_LOCAL_RANK = 1 << 16
+MAX_PORT = (1 << 16) - 1
 MAX_HOST_BYTES = 64 << 10
 MAX_LOST_NAMED = 128
 MAX_GPUS = 64
@@ -202,6 +204,7 @@ def register_event(
         network=network,
         boot_id=request.host.boot_id,
         communicator=_communicator(request),
+        holder=_holder(request.holder) if request.HasField("holder") else None,
     )
     prior = _prior(request.prior, limits, max_epoch) if request.HasField("prior") else None
     return Register(worker, prior, _wanted(request.wanted) if request.HasField("wanted") else None)
@@ -461,6 +464,13 @@ def _region(field: str, region: bytes, limits: Limits) -> bytes:
     if len(region) > limits.max_region_bytes:
         raise InvalidArgument(f"{field}: expected at most {limits.max_region_bytes} bytes, got {len(region)}")
     return region
+
+
+def _holder(holder: pb.Holder) -> HolderPlace:
+    """Raises InvalidArgument."""
+    if holder.port > MAX_PORT:
+        raise InvalidArgument(f"holder.port: expected <= {MAX_PORT}, got {holder.port}")
+    return HolderPlace(holder.port, _name("holder.socket", holder.socket), _name("holder.host", holder.host))
 
 
 def _name(field: str, text: str) -> str:

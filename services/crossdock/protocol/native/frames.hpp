@@ -11,7 +11,7 @@ constexpr uint32_t kMaxFieldsBytes = 4096, kNowhere = UINT32_MAX;
 // Read at once: a small request comes in one piece with its header.
 constexpr uint32_t kBufferBytes = 32 << 10;
 
-enum Kind : uint8_t { kForward = 3, kAnswer = 4, kLastKind = 10 };
+enum Kind : uint8_t { kForward = 3, kAnswer = 4, kLastKind = 11 };
 
 // Every number is little-endian, without padding, as is every machine that this is built for.
 struct __attribute__((packed)) Header {

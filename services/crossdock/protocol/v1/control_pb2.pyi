@@ -71,7 +71,7 @@ class Wanted(_message.Message):
     def __init__(self, workers: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https", "network", "barred", "communicator", "checkpoints", "wanted")
+    __slots__ = ("worker", "host", "local_rank", "address", "http_address", "transport", "abi", "model", "prior", "gpu_uuid", "num_experts", "moe_layers", "https", "network", "barred", "communicator", "checkpoints", "wanted", "holder")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class RegisterRequest(_message.Message):
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerId
     host: _topology_pb2.HostFacts
     local_rank: int
@@ -108,7 +109,20 @@ class RegisterRequest(_message.Message):
     communicator: _containers.RepeatedCompositeFieldContainer[CommunicatorSetting]
     checkpoints: Checkpoints
     wanted: Wanted
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., barred: _Optional[_Union[Barred, _Mapping]] = ..., communicator: _Optional[_Iterable[_Union[CommunicatorSetting, _Mapping]]] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ..., wanted: _Optional[_Union[Wanted, _Mapping]] = ...) -> None: ...
+    holder: Holder
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., host: _Optional[_Union[_topology_pb2.HostFacts, _Mapping]] = ..., local_rank: _Optional[int] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., transport: _Optional[str] = ..., abi: _Optional[str] = ..., model: _Optional[str] = ..., prior: _Optional[_Union[PriorMembership, _Mapping]] = ..., gpu_uuid: _Optional[str] = ..., num_experts: _Optional[int] = ..., moe_layers: _Optional[_Iterable[int]] = ..., https: bool = ..., network: _Optional[_Union[_topology_pb2.Network, _Mapping]] = ..., barred: _Optional[_Union[Barred, _Mapping]] = ..., communicator: _Optional[_Iterable[_Union[CommunicatorSetting, _Mapping]]] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ..., wanted: _Optional[_Union[Wanted, _Mapping]] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ...) -> None: ...
+
+class Holder(_message.Message):
+    __slots__ = ("port", "socket", "host", "address")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    socket: str
+    host: str
+    address: str
+    def __init__(self, port: _Optional[int] = ..., socket: _Optional[str] = ..., host: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class CheckpointRef(_message.Message):
     __slots__ = ("number", "path", "fingerprint")
@@ -541,20 +555,22 @@ class PlacementRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., next_of: _Optional[_Union[WorkerId, _Mapping]] = ...) -> None: ...
 
 class PlacementResponse(_message.Message):
-    __slots__ = ("version", "layers", "num_slots", "checkpoints", "world_size", "rank")
+    __slots__ = ("version", "layers", "num_slots", "checkpoints", "world_size", "rank", "holders")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
     version: int
     layers: _containers.RepeatedCompositeFieldContainer[LayerPlacement]
     num_slots: int
     checkpoints: Checkpoints
     world_size: int
     rank: int
-    def __init__(self, version: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerPlacement, _Mapping]]] = ..., num_slots: _Optional[int] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
+    holders: _containers.RepeatedCompositeFieldContainer[Holder]
+    def __init__(self, version: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerPlacement, _Mapping]]] = ..., num_slots: _Optional[int] = ..., checkpoints: _Optional[_Union[Checkpoints, _Mapping]] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ...) -> None: ...
 
 class LayerPlacement(_message.Message):
     __slots__ = ("experts", "checkpoint")

@@ -143,6 +143,14 @@ class Checkpoint:
             self._digests[layer, expert] = found
         return found
 
+    def known_digest(self, layer: int, expert: int) -> int:
+        """The digest, without reading anything; 0: it is not known."""
+        return self._digests.get((layer, expert), 0)
+
+    def learn_digest(self, layer: int, expert: int, digest: int) -> None:
+        """Of an expert whose weights another worker gave, which has read its bytes."""
+        self._digests.setdefault((layer, expert), digest)
+
     @property
     def is_read(self) -> bool:
         """Whether the digests of all experts are known."""

@@ -24,17 +24,21 @@ Letters: L experts here, B rows (outputs) and A columns (inputs) of a matrix.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+
+from crossdock.worker.checkpoints.weight_memory import WeightMemory
 
 _TILE_ELEMENTS = 1 << 19
 _PAIR = {2: torch.int32, 4: torch.int64}
 """An integer as large as two floats, by the bytes of one."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ELEMENTS = {"fp8": "e4m3", "mxfp8": "e4m3", "mxfp4": "e2m1", "nvfp4": "e2m1", "int4": "int", "int8": "int"}
+_ALIGN = 64
+"""Tensors in one memory begin at a multiple of so many bytes."""
 _BITS = {"mxfp4": 4, "nvfp4": 4, "int4": 4}
 """Of a code, where they are not 8."""
 
@@ -97,6 +101,7 @@ class Stack:
         data, scales, zeros, whole: see the head of this page; None where the format has none.
         bias: [L, B] float, or None.
         parts: P.
+        memory: that all of these lie in, where others may map it; None: there is none.
     """
 
     format: Format
@@ -106,6 +111,7 @@ class Stack:
     parts: int = 1
     zeros: torch.Tensor | None = None
     whole: torch.Tensor | None = None
+    memory: WeightMemory | None = None
 
     @staticmethod
     def empty(
@@ -185,6 +191,37 @@ class Stack:
         return from_codes(
             self.format, self.data[first:end], scales, tile, zeros, None if self.whole is None else self.whole[part]
         )
+
+
+def allocated(stacks: Sequence[Stack], device: str | torch.device) -> list[Stack]:
+    """The same stacks, of device "meta", with room on `device`; on a CPU in one `WeightMemory`. Raises MemoryError:
+    there is none on a CPU."""
+    if torch.device(device).type != "cpu":
+        return [_moved(stack, [torch.empty_like(each, device=device) for each in stack.tensors]) for stack in stacks]
+    sizes = [_aligned(each) for stack in stacks for each in stack.tensors]
+    memory, end, made = WeightMemory(sum(sizes)), 0, []
+    for stack in stacks:
+        tensors = []
+        for each in stack.tensors:
+            tensors.append(memory.bytes[end : end + each.nbytes].view(each.dtype).view(each.shape))
+            end += _aligned(each)
+        made.append(replace(_moved(stack, tensors), memory=memory))
+    return made
+
+
+def _aligned(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGN) * _ALIGN
+
+
+def _moved(stack: Stack, tensors: Sequence[torch.Tensor]) -> Stack:
+    """tensors: in the order of `Stack.tensors`."""
+    given = iter(tensors)
+
+    def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else next(given)
+
+    data, scales, bias = next(given), moved(stack.scales), moved(stack.bias)
+    return replace(stack, data=data, scales=scales, bias=bias, zeros=moved(stack.zeros), whole=moved(stack.whole))
 
 
 def tile_elements(columns: int, format: Format) -> int:

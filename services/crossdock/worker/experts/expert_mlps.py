@@ -25,17 +25,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from crossdock.common import log
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
+from crossdock.worker.checkpoints.expert_sources import FROM_DISK, OneExpert, Sources
 from crossdock.worker.checkpoints.gating import Gating
-from crossdock.worker.checkpoints.weights import Format, Stack, tile_elements
+from crossdock.worker.checkpoints.weights import Format, Stack, allocated, tile_elements
 from crossdock.worker.experts.grouped import support
 from crossdock.worker.experts.kept_rows import KeptRows
+from crossdock.worker.experts.placement import FROM_CONFIG, WeightsOf
 
 if TYPE_CHECKING:
     from crossdock.worker.experts.grouped.products import GroupedProducts
@@ -46,8 +48,24 @@ Progress = Callable[[int, int], None]
 """(done_bytes, total_bytes), called after each expert. What it raises ends the loading."""
 Weights = tuple[Stack, Stack]
 """The first matrices [L, 2I, H] (gate rows before up rows; ungated: [L, I, H]) and down [L, H, I] of one layer."""
-Held = tuple[tuple[int, ...], Weights]
-"""Experts by slot, and their weights."""
+
+
+class HeldLayer(NamedTuple):
+    """Experts of one layer.
+
+    Attributes:
+        ids: by slot.
+        weights: of the slots.
+        of: their checkpoint.
+    """
+
+    ids: tuple[int, ...]
+    weights: Weights
+    of: WeightsOf
+
+    def expert(self, slot: int) -> OneExpert:
+        """That of a slot."""
+        return OneExpert(self.ids[slot], self.weights[0][slot], self.weights[1][slot])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +167,6 @@ class ExpertMLPs:
         output_dtype: of the computed rows: an `out` of this dtype is not rounded.
         num_experts: L.
         num_bytes: bytes of weights held.
-        ids: per layer the logical expert of each slot.
-        checkpoints: per layer the number of the checkpoint that its weights are of.
     """
 
     def __init__(
@@ -159,18 +175,23 @@ class ExpertMLPs:
         gating: Gating,
         dtype: torch.dtype,
         ids: Mapping[int, tuple[int, ...]] | None = None,
+        of: Mapping[int, WeightsOf] | None = None,
     ) -> None:
         """
         Args:
             weights: per layer, contiguous, on one device; each layer in a format of its own.
             dtype: of float weights and of biases.
             ids: per layer the logical expert of each slot; None: 0 .. L-1.
+            of: per layer the checkpoint of its weights; None: that of the config.
         """
-        self._weights, self._gating, self.dtype = weights, gating, dtype
+        self._gating, self.dtype = gating, dtype
         first, _ = next(iter(weights.values()))
         self._device, self.num_experts = first.data.device, first.data.shape[0]
-        self.ids = dict.fromkeys(weights, tuple(range(self.num_experts))) if ids is None else dict(ids)
-        self.checkpoints = dict.fromkeys(weights, 0)
+        ids = dict.fromkeys(weights, tuple(range(self.num_experts))) if ids is None else ids
+        of = of or {}
+        self._layers = {
+            layer: HeldLayer(ids[layer], pair, of.get(layer, FROM_CONFIG)) for layer, pair in weights.items()
+        }
         self.num_bytes = sum(stack.num_bytes for pair in weights.values() for stack in pair)
         widened = self._device.type == "cpu" and not has_products(dtype)
         self.output_dtype = torch.float32 if widened else dtype
@@ -200,6 +221,8 @@ class ExpertMLPs:
         widen: bool = False,
         device: str | torch.device = "cpu",
         progress: Progress | None = None,
+        sources: Sources = FROM_DISK,
+        of: Mapping[int, WeightsOf] | None = None,
     ) -> ExpertMLPs:
         """Read these experts of every MoE layer, and no others, one at a time: peak memory is what is held, plus one.
 
@@ -210,18 +233,21 @@ class ExpertMLPs:
             widen: make floats of quantised weights here, instead of in each step.
             device: where to hold them.
             progress: called after each expert.
+            sources: where they are read.
+            of: as of `ExpertMLPs`.
 
         Raises:
             CheckpointError: unreadable weights.
+            MemoryError: no room on a CPU.
             ValueError: no expert_ids, or one out of range.
         """
         some = next(iter(checkpoint.values())) if isinstance(checkpoint, Mapping) else checkpoint
-        spec, of = some.spec, checkpoint if isinstance(checkpoint, Mapping) else {}
+        spec, by_layer = some.spec, checkpoint if isinstance(checkpoint, Mapping) else {}
         ids = _by_layer(expert_ids, spec.moe_layers)
         total = sum(len(row) * expert_bytes(some, layer, dtype, widen) for layer, row in ids.items())
-        reader = _Reader((dtype, widen), device, total, progress)
-        weights = {layer: reader.layer(of.get(layer, some), layer, row) for layer, row in ids.items()}
-        return ExpertMLPs(weights, spec.gating, dtype, ids)
+        reader = _Reader((dtype, widen), device, total, progress, sources)
+        weights = {layer: reader.layer(by_layer.get(layer, some), layer, row) for layer, row in ids.items()}
+        return ExpertMLPs(weights, spec.gating, dtype, ids, of)
 
     def stage(
         self,
@@ -230,25 +256,36 @@ class ExpertMLPs:
         expert_ids: Sequence[int],
         progress: Progress | None = None,
         *,
-        number: int = 0,
-        more: Held | None = None,
+        of: WeightsOf = FROM_CONFIG,
+        more: HeldLayer | None = None,
+        sources: Sources = FROM_DISK,
     ) -> Weights:
         """Weights of a layer for other experts than are held, or of another checkpoint: those that are held are copied,
         the others are read. Changes nothing here; `replace` takes them.
 
-        Args, Raises: as `load`; number: of the checkpoint; more: experts of it that were `read`, to copy as well.
+        Args, Raises: as `load`; of: the checkpoint; more: experts of it that were `read`, to copy as well.
         """
-        if more is not None and more[0] == tuple(expert_ids):
-            staged = more[1]
+        if more is not None and more.ids == tuple(expert_ids):
+            staged = more.weights
         else:
-            held = [self.held(layer)] if number == self.checkpoints[layer] else []
-            staged = self.read(checkpoint, layer, expert_ids, progress, [*held, *([more] if more else [])])
+            held = [each for each in (self.held(layer), more) if each is not None and each.of == of]
+            staged = self.read(checkpoint, layer, expert_ids, progress, held, sources)
         self._prepare(staged)
         return staged
 
-    def held(self, layer: int) -> Held:
-        """The experts of a layer by slot, and their weights."""
-        return self.ids[layer], self._weights[layer]
+    @property
+    def ids(self) -> dict[int, tuple[int, ...]]:
+        """Per layer the logical expert of each slot."""
+        return {layer: held.ids for layer, held in self._layers.items()}
+
+    @property
+    def layers(self) -> dict[int, HeldLayer]:
+        """What is held now. Any thread."""
+        return dict(self._layers)
+
+    def held(self, layer: int) -> HeldLayer:
+        """What is held of a layer now. Any thread."""
+        return self._layers[layer]
 
     def read(
         self,
@@ -256,30 +293,32 @@ class ExpertMLPs:
         layer: int,
         expert_ids: Sequence[int],
         progress: Progress | None = None,
-        held: Sequence[Held] = (),
+        held: Sequence[HeldLayer] = (),
+        sources: Sources = FROM_DISK,
     ) -> Weights:
         """Weights of a layer, as they are held here: experts in `held` are copied, the others are read.
 
         Args, Raises: as `load`.
         """
-        kind = self.dtype, self._weights[layer][0].format.kind == "float"
-        known = {expert for ids, _ in held for expert in ids}
+        kind = self.dtype, self._layers[layer].weights[0].format.kind == "float"
+        known = {expert for each in held for expert in each.ids}
         total = len(set(expert_ids) - known) * expert_bytes(checkpoint, layer, *kind)
-        return _Reader(kind, self._device, total, progress).layer(checkpoint, layer, expert_ids, held)
+        return _Reader(kind, self._device, total, progress, sources).layer(checkpoint, layer, expert_ids, held)
 
     def resized(self) -> None:
         """Every layer has another number of slots, by `replace`. Not while a step runs."""
-        sizes = {pair[0].data.shape[0] for pair in self._weights.values()}
+        sizes = {len(held.ids) for held in self._layers.values()}
         if len(sizes) > 1:
             raise ValueError(f"resized: expected as many experts in each layer, got {sorted(sizes)}")
         self.num_experts = sizes.pop()
-        self.num_bytes = sum(stack.num_bytes for pair in self._weights.values() for stack in pair)
+        self.num_bytes = sum(stack.num_bytes for held in self._layers.values() for stack in held.weights)
 
-    def replace(self, layer: int, expert_ids: Sequence[int], first: Stack, down: Stack, *, checkpoint: int = 0) -> None:
+    def replace(
+        self, layer: int, expert_ids: Sequence[int], first: Stack, down: Stack, *, of: WeightsOf = FROM_CONFIG
+    ) -> None:
         """Hold other weights for a layer, of the same shapes; of another number of slots: for each layer, then
-        `resized`. Not while a step uses it. checkpoint: its number."""
-        self._weights[layer], self.checkpoints[layer] = (first, down), checkpoint
-        self.ids[layer] = tuple(expert_ids)
+        `resized`. Not while a step uses it. of: their checkpoint."""
+        self._layers[layer] = HeldLayer(tuple(expert_ids), (first, down), of)
         for computed in self._computed.values():
             if computed is not None:
                 computed.forget(layer)
@@ -308,9 +347,9 @@ class ExpertMLPs:
         Raises:
             ValueError: a layer without experts here.
         """
-        if layer not in self._weights:
-            raise ValueError(f"layer: expected one of {sorted(self._weights)}, got {layer}")
-        first, down = self._weights[layer]
+        if layer not in self._layers:
+            raise ValueError(f"layer: expected one of {sorted(self._layers)}, got {layer}")
+        first, down = self._layers[layer].weights
         computed = self._computed[_kind(first)]
         if isinstance(computed, ExpertLoop):
             rows = torch.empty_like(tokens) if out is None else out
@@ -335,7 +374,7 @@ class ExpertMLPs:
     ) -> torch.Tensor:
         rows = out if out is not None and out.dtype is self.dtype and out.is_contiguous() else None
         rows = torch.empty_like(tokens, dtype=self.dtype) if rows is None else rows
-        products.forward(layer, self._weights[layer], tokens[:num_rows], offsets, counts, rows[:num_rows])
+        products.forward(layer, self._layers[layer].weights, tokens[:num_rows], offsets, counts, rows[:num_rows])
         return rows if rows is out else _delivered(rows, out, tokens.dtype, num_rows)
 
     @staticmethod
@@ -430,10 +469,15 @@ class _Reader:
     """Fills layers with experts and counts bytes."""
 
     def __init__(
-        self, held: tuple[torch.dtype, bool], device: str | torch.device, total: int, progress: Progress | None
+        self,
+        held: tuple[torch.dtype, bool],
+        device: str | torch.device,
+        total: int,
+        progress: Progress | None,
+        sources: Sources,
     ) -> None:
         """held: `dtype` and `widen` of `load`; total: bytes that will be read, in all layers."""
-        self._held, self._device, self._progress = held, device, progress
+        self._held, self._device, self._progress, self._sources = held, device, progress, sources
         self._done, self._total = 0, total
 
     def layer(
@@ -441,21 +485,27 @@ class _Reader:
         checkpoint: Checkpoint,
         layer: int,
         ids: Sequence[int],
-        held: Sequence[Held] = (),
+        held: Sequence[HeldLayer] = (),
     ) -> Weights:
         """The experts `ids` by slot; those in `held` are copied."""
         spec = checkpoint.spec
         if not ids or not all(0 <= expert < spec.num_experts for expert in ids):
             raise ValueError(f"expert_ids: expected some in 0..{spec.num_experts - 1}, got {list(ids)}")
-        first, down = checkpoint.stacks(layer, len(ids), self._held[0], self._device, widen=self._held[1])
-        for slot, expert in enumerate(ids):
-            known = next((pair for pair in held if expert in pair[0]), None)
-            if known is not None:
-                for target, source in zip((first, down), known[1], strict=True):
-                    target[slot].copy_(source[known[0].index(expert)])
+        shapes = checkpoint.stacks(layer, len(ids), self._held[0], "meta", widen=self._held[1])
+        first, down = allocated(shapes, self._device)
+        experts = [OneExpert(expert, first[slot], down[slot]) for slot, expert in enumerate(ids)]
+        wanted = []
+        for each in experts:
+            known = next((pair for pair in held if each.expert in pair.ids), None)
+            if known is None:
+                wanted.append(each)
                 continue
-            checkpoint.read_expert(layer, expert, first[slot], down[slot])
-            self._done += first[slot].num_bytes + down[slot].num_bytes
+            for target, source in zip(each.tensors, known.expert(known.ids.index(each.expert)).tensors, strict=True):
+                target.copy_(source)
+            each.hash()
+        for filled in self._sources.fill(checkpoint, layer, wanted):
+            filled.hash()
+            self._done += filled.num_bytes
             if self._progress is not None:
                 self._progress(self._done, self._total)
         return first, down

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from crossdock.common import log
 from crossdock.protocol.v1 import control_pb2
 from crossdock.worker.experts.expert_mlps import ExpertMLPs, Weights
-from crossdock.worker.experts.placement import FROM_CONFIG, Placement, SlotMap, WeightsOf
+from crossdock.worker.experts.placement import FROM_CONFIG, Holder, Placement, SlotMap, WeightsOf
 
 _log = log.get(__name__)
 
@@ -51,6 +51,7 @@ class LoadTask:
     layer: int
     ids: tuple[int, ...]
     weights: WeightsOf = FROM_CONFIG
+    holders: tuple[Holder, ...] = ()
 
 
 class ExpertTables:
@@ -143,8 +144,9 @@ class ExpertTables:
             if self._closed:
                 raise MoveCancelled
             layer = self._changed_layers[self._switched]
-            weights = self._target.weights(layer)
-            return LoadTask(self._target.version, layer, self._target.of_rank(layer, self._rank), weights)
+            target = self._target
+            ids, weights = target.of_rank(layer, self._rank), target.weights(layer)
+            return LoadTask(target.version, layer, ids, weights, target.holders)
 
     def check(self, task: LoadTask) -> None:
         if self._closed or self._newest.version != task.version:
@@ -233,7 +235,7 @@ class ExpertTables:
         self._weights[layer] = self._target.weights(layer)
         self._held_now.pop(layer, None)
         if self._experts is not None and weights is not None:
-            self._experts.replace(layer, self._held(layer), *weights, checkpoint=self._weights[layer].number)
+            self._experts.replace(layer, self._held(layer), *weights, of=self._weights[layer])
         self._switched += 1
         self._all_staged, self._said = False, (self._said[0], False)
         self._changed.notify_all()

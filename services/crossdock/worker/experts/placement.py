@@ -34,6 +34,16 @@ FROM_CONFIG = WeightsOf()
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """A member that may hold experts, and where it gives their weights: see control.proto."""
+
+    address: str
+    port: int
+    socket: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """One version of the tables.
 
@@ -42,6 +52,7 @@ class Placement:
         layers: layer number -> expert of each slot; [P] each.
         checkpoints: layer number -> number of the checkpoint of its weights; empty: 0, that of the config, everywhere.
         refs: of the numbers but 0.
+        holders: members that may hold experts.
     """
 
     version: int
@@ -49,6 +60,7 @@ class Placement:
     layers: Mapping[int, tuple[int, ...]]
     checkpoints: Mapping[int, int] = field(default_factory=dict)
     refs: control_pb2.Checkpoints = field(default_factory=control_pb2.Checkpoints)
+    holders: tuple[Holder, ...] = ()
 
     @staticmethod
     def blocks(num_experts: int, num_ranks: int, moe_layers: Sequence[int]) -> Placement:
@@ -72,7 +84,8 @@ class Placement:
         known = {0, *(ref.number for ref in message.checkpoints.refs)}
         if not known.issuperset(numbers.values()):
             raise PlacementError(f"checkpoints: expected some of {sorted(known)}, got {sorted(set(numbers.values()))}")
-        return Placement(message.version, num_ranks, rows, numbers, message.checkpoints)
+        holders = tuple(Holder(each.address, each.port, each.socket, each.host) for each in message.holders)
+        return Placement(message.version, num_ranks, rows, numbers, message.checkpoints, holders)
 
     def weights(self, layer: int) -> WeightsOf:
         number = self.checkpoints.get(layer, 0)

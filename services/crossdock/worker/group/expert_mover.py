@@ -123,5 +123,8 @@ class ExpertMover:
             self._engine.wake()
 
     def _load_layer(self, tables: ExpertTables, task: LoadTask) -> None:
-        weights = self._model.stage(task.layer, task.ids, lambda done, total: tables.check(task), task.weights)
+        def check(done_bytes: int, total_bytes: int) -> None:
+            tables.check(task)
+
+        weights = self._model.stage(task.layer, task.ids, check, task.weights, task.holders)
         tables.stage(task, weights)

@@ -6,33 +6,40 @@ import contextlib
 import dataclasses
 import os
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from crossdock.common import log
 from crossdock.common.config import WorkerConfig
 from crossdock.worker.checkpoints.checkpoint import Checkpoint, CheckpointError, ModelSpec
+from crossdock.worker.checkpoints.expert_sources import Disk, Sources
 from crossdock.worker.checkpoints.weights import FLOAT, Format
 from crossdock.worker.experts import device as devices
-from crossdock.worker.experts.expert_mlps import ExpertMLPs, Weights
+from crossdock.worker.experts.expert_mlps import ExpertMLPs, HeldLayer, Weights
 from crossdock.worker.experts.grouped.support import compile_into
 from crossdock.worker.experts.memory_need import DTYPES, available_bytes, check_memory, rank_bytes
-from crossdock.worker.experts.placement import FROM_CONFIG, Placement, WeightsOf
+from crossdock.worker.experts.placement import FROM_CONFIG, Holder, Placement, WeightsOf
 from crossdock.worker.group.data_network import network_of, with_device
+from crossdock.worker.group.digests import DigestsBeside
 from crossdock.worker.group.same_weights import sum_of
 from crossdock.worker.group.seat import ControlGroup
+from crossdock.worker.peers.reading import Peers
 from ep_kernels import Capabilities, CombineOrder, Layout, Mode, MoECommunicator, MoEConfig, Overflow
 from ep_kernels.bringup import fingerprint
 from ep_kernels.transports import create
 from ep_kernels.transports.base import boxes
 
+_log = log.get(__name__)
 _OF_PLACEMENT = {"num_experts", "expert_map"}
 """Fields of the data plane's configuration that depend on the placement: numbers of slots, and where they are."""
 
 
-MoreExperts = dict[int, tuple[tuple[int, ...], Weights, WeightsOf]]
-"""By layer: experts that are loaded beside those that are served, their weights, and of which checkpoint."""
+MoreExperts = dict[int, HeldLayer]
+"""By layer: experts that are loaded beside those that are served."""
 _MAX_OTHERS = 2
 """Of a mixed group: the one that layers have, and the one that they are to have."""
 
@@ -65,6 +72,10 @@ class OpenCheckpoints:
             for old in list(self._others)[:-_MAX_OTHERS]:
                 self._others.pop(old).close()
             return found
+
+    def known(self, weights: WeightsOf) -> Checkpoint | None:
+        """The same, if it is open."""
+        return self._others.get(weights) if weights.number else self._first
 
     def close(self) -> None:
         for each in (self._first, *self._others.values()):
@@ -103,6 +114,8 @@ class Model:
         device: where experts are held and steps computed; current in the thread that made this.
         nic: its RDMA port; None: the network has none.
         boxes: where its GPU keeps what the network sends and brings, and why; "" = it has no network, or no GPU.
+        peers: other members, which are asked for weights before the disk; None: they are not.
+        count_read: called with a source ("peer" or "disk"), bytes that it gave, and seconds that it took.
 
     Raises:
         CheckpointError: an `expert_dtype` that is not supported.
@@ -128,8 +141,24 @@ class Model:
         self._network, self.nic = with_device(self._network, devices.uuid_of(self.device), config.local_rank)
         index = self.device.index if self.device.type == "cuda" else -1
         self.boxes = "" if self._network is None or index < 0 else boxes(config.transport, self._network, index)
+        self.peers: Peers | None = None
+        self.count_read: Callable[[str, int, float], None] = lambda name, num_bytes, seconds: None
+        self._digests, self._turn = DigestsBeside(), 0
         self._experts: ExpertMLPs | None = None
         self._more: MoreExperts = {}
+
+    def held_layers(self) -> dict[int, HeldLayer]:
+        """What this rank holds now, by layer. Any thread."""
+        return self._experts.layers if self._experts is not None else {}
+
+    def fingerprint_of(self, held: HeldLayer) -> str:
+        """Of the checkpoint of these weights. Any thread."""
+        return held.of.fingerprint or self.spec.fingerprint
+
+    def digest_of(self, layer: int, expert: int, held: HeldLayer) -> int:
+        """As `Checkpoint.digest`; 0: it is not known. Any thread."""
+        checkpoint = self._checkpoints.known(held.of)
+        return checkpoint.known_digest(layer, expert) if checkpoint is not None else 0
 
     @property
     def num_bytes(self) -> int:
@@ -154,14 +183,15 @@ class Model:
             DeviceLost: the GPU does not work any more.
         """
         devices.enter(self.device)
-        ids = {layer: placement.of_rank(layer, rank) for layer in self.spec.moe_layers}
+        self._turn, ids = rank, {layer: placement.of_rank(layer, rank) for layer in self.spec.moe_layers}
         num_slots, more, self._more = len(ids[self.spec.moe_layers[0]]), self._more, {}
         if self._experts is not None and num_slots:  # one layer at a time, since two sets might not fit
-            for layer, row in ids.items():
-                weights = placement.weights(layer)
-                staged = self.stage(layer, row, progress, weights, more.pop(layer, None))
-                if staged is not None:
-                    self._experts.replace(layer, row, *staged, checkpoint=weights.number)
+            with self._sources(placement.holders) as sources:
+                for layer, row in ids.items():
+                    weights = placement.weights(layer)
+                    staged = self._staged(layer, row, progress, weights, sources, more.pop(layer, None))
+                    if staged is not None:
+                        self._experts.replace(layer, row, *staged, of=weights)
             self._experts.resized()
             return self._experts
         self._experts = None
@@ -183,27 +213,28 @@ class Model:
             DeviceLost: the GPU does not work any more.
         """
         devices.enter(self.device)
-        experts, more, self._more = self._experts, {}, {}
+        experts, more, self._more = self._experts, MoreExperts(), {}
         rows = {layer: placement.of_rank(layer, rank) for layer in self.spec.moe_layers}
         num_slots = len(rows[self.spec.moe_layers[0]])
         if experts is None or not num_slots:
             return
         # What is held, and what is to be read beside it.
-        same = (layer for layer in rows if experts.checkpoints[layer] == placement.weights(layer).number)
-        held = {layer: experts.held(layer) for layer in same}
+        now = {layer: experts.held(layer) for layer in rows}
+        held = {layer: each for layer, each in now.items() if each.of == placement.weights(layer)}
         whole = rank_bytes(self._checkpoint, num_slots, self._held_dtype, widen=self._widen)
         sharing = placement.num_ranks if self.device.type == "cpu" else 1  # of one host's memory, at most
         if whole * sharing > available_bytes(self.device):
-            known = {layer: held[layer][0] if layer in held else () for layer in rows}
+            known = {layer: held[layer].ids if layer in held else () for layer in rows}
             rows = {layer: tuple(each for each in row if each not in known[layer]) for layer, row in rows.items()}
             num_slots = max(map(len, rows.values()))
             check_memory(self._checkpoint, num_slots, self.device, self._held_dtype, widen=self._widen)
-        with self._memory_errors(num_slots):
+        with self._memory_errors(num_slots), self._sources(placement.holders) as sources:
             for layer, row in rows.items():
-                if row and not (layer in held and row == held[layer][0]):
+                if row and not (layer in held and row == held[layer].ids):
                     weights = placement.weights(layer)
                     beside, checkpoint = [held[layer]] if layer in held else [], self._checkpoints.open(weights)
-                    more[layer] = row, experts.read(checkpoint, layer, row, progress, beside), weights
+                    read = experts.read(checkpoint, layer, row, progress, beside, sources)
+                    more[layer] = HeldLayer(row, read, weights)
         self._synchronise()
         self._more = more
 
@@ -223,13 +254,34 @@ class Model:
         progress: Callable[[int, int], None],
     ) -> ExpertMLPs:
         check_memory(self._checkpoint, num_slots, self.device, self._held_dtype, widen=self._widen)
-        sources = {layer: self._checkpoints.open(placement.weights(layer)) for layer in ids}
-        with self._memory_errors(num_slots):
-            made = ExpertMLPs.load(
-                sources, ids, dtype=self._held_dtype, widen=self._widen, device=self.device, progress=progress
-            )
-        made.checkpoints.update({layer: placement.weights(layer).number for layer in ids})
-        return made
+        of = {layer: placement.weights(layer) for layer in ids}
+        checkpoints = {layer: self._checkpoints.open(weights) for layer, weights in of.items()}
+        with self._memory_errors(num_slots), self._sources(placement.holders) as sources:
+            return ExpertMLPs.load(
+                checkpoints, ids, dtype=self._held_dtype, widen=self._widen, device=self.device, progress=progress,
+                sources=sources, of=of,
+            )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _sources(self, holders: Sequence[Holder], *, moves: bool = False) -> Iterator[Sources]:
+        """Where experts come from: other members, then the disk. Says in the log how much came from where. moves: of one
+        layer while the group serves, when no digests are needed yet."""
+        read = Counter[str]()
+        began = time.monotonic()
+
+        def count(name: str, num_bytes: int, seconds: float) -> None:
+            read[name] += num_bytes
+            self.count_read(name, num_bytes, seconds)
+
+        disk = Disk() if moves else Disk(self._digests.add)
+        if self.peers is None or not holders:
+            yield Sources((disk,), count)
+        else:
+            with self.peers.source(holders, self._turn, self.device) as source:
+                yield Sources((source, disk), count)
+        if read:
+            seconds, say = round(time.monotonic() - began, 3), _log.debug if moves else _log.info
+            say("experts read", **{f"{name}_bytes": count for name, count in read.items()}, seconds=seconds)
 
     def stage(
         self,
@@ -237,23 +289,36 @@ class Model:
         ids: Sequence[int],
         progress: Callable[[int, int], None],
         weights: WeightsOf = FROM_CONFIG,
-        more: tuple[tuple[int, ...], Weights, WeightsOf] | None = None,
+        holders: Sequence[Holder] = (),
     ) -> Weights | None:
         """Weights of one layer for other experts than are loaded, or of another checkpoint; None: they are these.
-        `more`: experts that were prepared. Blocks; not beside `load`.
+        `holders`: members that may have them. Blocks; not beside `load`.
 
         Raises:
             CheckpointError: unreadable weights, or no room for them.
             DeviceLost: the GPU does not work any more.
         """
-        experts, number = self._experts, weights.number
-        if experts is None or (experts.ids[layer] == tuple(ids) and experts.checkpoints[layer] == number):
+        with self._sources(holders, moves=True) as sources:
+            return self._staged(layer, ids, progress, weights, sources)
+
+    def _staged(
+        self,
+        layer: int,
+        ids: Sequence[int],
+        progress: Callable[[int, int], None],
+        weights: WeightsOf,
+        sources: Sources,
+        more: HeldLayer | None = None,
+    ) -> Weights | None:
+        """See `stage`; `more`: experts that were prepared."""
+        experts = self._experts
+        if experts is None or (experts.held(layer).ids == tuple(ids) and experts.held(layer).of == weights):
             return None
         devices.enter(self.device)
         checkpoint = self._checkpoints.open(weights)
+        more = more if more is not None and more.of == weights else None
         with self._memory_errors(len(ids)):
-            prepared = more[:2] if more is not None and more[2] == weights else None
-            staged = experts.stage(checkpoint, layer, ids, progress, number=number, more=prepared)
+            staged = experts.stage(checkpoint, layer, ids, progress, of=weights, more=more, sources=sources)
         self._synchronise()
         return staged
 
@@ -269,9 +334,9 @@ class Model:
             CheckpointError: unreadable weights.
         """
         sources = {layer: self._checkpoints.open(placement.weights(layer)) for layer in self.spec.moe_layers}
-        return sum_of(
+        return sum_of(  # from the last layer on: `_digests` comes from the first
             source.digest(layer, expert)
-            for layer, source in sources.items()
+            for layer, source in reversed(sources.items())
             for expert in (range(self.spec.num_experts) if rank is None else set(placement.of_rank(layer, rank)))
         )
 
@@ -301,6 +366,8 @@ class Model:
         return {name: value for name, value in fields.items() if name not in _OF_PLACEMENT}
 
     def close(self) -> None:
+        if self.peers is not None:
+            self.peers.close()
         self._checkpoints.close()
 
     @property
@@ -322,7 +389,7 @@ class Model:
     def _memory_errors(self, num_experts: int) -> Iterator[None]:
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryError) as error:
             raise CheckpointError(
                 f"{num_experts} experts do not fit on {self.device}; more workers? {error}"
             ) from error

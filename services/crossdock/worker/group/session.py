@@ -185,10 +185,9 @@ class Session:
             if placement is None:
                 continue
             # The experts of that rank.
-            loading = in_thread("load", self._model.load, placement, seat.rank, self._loading)
-            if seat.active is None:  # beside the load, which reads the same bytes
-                await asyncio.gather(loading, in_thread("sum", self._model.sum, placement, seat.rank))
-            experts = await loading
+            experts = await in_thread("load", self._model.load, placement, seat.rank, self._loading)
+            if seat.active is None:
+                await in_thread("sum", self._model.sum, placement, seat.rank)
             self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
             # Regions of all ranks, first barrier.
             self._status.joining("exchanging regions")
@@ -244,8 +243,8 @@ class Session:
             self._control.prepared(view.next_placement)
         else:
             placement, rank = planned
-            loading = in_thread("load", self._model.load, placement, rank, self._loading)
-            experts, _ = await asyncio.gather(loading, in_thread("sum", self._model.sum, placement, rank))
+            experts = await in_thread("load", self._model.load, placement, rank, self._loading)
+            await in_thread("sum", self._model.sum, placement, rank)
             self._telemetry.holds(experts.ids if experts else {}, self._model.num_bytes)
             self._status.joining("waiting to be admitted by a serving group")
             self._control.prepared(placement.version)
@@ -272,8 +271,8 @@ class Session:
                 if self._leaves:
                     _log.warning("this worker will leave the group", why=view.scaling)
                 elif planned is not None:
-                    preparing = in_thread("prepare", self._model.prepare, *planned, check)
-                    await asyncio.gather(preparing, in_thread("sum", self._model.sum, *planned))  # at the switch, too
+                    await in_thread("prepare", self._model.prepare, *planned, check)
+                    await in_thread("sum", self._model.sum, *planned)  # which the switch needs
                     self._control.prepared(planned[0].version)
             except MoveCancelled:
                 _log.info("another epoch is planned", was=tried, now=self._control.view.next_placement)

@@ -29,8 +29,11 @@ MAX_STRANGERS = 64
 """Connections that have not said who they are, fewer where descriptors are; above it the oldest is closed."""
 GREETING_S = 5.0
 """Time for it."""
-METHOD = "/crossdock.v1.ExpertService/Forward"
-"""The call whose rules hold for frames."""
+METHODS = {
+    frames.FrameKind.HELLO: "/crossdock.v1.ExpertService/Forward",
+    frames.FrameKind.READER: "/crossdock.v1.ExpertService/ReadWeights",
+}
+"""The call whose rules hold for a connection, by its first frame."""
 
 _log = log.get(__name__)
 
@@ -63,6 +66,7 @@ class _Stranger:
     until: float
     is_secure: bool
     client: object = None
+    kind: frames.FrameKind = frames.FrameKind.HELLO
 
 
 class Greeter:
@@ -74,8 +78,8 @@ class Greeter:
         name: of the UNIX socket, in the abstract namespace; empty: TCP.
         security: TLS and tokens of this worker; None: plain text.
         authorizer: of its callers; None: all are welcome.
-        welcome: called with a client (the names in its certificate, or its host) and its connection, which is its own
-            from then on. Raises CallError.
+        welcome: called with a client (the names in its certificate, or its host), its connection, which is its own
+            from then on, and the kind of its first frame. Raises CallError.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class Greeter:
         name: str,
         security: Security | None,
         authorizer: CallAuthorizer | None,
-        welcome: Callable[[object, FrameSocket], None],
+        welcome: Callable[[object, FrameSocket, frames.FrameKind], None],
     ) -> None:
         self._sock, self._selector, self._security = sock, selector, security
         self._name, self._authorizer, self._welcome = name, authorizer, welcome
@@ -133,7 +137,7 @@ class Greeter:
             line = self._drop(stranger)
             if line.sock.family == socket.AF_UNIX and isinstance(line.sock, ssl.SSLSocket):
                 line = stranger.line = FrameSocket(frames.plain_socket(line.sock), 0)
-            self._welcome(stranger.client, line)
+            self._welcome(stranger.client, line, stranger.kind)
             return
         except CallError as error:
             about = frames.Error(code_number(error.code), 0, (), str(error))
@@ -157,14 +161,16 @@ class Greeter:
             if stranger.client is None:
                 if stranger.line.next() == frames.NOTHING:
                     return False
-                stranger.client = self._client_of(sock, *frames.hello_of(stranger.line.frame()))
+                frame = stranger.line.frame()
+                hello, stranger.kind = frames.hello_of(frame), frames.FrameKind(frame.kind)
+                stranger.client = self._client_of(sock, METHODS[stranger.kind], *hello)
             if sock.family == socket.AF_UNIX and isinstance(sock, ssl.SSLSocket):
                 sock.unwrap()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         return True
 
-    def _client_of(self, sock: socket.socket, version: int, token: str, called: str) -> object:
+    def _client_of(self, sock: socket.socket, method: str, version: int, token: str, called: str) -> object:
         """Whose connection it is. Raises CallError."""
         if version != frames.VERSION:
             raise Unimplemented(f"version: expected {frames.VERSION}, got {version}")
@@ -173,7 +179,7 @@ class Greeter:
         peer = OtherEnd(_address_of(sock), _names_in(sock), token)
         if self._authorizer is None:
             return host_of(peer)
-        caller = self._authorizer.admit(METHOD, peer)
+        caller = self._authorizer.admit(method, peer)
         return caller.names or caller.host
 
     def _drop(self, stranger: _Stranger) -> FrameSocket:

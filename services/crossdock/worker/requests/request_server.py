@@ -24,9 +24,9 @@ from crossdock.common.call_errors import ResourceExhausted, Unavailable
 from crossdock.common.helper_thread import HelperThread, go_on
 from crossdock.common.security import Security
 from crossdock.protocol import frames
-from crossdock.protocol.frames import FrameSocket
+from crossdock.protocol.frames import FrameError, FrameKind, FrameSocket
 from crossdock.protocol.same_host import host_identity
-from crossdock.protocol.v1 import expert_pb2
+from crossdock.protocol.v1 import control_pb2, expert_pb2
 from crossdock.worker.requests.backend import Backend
 from crossdock.worker.requests.greeter import MAX_STRANGERS, Greeter
 from crossdock.worker.requests.request_slots import RequestSlots
@@ -55,12 +55,17 @@ class RequestServer:
     Args:
         security: TLS and tokens of this worker; None: plain text.
         authorizer: of its callers; None: all are welcome.
+        give: takes the connection of another worker, which reads weights; raises CallError. None: there are no weights.
     """
 
     def __init__(
-        self, backend: Backend, security: Security | None = None, authorizer: CallAuthorizer | None = None
+        self,
+        backend: Backend,
+        security: Security | None = None,
+        authorizer: CallAuthorizer | None = None,
+        give: Callable[[socket.socket], None] | None = None,
     ) -> None:
-        self._backend, self._security, self._authorizer = backend, security, authorizer
+        self._backend, self._security, self._authorizer, self._give = backend, security, authorizer, give
         spec = backend.validator.spec
         self._slots = RequestSlots(spec.hidden_size, spec.topk, backend.validator.dtype)
         self._host, self._open, self._lock = host_identity(), dict[ServedConnection, None](), threading.Lock()
@@ -96,6 +101,11 @@ class RequestServer:
     def describe(self, response: expert_pb2.DescribeResponse) -> expert_pb2.DescribeResponse:
         response.request_port, response.request_socket, response.request_host = self.port, self._name, self._host
         return response
+
+    @property
+    def holder(self) -> control_pb2.Holder:
+        """Where other workers read weights."""
+        return control_pb2.Holder(port=self.port, socket=self._name, host=self._host)
 
     async def end(self, timeout_s: float) -> None:
         """Take no more connections, and end all: those with requests or answers here once these are gone, or after
@@ -142,10 +152,15 @@ class RequestServer:
         except Exception:  # one connection must not end the others, nor this thread
             _log.seldom("request connection failed", traceback=traceback.format_exc().strip())
 
-    def _welcome(self, client: object, line: FrameSocket) -> None:
-        """A connection of a known client. Raises CallError, OSError."""
+    def _welcome(self, client: object, line: FrameSocket, kind: FrameKind) -> None:
+        """A connection of a known client. Raises CallError, OSError, FrameError."""
         if self._closed:
             raise Unavailable("this worker has left the group")
+        if kind == FrameKind.READER:
+            if self._give is None or line.has_read_more:
+                raise FrameError("reader: expected one that waits for its welcome, at a worker with weights")
+            self._give(line.sock)
+            return
         self._make_place(client)
         line.state.max_rows_bytes = self._max_request_bytes
         connection = ServedConnection(self._backend, self._slots, self.request_sockets, client, line, self._drop)

@@ -1,0 +1,1 @@
+"""Weights of experts from one worker of the group to another."""
