@@ -58,7 +58,9 @@ OPEN_SHARE = 0.6
 FORM_S = 120.0
 Places = tuple[HostPlace, HostPlace]
 INSIDE = "--inside"
-WAYS: dict[str, Way] = {"unix": "auto", "tcp": "tcp", "tls": "tcp", "grpc": "grpc", "far tcp": "auto", "far grpc": "grpc"}
+WAYS: dict[str, Way] = {
+    "unix": "auto", "tcp": "tcp", "tls": "tcp", "grpc": "grpc", "far tcp": "auto", "far grpc": "grpc",
+}  # fmt: skip
 """Of the clients, by path."""
 ROLLING_CLIENTS, ROLLING_TOKENS, ROLLING_S = 4, 8, 5.0
 

@@ -26,9 +26,7 @@ class ControlProcess:
         security: its certificates.
     """
 
-    def __init__(
-        self, world_size: int, host: str = "127.0.0.1", security: SecurityConfig = SecurityConfig()
-    ) -> None:
+    def __init__(self, world_size: int, host: str = "127.0.0.1", security: SecurityConfig = SecurityConfig()) -> None:
         self.address = f"{host}:{free_port(host)}"
         config = ControlConfig(
             listen=self.address, http_listen=f"{host}:0", world_size=world_size, log=LogConfig(level="error"),

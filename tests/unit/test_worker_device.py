@@ -17,7 +17,9 @@ from crossdock.demo.stage import Stage
 from crossdock.worker.checkpoints.checkpoint import CheckpointError
 from crossdock.worker.experts import device as device_module
 from crossdock.worker.experts.device import choose, enter, peak_bytes_per_s
+from crossdock.worker.experts.placement import SlotMap
 from crossdock.worker.group.model import Model
+from crossdock.worker.requests.request_slots import RequestSlot
 from crossdock.worker.steps.device_stream import CpuStream, stream_of
 from crossdock.worker.steps.stepper import Stepper
 from crossdock.worker.steps.work import Slice, Work
@@ -116,6 +118,35 @@ def test_a_steps_record_outlives_the_next_step() -> None:
             expected = ids.flatten().bincount(minlength=4).int()
             assert record.rows_per_expert == expected.numpy().tobytes()
             assert record.remote_rows(record.topk_ids) == 0
+
+
+def test_a_slots_tensors_are_checked_once_where_slots_and_experts_have_equal_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a group with a control plane, which always has a table of slots; another table moves ids elsewhere."""
+    checked, step_inputs = list[int](), MoECommunicator.step_inputs
+
+    def counted(comm: MoECommunicator, x: torch.Tensor, *routing: torch.Tensor) -> Any:
+        checked.append(len(x))
+        return step_inputs(comm, x, *routing)
+
+    monkeypatch.setattr(MoECommunicator, "step_inputs", counted)
+    config = MoEConfig(group=StoreGroup(dist.HashStore(), 0, 1), num_experts=4, hidden_size=64, topk=2,
+        max_tokens_per_rank=8, transport="cpu", layout=Layout.GROUPED, output_dtype=torch.float32)  # fmt: skip
+    slot = RequestSlot(3, 64, 2, torch.bfloat16)
+    for row, expected in (((0, 1, 2, 3), [0, 3]), ((1, 0, 2, 3), [0, 3, 3])):
+        with MoECommunicator(config) as comm, torch.no_grad():
+            checked.clear()
+            tables: Any = SimpleNamespace(route=lambda _, row=row: SlotMap(row, 4))
+            stepper = Stepper(comm, Echo(), CpuStream(), tables)  # type: ignore[arg-type]
+            for _ in range(2):
+                x = torch.randn(3, 64).bfloat16()
+                slot.x.copy_(x)
+                slot.ids.copy_(torch.tensor([[0, 1], [2, 3], [1, 3]]))
+                slot.weights.fill_(0.5)
+                work = Work(0, 0, slot.x, slot.ids, slot.weights, 1 << 62, 0, print, y=slot.x, kept=slot.kept)
+                assert torch.equal(stepper.step(0, 8, [Slice(work, 0, 3)]).z, x)
+            assert checked == expected
 
 
 class Echo:

@@ -94,7 +94,7 @@ int64_t received(Line& l, void* at, uint64_t room) {
   message.msg_iovlen = 1;
   if (l.takes_descriptor) {
     message.msg_control = beside;
-    message.msg_controllen = sizeof(beside);
+    message.msg_controllen = CMSG_LEN(sizeof(int));  // that of CMSG_SPACE would be room for two
   }
   const ssize_t count = l.takes_descriptor ? recvmsg(l.fd, &message, MSG_CMSG_CLOEXEC) : recv(l.fd, at, room, 0);
   if (count < 0) return errno == EAGAIN || errno == EINTR ? kNothing : ended(l, errno);
