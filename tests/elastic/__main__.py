@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -193,6 +194,12 @@ class Storm:
                         self.seen.open.append((question, y))
 
 
+def read_from(folder: Path, source: str) -> int:
+    """Bytes of experts that workers have read from there, as their logs say."""
+    logs = "".join(path.read_text() for path in (folder / "logs").glob("worker-*.log"))
+    return sum(map(int, re.findall(rf"experts read .*?\b{source}_bytes=(\d+)", logs)))
+
+
 def main() -> int:
     """Run and print; the exit status."""
     parser = argparse.ArgumentParser(description="Grow and shrink a group under load and kills.")
@@ -212,6 +219,9 @@ def main() -> int:
     print(f"{answers} answers, {len(seen.wrong)} wrong or failed {seen.wrong[:3]}; sizes {sorted(seen.sizes)}")
     waits = ", ".join(f"{pause:.2f}" for pause in sorted(pauses))
     print(f"{len(storm.layouts)} layouts, {told_apart} of them with bits of their own; pauses of switches, s: {waits}")
+    print(
+        f"bytes of experts read: {read_from(folder, 'peer')} from other workers, {read_from(folder, 'disk')} from disk"
+    )
     slow = max(pauses) > PAUSE_S
     return 1 if seen.wrong or slow or told_apart < len(storm.layouts) or not answers else 0
 

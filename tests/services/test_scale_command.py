@@ -142,3 +142,43 @@ def test_a_supervisor_starts_and_ends_workers_as_the_group_is_to_have(
     host.check()
     host.follow(view(3, 4, 0, 3, 1))
     assert said == ["end worker-2", "start worker-2"]
+
+
+async def test_who_has_served_is_named_to_who_loads() -> None:
+    """With the address that it registered; not who comes, not who gives nothing, and not a process that is gone."""
+    fields = {"num_experts": 4, "moe_layers": [0]}
+    place = pb.Holder(port=9, socket="s", host="h", address="elsewhere:1")
+    async with in_process(CONFIG) as control, asyncio.timeout(TIMEOUT_S):
+        workers = [FakeWorker(control.stub, f"a/{number}") for number in range(3)]
+        await workers[0].register(**fields, holder=place)
+        await workers[1].register(**fields)
+        view = await newest_view(control.stub)
+
+        async def named(epoch: int, **of: object) -> list[pb.Holder]:
+            request = pb.PlacementRequest(epoch=epoch, **of)  # type: ignore[arg-type]
+            answer = await rpc.call(control.stub.Placement, request, timeout_s=TIMEOUT_S)
+            return list(answer.holders)
+
+        assert await named(view.epoch) == [], "nobody has served"
+        await exchange(control.stub, workers[:2])
+        served = [pb.Holder(port=9, socket="s", host="h", address="a:1")]
+        assert await named(view.epoch) == served
+        await scale(control, 3)
+        await workers[2].register(**fields, holder=place)
+        assert await named(view.epoch, next_of=workers[2].id) == served
+        await FakeWorker(control.stub, "a/0", incarnation=2).register(**fields, holder=place)
+        assert await named((await newest_view(control.stub)).epoch) == [], "its successor holds nothing yet"
+
+
+@pytest.mark.parametrize(
+    ("holder", "words"),
+    [
+        (pb.Holder(port=1 << 16), "holder.port: expected <= 65535"),
+        (pb.Holder(socket="x" * 300), "holder.socket: expected at most"),
+        (pb.Holder(host="a\nb"), "holder.host: expected printable"),
+    ],
+)
+async def test_a_place_that_is_none_is_refused(holder: pb.Holder, words: str) -> None:
+    async with in_process(CONFIG) as control:
+        with pytest.raises(InvalidArgument, match=words):
+            await FakeWorker(control.stub, "a/0").register(holder=holder)

@@ -264,8 +264,8 @@ class Model:
 
     @contextlib.contextmanager
     def _sources(self, holders: Sequence[Holder], *, moves: bool = False) -> Iterator[Sources]:
-        """Where experts come from: other members, then the disk. Says in the log how much came from where. moves: of one
-        layer while the group serves, when no digests are needed yet."""
+        """Where experts come from: other members, then the disk. Says in the log how much came from where. moves: of
+        one layer while the group serves, when no digests are needed yet."""
         read = Counter[str]()
         began = time.monotonic()
 

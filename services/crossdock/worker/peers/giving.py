@@ -77,9 +77,6 @@ class WeightGiver:
         self._lines: dict[WeightLine, None] = {}
         self._lock, self._closed = threading.Lock(), False
 
-    def __len__(self) -> int:
-        return len(self._lines)
-
     def give(self, sock: socket.socket) -> None:
         """To a reader that was admitted; the socket is this one's from here on. Any thread. Raises CallError."""
         line, most = WeightLine(sock, self._timeout_s), descriptors.share(MAX_READERS, descriptors.STRANGERS)
