@@ -96,7 +96,7 @@ lint: $(DEV) ## ruff: rules and format
 	$(PY) -m ruff format --check .
 
 types: $(DEV) ## mypy, strict
-	$(PY) -m mypy
+	$(PY) -m mypy --num-workers auto
 
 model: $(DEV) ## Search every order of events of small groups with two disturbances (minutes)
 	$(PY) -m tests.unit.test_group_model $(ARGS)
