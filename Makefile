@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 CASES ?=
-# Files of tests that run side by side: groups have several processes.
-JOBS ?= 2
+# Files of tests that run side by side. Groups have several processes, and wait for a third of their time.
+JOBS ?= 3
 
 PY := $(VENV)/bin/python
 PROTO_VENV := $(VENV)-proto
@@ -96,7 +96,7 @@ lint: $(DEV) ## ruff: rules and format
 	$(PY) -m ruff format --check .
 
 types: $(DEV) ## mypy, strict
-	$(PY) -m mypy
+	$(PY) -m mypy --num-workers auto
 
 model: $(DEV) ## Search every order of events of small groups with two disturbances (minutes)
 	$(PY) -m tests.unit.test_group_model $(ARGS)

@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--mirror", default="", help="where its packages are, if not where debootstrap looks")
     parser.add_argument("--components", default="main", help="Ubuntu has python3-venv in universe: main,universe")
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp/crossdock-bare"), help="of the roots and logs")
-    parser.add_argument("--jobs", type=int, default=2, help="of make test")
+    parser.add_argument("--jobs", type=int, default=3, help="of make test")
     parser.add_argument("--tests", default="", help="arguments of pytest")
     parser.add_argument("--command", action="append", help="another than those two, like .ci/run")
     parser.add_argument("--keep", action="store_true", help="leave the roots there")

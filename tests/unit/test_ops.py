@@ -87,8 +87,8 @@ COMPILED = [
     *(("aot_eager", in_flight, layout) for in_flight in (1, 2) for layout in Layout),
     *(("inductor", 1, layout) for layout in (Layout.EXPERT_MAJOR, Layout.RANK_MAJOR)),
 ]
-"""Each backend does what the one before it does, and more. What inductor makes of FLAT, test_worst_case_shapes shows; of
-GROUPED, test_several_ranks."""
+"""Each backend does what the one before it does, and more. What inductor makes of FLAT, test_worst_case_shapes shows;
+of GROUPED, test_several_ranks."""
 
 
 @pytest.mark.parametrize(("backend", "max_in_flight", "layout"), COMPILED)
