@@ -97,6 +97,7 @@ struct Arrival {
   Vector metadata;  // lane i: vector i of the first four metadata lines
   bool ready;       // this lane's lines have arrived
   bool delivered;   // before the counts had arrived
+  bool located;     // of a remote source: its head, and so `metadata`, is here
 };
 
 __device__ __forceinline__ bool is_metadata(const World& world, const Arrival& arrival) {
@@ -112,10 +113,11 @@ __device__ __forceinline__ i32 source_of_item(const World& world, WorkItem item)
 // bits, as a packet is 1024 bytes.
 __device__ __forceinline__ void set_addresses(const DispatchArgs& args, const LlScratch& scratch, Arrival& arrival) {
   const World& world = args.world;
-  if constexpr (NETWORK) {
+  if constexpr (NETWORK) {  // of a remote source `packet_at` is that of its first row, until metadata are here
     const i32 source = source_of_item(world, arrival.item), position = arrival.item.position;
     const i64 packet = position * world.row_packets + arrival.item.index;
-    arrival.packet_at = row_packets_at(args, world.rank, source) + packet * kPacketBytes;
+    arrival.located = false;
+    arrival.packet_at = row_packets_at(args, world.rank, source) + (is_remote(world, source) ? 0 : packet * kPacketBytes);
     arrival.metadata_at = metadata_lines_at(args, world.rank, source) +
                           static_cast<i64>(position * world.metadata_lines) * kLineBytes;
     return;
@@ -126,13 +128,32 @@ __device__ __forceinline__ void set_addresses(const DispatchArgs& args, const Ll
   arrival.metadata_at = scratch.recv_base[1] + static_cast<i64>(number * world.metadata_lines) * kLineBytes;
 }
 
+// Of a remote source: metadata, which name a row of its rail's inbox; then that row, which is complete when its slices
+// are here. One warp.
+__device__ __forceinline__ void poll_remote(const DispatchArgs& args, Arrival& arrival, i32 source, u64 seq) {
+  const World& world = args.world;
+  if (!arrival.located) {
+    arrival.ready = false;
+    if (!net::warp_has_head(world, source)) return;
+    const bool here = poll_lines(arrival.metadata_at, min(4, world.metadata_lines), seq, &arrival.metadata);
+    if (!__all_sync(~0u, here)) return;  // of no row that the source sends
+    arrival.located = true;
+  }
+  arrival.ready = true;
+  if (is_metadata(world, arrival)) return;
+  const i32 row = static_cast<i32>(shuffle(arrival.metadata, kLineEntries).low);
+  const u32 wanted = net::slices_for(world, net::kDispatch, row);
+  arrival.ready = net::warp_has_arrived(world, net::kDispatch, source, seq, wanted);
+  if (!arrival.ready) return;
+  const i64 packet = static_cast<i64>(row) * world.row_packets + arrival.item.index;
+  arrival.ready = poll_packet(arrival.packet_at + packet * kPacketBytes, seq, &arrival.packet);
+}
+
 __device__ __forceinline__ void poll(const DispatchArgs& args, Arrival& arrival, u64 seq) {
   const World& world = args.world;
   if constexpr (NETWORK) {
-    u32 wanted = net::kHead;
-    if (!is_metadata(world, arrival)) wanted |= net::slices_for(world, net::kDispatch, arrival.item.position);
-    arrival.ready = net::warp_has_arrived(world, net::kDispatch, source_of_item(world, arrival.item), seq, wanted);
-    if (!arrival.ready) return;
+    const i32 source = source_of_item(world, arrival.item);
+    if (is_remote(world, source)) return poll_remote(args, arrival, source, seq);
   }
   arrival.ready = is_metadata(world, arrival) || poll_packet(arrival.packet_at, seq, &arrival.packet);
   if (kPerExpert || is_metadata(world, arrival))
@@ -301,11 +322,17 @@ __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlS
     if (!__all_sync(~0u, now.ready)) {  // poll both: rows overtake one another on their way
       const i32 source = source_of_item(world, now.item);
       i32 polls = 0;  // the poll before this wait may be old
-      if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_PAYLOAD, source, [&] {
+      i32 named = source;
+      bool lost = false;
+      if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_PAYLOAD, named, [&] {
             if (more && __all_sync(~0u, next.ready)) return true;
             ++polls;
             poll(args, now, seq);
             if (more) poll(args, next, seq);
+            if (NETWORK && now.located && !now.ready) {
+              lost = lost || net::is_lost(world, source, polls);
+              named = lost ? source : net::carrier_of(world, source);
+            }
             return now.ready;
           }))
         return false;
@@ -347,6 +374,7 @@ __device__ __forceinline__ void dispatch_receive(const DispatchArgs& args, Team 
     }
     if (LAYOUT == FLAT) fill_entries(args, team, rows_delivered(args, scratch), world.size * world.ll_tokens);
     ok = receive_rows(args, scratch, first, step, seq, start, waits);
+    if constexpr (NETWORK) ok = ok && net::warp_takes_part(world, OP_DISPATCH, seq);
   } else if (counts == kRoutingMismatch && is_finalizer) {
     write_no_counts(args);
     if (threadIdx.x == 0)

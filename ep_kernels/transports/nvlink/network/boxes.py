@@ -1,9 +1,11 @@
-"""Where the boxes lie in which a GPU's kernels lay what goes to ranks of other hosts, and find what comes from them."""
+"""Where the boxes lie in which a GPU's kernels lay what goes to ranks of other hosts, and find what comes from them; and
+host memory in which ranks of one host find it."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,11 +47,11 @@ class Boxes(Protocol):
     flush: Flush | None
 
     def reserve(self, num_bytes: int) -> int:
-        """Once: that many addresses, the first of them. Raises TransportError."""
+        """That many addresses, the first of them. Raises TransportError."""
 
     def take(self, address: int, num_bytes: int) -> int:
-        """Make a part of them memory of zeros that kernels reach. Descriptor of its dma-buf, or -1: there is none.
-        Raises TransportError."""
+        """Make a part of them, or of a `Landing`, memory of zeros that kernels reach. Descriptor of its dma-buf, or -1:
+        there is none. Raises TransportError."""
 
     def close(self) -> None:
         """Once no kernel and no network uses it. Idempotent."""
@@ -71,16 +73,12 @@ class PinnedBoxes:
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
         self._register, self._unregister = register, unregister
         self._taken: list[int] = []
-        self._memory: mmap.mmap | None = None
+        self._memory: list[mmap.mmap] = []
 
     def reserve(self, num_bytes: int) -> int:
-        try:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-            self._memory = mmap.mmap(-1, num_bytes, flags=flags)
-            self._memory.madvise(mmap.MADV_DONTFORK)
-        except (OSError, ValueError, OverflowError) as error:
-            raise TransportError(f"nvlink: no room for {num_bytes} bytes of addresses: {error}") from error
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        memory, address = _map(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.append(memory)
+        return address
 
     def take(self, address: int, num_bytes: int) -> int:
         self._register(address, num_bytes)
@@ -93,6 +91,54 @@ class PinnedBoxes:
 
     def close_in_child(self) -> None:
         """See `Boxes`."""
+
+
+class Landing:
+    """What the network brings, in host memory that ranks of one host map: a file in memory, without a name. Zeros,
+    counted when touched.
+
+    Attributes:
+        fd: of that file, for the other ranks; -1 once it was given back.
+        address: where this process has it.
+        memory: which it is, for as long as something reads it.
+
+    Args:
+        fd: of another rank's, which stays the caller's; None: a new one.
+
+    Raises:
+        TransportError: there is no room.
+    """
+
+    def __init__(self, num_bytes: int, fd: int | None = None) -> None:
+        self.fd = -1
+        if fd is None:
+            try:
+                self.fd = fd = os.memfd_create("crossdock-landing", os.MFD_CLOEXEC)
+                os.ftruncate(fd, num_bytes)
+            except (OSError, OverflowError) as error:
+                self.close()
+                raise TransportError(f"nvlink: no file in memory of {num_bytes} bytes: {error}") from error
+        try:
+            self.memory, self.address = _map(fd, num_bytes, mmap.MAP_SHARED)
+        except TransportError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory stays. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _map(fd: int, num_bytes: int, flags: int) -> tuple[mmap.mmap, int]:
+    """Memory and its address; none in forked children. Raises TransportError."""
+    try:
+        memory = mmap.mmap(fd, num_bytes, flags=flags | _NORESERVE)
+        memory.madvise(mmap.MADV_DONTFORK)
+    except (OSError, ValueError, OverflowError) as error:
+        raise TransportError(f"nvlink: no room for {num_bytes} bytes of addresses: {error}") from error
+    return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def pin(address: int, num_bytes: int) -> None:
