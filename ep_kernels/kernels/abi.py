@@ -141,8 +141,12 @@ Network = _record(
     ("inboxes", "u64", "the same of the inboxes, which it writes"),
     ("stride", "u64", "bytes from one box to the next"),
     ("stripe", "u64", "most bytes of a descriptor, which lie between two multiples of it"),
-    ("words", "u64*", "pinned, [FLAGS, R] of remote ranks: their flags, as the network brings them; behind them [2, R] "
-     "low 32 bits of the next dispatch, combine << 32 | its slices, a bit each"),
+    (
+        "words",
+        "u64*",
+        "pinned, [FLAGS, R] of remote ranks: their flags, as the network brings them; behind them [2, R] "
+        "low 32 bits of the next dispatch, combine << 32 | its slices, a bit each",
+    ),
     ("ring", "u8*", "pinned: descriptors (ep_kernels/network/native/ring.hpp)"),
     ("popped", "u64*", "pinned: descriptors that the network has taken"),
     ("rows", f"u64[{MAX_RANKS}]", "rows that the dispatch that runs has for a rank"),
@@ -467,7 +471,7 @@ def box_map(shape: Shape) -> Any:
 
 
 def box_row_bytes(shape: Shape) -> int:
-    """How many bytes at the begin of a box, whole pages, have rows of a dispatch alone: only boxes of rails need them."""
+    """Of the first bytes of a box, which are rows of a dispatch alone, in whole pages: only boxes of rails need them."""
     box = box_map(shape)
     return int(box.row_lines + shape.dispatch_slots * box.row_lines_stride) // PAGE * PAGE
 

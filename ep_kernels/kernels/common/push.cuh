@@ -262,8 +262,8 @@ __device__ __forceinline__ bool has_arrived(const World& world, u32 which, i32 s
   return true;
 }
 
-// The same for a warp whose lanes name one source. Of slices, and of rows of a dispatch, one warp of the block at a time
-// asks; else one of them alone does, and others read what it has found.
+// The same for a warp whose lanes name one source. Of slices, and of rows of a dispatch, one warp of the block at a
+// time asks; else one of them alone does, and others read what it has found.
 __device__ __forceinline__ bool warp_has_arrived(const World& world, u32 which, i32 source, u64 seq, u32 wanted) {
   if (!is_remote(world, source)) return true;
   if (__all_sync(~0u, (ptx::load_acquire_block(arrived_from() + source) & wanted) == wanted)) return true;
@@ -290,15 +290,30 @@ __device__ __forceinline__ bool warp_has_head(const World& world, i32 source) {
   return !is_remote(world, source) || __all_sync(~0u, ptx::load_acquire_block(heads_from() + source) != 0);
 }
 
-// Whether a wait for rows of a remote `source`, whose head is here, must name it: it is known to be gone, or goes on
-// without this rank. Else it names the rank of this host that brings them. `polls`: of the wait, as it counts them.
+// Whether a wait for rows, whose head is here, must name their source: it is known to be gone, or goes on without this
+// rank. `polls`: of the wait, as it counts them.
 __device__ __noinline__ bool is_lost(const World& world, i32 source, u32 polls) {
   return (polls % spin::kLookAround == 0 && look(world, FLAG_LEFT_OUT, source, 1) != 0) ||
          (polls % spin::kLookAtHost == 0 && ptx::load_relaxed_sys(&world.gone[source]) != 0);
 }
 
-__device__ __forceinline__ i32 carrier_of(const World& world, i32 source) {
-  return static_cast<i32>(world.state->network.carriers[source]);
+// spin::warp_wait for rows of a remote source, a lane each. Once has_head(), it names the rank of this host that brings
+// them, where this is another one.
+template <class HasHead, class Poll>
+__device__ __forceinline__ bool warp_wait_for_rows(const World& world, u64 seq, u32 phase, i32 source, HasHead has_head,
+                                                   Poll poll) {
+  i32 named = source;
+  u32 polls = 0;
+  bool lost = false;
+  return spin::warp_wait(world, seq, OP_DISPATCH, phase, named, [&] {
+    const bool ready = poll();
+    ++polls;
+    if (ready || !has_head()) return ready;
+    lost = lost || is_lost(world, source, polls);
+    const i32 carrier = static_cast<i32>(world.state->network.carriers[source]);
+    named = lost || carrier == world.rank ? source : carrier;
+    return false;
+  });
 }
 
 }  // namespace ep::net

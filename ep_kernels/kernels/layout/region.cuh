@@ -32,7 +32,7 @@ __device__ __forceinline__ u8* box_at(const World& world, i32 at, i32 from, u64 
   return reinterpret_cast<u8*>(boxes + other_of(world, at, from) * network.stride + offset);
 }
 
-// What the network says of `from`, a remote rank: words that this rank's proxy writes or, of rows, that of its rail here.
+// What the network says of `from`, a remote rank: words that this rank's proxy writes or, of rows, that of the rail.
 __device__ __forceinline__ u64* words_of(const World& world, bool of_rows, i32 from) {
   const Network& network = world.state->network;
   return of_rows ? reinterpret_cast<u64*>(network.carrier_words[from]) : network.words;

@@ -102,7 +102,7 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const Ll
     const i32 k = (line + (lane_idx() >> 3)) * kLineEntries + (lane_idx() & 7);
     Vector value = shuffle(metadata, k & 31);
     if (k >= world.topk) value = vector_of(~0u, ~0u, 0, origin);
-    if (NETWORK && is_flag_lane()) value.low = static_cast<u32>(host_row);
+    if constexpr (NETWORK) if (is_flag_lane()) value.low = static_cast<u32>(host_row);
     store_lines(to + line * kLineBytes, min(4, world.metadata_lines - line), value, seq);
   }
 }
@@ -285,7 +285,8 @@ struct StagedRows {
   }
 };
 
-// Sends packets, taken from the work counter, to all ranks of their tokens, of another host to the rail alone. `prefetched` is the packet of work.item.
+// Sends packets, taken from the work counter, to all ranks of their tokens, of another host to the rail alone.
+// `prefetched` is the packet of work.item.
 __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScratch& scratch, WarpWorkCounter& work,
                                           LoadedPacket prefetched, u64 seq) {
   const World& world = args.world;

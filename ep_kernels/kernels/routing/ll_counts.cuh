@@ -77,15 +77,8 @@ __device__ __noinline__ bool await_all_rows(const World& world, u64 seq) {
   for (i32 base = 0; base < world.size; base += 32) {
     const i32 source = base + lane_idx();
     const bool awaited = source < world.size && is_active(source) && is_remote(world, source);
-    i32 named = source;
-    u32 polls = 0;
-    bool lost = false;
-    ok &= spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, named, [&] {
-      if (!awaited || net::look(world, FLAG_PAYLOAD, source, seq) >= seq) return true;
-      lost = lost || net::is_lost(world, source, ++polls);
-      named = lost ? source : net::carrier_of(world, source);
-      return false;
-    });
+    ok &= net::warp_wait_for_rows(world, seq, PHASE_COUNTS, source, [] { return true; },
+                                  [&] { return !awaited || net::look(world, FLAG_PAYLOAD, source, seq) >= seq; });
   }
   return ok;
 }

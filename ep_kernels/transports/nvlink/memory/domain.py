@@ -272,9 +272,7 @@ class Domain:
             self._lends_for_good = True
         return self._mapped(rank, kind, found, -1)
 
-    def _import(
-        self, rank: int, found: RegionTicket, share: Callable[[int, int], None] | None
-    ) -> tuple[int, Any, int]:
+    def _import(self, rank: int, found: RegionTicket, share: Callable[[int, int], None] | None) -> tuple[int, Any, int]:
         """(descriptor of the rank's mailbox page, its mapped region, its process id here or 0)."""
         from ep_kernels.transports.nvlink.memory import memory
 

@@ -1,5 +1,5 @@
-"""Where the boxes lie in which a GPU's kernels lay what goes to ranks of other hosts, and find what comes from them; and
-host memory in which ranks of one host find it."""
+"""Where the boxes lie in which a GPU's kernels lay what goes to ranks of other hosts, and find what comes from them, each
+rank alone or those of a host together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets the rows of a dispatch on other hosts, for all ranks that read them there. Pure: every rank computes the same.
+"""Who gets rows of a dispatch on another host, for all ranks that read them there. Pure: all ranks compute the same.
 
 Ranks that read one another's inboxes have one landing, named by the lowest of them: those of a host whose boxes are in
 host memory. A rank whose boxes are in its GPU's memory has one for itself.

@@ -132,8 +132,8 @@ class RemoteRanks:
     def connect(
         self, tickets: Mapping[int, NetworkTicket], hosts: Sequence[int], landings: Sequence[int], timeout_s: float
     ) -> None:
-        """Make memory that the GPU and these ranks share, and connect with them. `hosts`, `landings`: of `Rails`. Raises
-        PeerTimeout, TransportError."""
+        """Make memory that the GPU and these ranks share, and connect with them. `hosts`, `landings`: of `Rails`.
+        Raises PeerTimeout, TransportError."""
         self._tickets = dict(tickets)
         self._reach(self._ring.ring, self._ring.num_bytes)
         for landing in self._landings.values():
@@ -218,7 +218,7 @@ class RemoteRanks:
     def go_on(self, mask: Sequence[bool], epoch: int, up: Sequence[int], timeout_s: float) -> None:
         """Close the connections with ranks that take no part any longer, after the epoch was sent to them. Connect with
         those of `mask` whose connections have ended, at either end. `up`: `channel.up()` of each rank, 0 of those
-        outside `mask`. Rows go by the rails of `mask`: the next `record` says so. Raises PeerTimeout, TransportError."""
+        outside `mask`. Rows go by the rails of `mask`, as the next `record` says. Raises PeerTimeout, TransportError."""
         for rank in self.ranks:
             if not mask[rank]:
                 self.channel.leave(rank, epoch)
