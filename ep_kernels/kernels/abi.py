@@ -471,7 +471,7 @@ def box_map(shape: Shape) -> Any:
 
 
 def box_row_bytes(shape: Shape) -> int:
-    """Of the first bytes of a box, which are rows of a dispatch alone, in whole pages: only boxes of rails need them."""
+    """Of the first bytes of a box, which are rows of a dispatch alone, whole pages: only boxes of rails need them."""
     box = box_map(shape)
     return int(box.row_lines + shape.dispatch_slots * box.row_lines_stride) // PAGE * PAGE
 

@@ -153,13 +153,13 @@ class Loopback:
         tickets = [remote.ticket() for remote in self.remotes]
         nodes_of = [r * nodes // self.size for r in range(self.size)]
         hosts = [nodes_of.index(node) for node in nodes_of]
-        landings = [host if self.remotes[r].fd >= 0 else r for r, host in enumerate(hosts)]
+        landings = [host if self.remotes[r].landing else r for r, host in enumerate(hosts)]
 
         def connect(rank: int) -> None:
             far = [r for r in range(self.size) if hosts[r] != hosts[rank]]
             for near in range(self.size):
-                if near != rank and landings[near] == landings[rank]:
-                    self.remotes[rank].share(near, self.remotes[near].fd)
+                if near != rank and landings[near] == landings[rank] and (landing := self.remotes[near].landing):
+                    self.remotes[rank].share(near, landing.fd)
             self.remotes[rank].connect({r: tickets[r] for r in far}, hosts, landings, _CONNECT_S)
             self.engines[rank].tables.set_network(self.remotes[rank].record())
 

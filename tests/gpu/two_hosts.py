@@ -125,8 +125,8 @@ class Group:
         rank, size = self.ranks[i], self.case.num_ranks
         far, hosts = remote_of(rank, size, HOSTS), hosts_of(size, HOSTS)
         for other, near in zip(self.ranks, self._remotes, strict=True):
-            if other != rank and other not in far:
-                self._remotes[i].share(other, near.fd)
+            if other != rank and other not in far and near.landing is not None:
+                self._remotes[i].share(other, near.landing.fd)
         self._remotes[i].connect({r: tickets[r] for r in far}, hosts, hosts, CONNECT_S)
         self.engines[i].tables.set_network(self._remotes[i].record())
 

@@ -347,7 +347,7 @@ def test_no_descriptor_outlives_an_import(monkeypatch: pytest.MonkeyPatch, missi
     made.region = SimpleNamespace(mapping=SimpleNamespace(address=1))
     monkeypatch.setattr(domain, "PeerWatch", lambda pids, tell: None)
 
-    def bring(rank: int, ticket: RegionTicket) -> tuple[int, Any, int]:
+    def bring(rank: int, ticket: RegionTicket, share: Any) -> tuple[int, Any, int]:
         if rank == missing:
             raise TransportError(f"nvlink: cannot map the memory of rank {rank}")
         return os.open(os.devnull, os.O_RDONLY), SimpleNamespace(address=rank), 0

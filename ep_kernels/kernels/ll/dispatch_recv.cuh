@@ -92,7 +92,7 @@ __device__ __forceinline__ void write_packet(const DispatchArgs& args, const Pac
 // What a warp polls: a packet of a row, or (item.index = row_packets) the metadata of its token.
 struct Arrival {
   WorkItem item;
-  const u8 *packet_at, *metadata_at;  // of a remote source packet_at is null until metadata, which name the row, are here
+  const u8 *packet_at, *metadata_at;  // packet_at: null until metadata of a remote source, which name its row, are here
   Packet packet;
   Vector metadata;  // lane i: vector i of the first four metadata lines
   bool ready;       // this lane's lines have arrived

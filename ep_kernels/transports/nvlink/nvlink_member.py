@@ -115,7 +115,7 @@ class NvlinkMember(MemberTransport):
         self._domain = Domain(
             config.group, config.timeout_s, self._abi, self._tables.host, network, config.memory_handle
         )
-        boxes, landing = (None, -1) if self._remote is None else (self._remote.ticket(), self._remote.fd)
+        boxes, landing = (None, None) if self._remote is None else (self._remote.ticket(), self._remote.landing)
         ticket = self._domain.allocate(num_bytes, self._device, cure, boxes, landing)
         for begin, end in blank:
             self._domain.region.mapping.view(begin, (end - begin,), torch.uint8).zero_()

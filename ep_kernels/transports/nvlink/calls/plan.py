@@ -531,8 +531,8 @@ def slice_lag(network: NetworkConfig, slice_bytes: int) -> int:
 
 
 def slices_of(shape: abi.Shape, stripe: int) -> tuple[int, int]:
-    """Rows of a slice of dispatch, of combine. None, if it would take too many descriptors, which have `stripe` bytes at
-    most."""
+    """Rows of a slice of dispatch, of combine. None, if it would take too many descriptors, each of `stripe`
+    bytes at most."""
     partials = shape.ll_tokens * (shape.topk if shape.exact else 1)
     most_rows = ((shape.ll_tokens, shape.row_packets), (partials, shape.combine_packets))
     rows = [slice_rows(most, count * abi.PACKET_BYTES) for most, count in most_rows]

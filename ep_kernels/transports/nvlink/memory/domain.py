@@ -29,6 +29,7 @@ from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.transports.nvlink.memory import links, mailbox, sharing, ticket
 from ep_kernels.transports.nvlink.memory.host_page import HostPage
+from ep_kernels.transports.nvlink.memory.landing import Landing
 from ep_kernels.transports.nvlink.memory.ticket import Host, RegionTicket
 
 _log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class Domain:
         self.mappings: list[Any] = []
         self.boxed: dict[int, NetworkTicket] = {}
         self._boxes: NetworkTicket | None = None
-        self._landing = -1
+        self._shares = False
         self.hosts = self.landings = (0,) * group.size
         self._lends = self._lends_for_good = False
 
@@ -150,11 +151,11 @@ class Domain:
         device: torch.device,
         cure: str = "",
         boxes: NetworkTicket | None = None,
-        landing: int = -1,
+        landing: Landing | None = None,
     ) -> bytes:
         """Make the region, of unknown content, and the ticket by which peers map it. `cure`: what makes the region
-        smaller, for the error where the GPU has no room. `boxes`: see `ticket.Host`. `landing`: descriptor of what the
-        network brings and ranks of this host read; -1: they do not. Raises TransportError."""
+        smaller, for the error where the GPU has no room. `boxes`: see `ticket.Host`. `landing`: what the network brings
+        and ranks of this host read, closed with this; None: they do not. Raises TransportError."""
         from ep_kernels.transports.nvlink.memory import memory
 
         self._device = device
@@ -164,13 +165,14 @@ class Domain:
         self._open.append(self.region)
         self.mailbox = mailbox.Mailbox(self._group.rank, self._host.is_gone)
         self._open.append(self.mailbox)
-        fds = [self.mailbox.fd, *(fd for fd in (landing, self.region.fd) if fd >= 0)]
+        self._open += [landing] if landing else []
+        fds = [self.mailbox.fd, *([landing.fd] if landing else []), *([self.region.fd] if self.region.fd >= 0 else [])]
         self._lends = kind is memory.HandleKind.CUDA_IPC
         self._server = sharing.DescriptorServer(fds, self._lends)
         self._open.append(self._server)
         gpu: Any = torch.cuda.get_device_properties(device)
         place = links.pci_number(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
-        self._boxes, self._landing = boxes, landing
+        self._boxes, self._shares = boxes, landing is not None
         size, token = self.region.mapping.num_bytes, bytes(self.region.token)
         return RegionTicket(self._abi, kind.value, size, place, self._server.address, token, self._where()).encode()
 
@@ -179,7 +181,7 @@ class Domain:
         if self._network is None:
             return Host(self._own)
         words = self.mailbox.open_network(self._network, self._group.size, self._host.gone_address, self._timeout_s)
-        return Host(self._own, words, self._boxes, self._landing >= 0)
+        return Host(self._own, words, self._boxes, self._shares)
 
     def import_regions(self, tickets: Sequence[bytes], share: Callable[[int, int], None] | None = None) -> None:
         """Map everybody's region and page, connect with ranks of other hosts, and watch the peers' processes. `share`:

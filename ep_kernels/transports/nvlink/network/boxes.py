@@ -1,11 +1,8 @@
-"""Where the boxes lie in which a GPU's kernels lay what goes to ranks of other hosts, and find what comes from them, each
-rank alone or those of a host together."""
+"""Where the boxes lie in which a GPU's kernels lay what goes to ranks of other hosts, and find what comes from them."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,9 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ep_kernels.errors import TransportError
-
-_NORESERVE = 0x4000
-"""Linux: memory is counted when touched. Boxes of ranks that are mapped never are."""
+from ep_kernels.transports.nvlink.memory.landing import mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,7 @@ class PinnedBoxes:
         self._memory: list[mmap.mmap] = []
 
     def reserve(self, num_bytes: int) -> int:
-        memory, address = _map(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory, address = mapped(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.append(memory)
         return address
 
@@ -91,54 +86,6 @@ class PinnedBoxes:
 
     def close_in_child(self) -> None:
         """See `Boxes`."""
-
-
-class Landing:
-    """What the network brings, in host memory that ranks of one host map: a file in memory, without a name. Zeros,
-    counted when touched.
-
-    Attributes:
-        fd: of that file, for the other ranks; -1 once it was given back.
-        address: where this process has it.
-        memory: which it is, for as long as something reads it.
-
-    Args:
-        fd: of another rank's, which stays the caller's; None: a new one.
-
-    Raises:
-        TransportError: there is no room.
-    """
-
-    def __init__(self, num_bytes: int, fd: int | None = None) -> None:
-        self.fd = -1
-        if fd is None:
-            try:
-                self.fd = fd = os.memfd_create("crossdock-landing", os.MFD_CLOEXEC)
-                os.ftruncate(fd, num_bytes)
-            except (OSError, OverflowError) as error:
-                self.close()
-                raise TransportError(f"nvlink: no file in memory of {num_bytes} bytes: {error}") from error
-        try:
-            self.memory, self.address = _map(fd, num_bytes, mmap.MAP_SHARED)
-        except TransportError:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Give the descriptor back; the memory stays. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
-def _map(fd: int, num_bytes: int, flags: int) -> tuple[mmap.mmap, int]:
-    """Memory and its address; none in forked children. Raises TransportError."""
-    try:
-        memory = mmap.mmap(fd, num_bytes, flags=flags | _NORESERVE)
-        memory.madvise(mmap.MADV_DONTFORK)
-    except (OSError, ValueError, OverflowError) as error:
-        raise TransportError(f"nvlink: no room for {num_bytes} bytes of addresses: {error}") from error
-    return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def pin(address: int, num_bytes: int) -> None:

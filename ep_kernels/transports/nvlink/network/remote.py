@@ -30,7 +30,8 @@ from ep_kernels.network.network import Channel, ChannelMemory, Network, settled
 from ep_kernels.transports.nvlink.calls.plan import slice_lag, slices_of
 from ep_kernels.transports.nvlink.gpu import launch
 from ep_kernels.transports.nvlink.memory.host_page import HostPage
-from ep_kernels.transports.nvlink.network.boxes import Boxes, Landing, pin, unpin
+from ep_kernels.transports.nvlink.memory.landing import Landing
+from ep_kernels.transports.nvlink.network.boxes import Boxes, pin, unpin
 from ep_kernels.transports.nvlink.network.rails import Rails
 from ep_kernels.types import CombineOrder, PeerTraffic
 
@@ -121,12 +122,12 @@ class RemoteRanks:
         return self.channel.ticket()
 
     @property
-    def fd(self) -> int:
-        """Of what ranks of this host may read here; -1: NICs bring it to the GPU, whose memory is not shared."""
-        return -1 if self._boxes.is_device else self._landings[self._rank].fd
+    def landing(self) -> Landing | None:
+        """What ranks of this host read here; None: NICs bring it to the GPU, whose memory is not shared."""
+        return None if self._boxes.is_device else self._landings[self._rank]
 
     def share(self, rank: int, fd: int) -> None:
-        """Before `connect`: the `fd` of a rank of this host. Raises TransportError."""
+        """Before `connect`: the descriptor of the `landing` of a rank of this host. Raises TransportError."""
         self._landings[rank] = Landing(self._landing_bytes, fd)
 
     def connect(
@@ -218,7 +219,8 @@ class RemoteRanks:
     def go_on(self, mask: Sequence[bool], epoch: int, up: Sequence[int], timeout_s: float) -> None:
         """Close the connections with ranks that take no part any longer, after the epoch was sent to them. Connect with
         those of `mask` whose connections have ended, at either end. `up`: `channel.up()` of each rank, 0 of those
-        outside `mask`. Rows go by the rails of `mask`, as the next `record` says. Raises PeerTimeout, TransportError."""
+        outside `mask`. Rows go by the rails of `mask`, as the next `record` says. Raises PeerTimeout,
+        TransportError."""
         for rank in self.ranks:
             if not mask[rank]:
                 self.channel.leave(rank, epoch)
@@ -247,7 +249,6 @@ class RemoteRanks:
         self._boxes.close()
         while self._reached:
             self._unregister(self._reached.pop())
-        self._landings[self._rank].close()
         self.channel.free()
         self._lib.cd_boxes_free(self._native)
         self._native = None
