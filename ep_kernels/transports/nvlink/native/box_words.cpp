@@ -1,7 +1,7 @@
 // What the network brings a rank on a GPU: words in pinned memory that its kernels wait for (kernels/common/push.cuh).
 //
-// Of a dispatch, counts and metadata are METADATA, rows PAYLOAD; rows come to one rank for all of its host, who read its
-// words.
+// Of a dispatch, counts and metadata are METADATA, rows PAYLOAD; rows come to one rank for all of its host, whose
+// kernels read its words.
 //
 // An immediate is flag << 28 | parts - 1 << 18 | low bits of seq. A word becomes seq when all parts of operation seq
 // and of those before it have come, in whatever order; numbers that a word has reached are stale. The proxy has put the
@@ -24,7 +24,8 @@
 namespace {
 
 // FLAGS of kernels/abi.py.
-constexpr uint32_t kStarted = 0, kMetadata = 1, kPayload = 2, kCombineStarted = 3, kCombine = 4, kBarrier = 5, kLeftOut = 6;
+constexpr uint32_t kStarted = 0, kMetadata = 1, kPayload = 2;
+constexpr uint32_t kCombineStarted = 3, kCombine = 4, kBarrier = 5, kLeftOut = 6;
 constexpr uint32_t kFlags = 9;
 constexpr int kSeqBits = 18, kPartBits = 10, kSlicePartBits = 5, kSlices = 32;
 constexpr uint64_t kDead = 1;

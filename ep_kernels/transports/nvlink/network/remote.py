@@ -75,25 +75,14 @@ class RemoteRanks:
         self._rails = Rails((), (), ())
         self._made: set[int] = set()  # parts of boxes
         self._reached: list[int] = []  # host memory beside
-        # Boxes: outboxes and inboxes, one of each per rank. In front of those that ranks of this host share, words.
         self._map, self._exact = abi.box_map(shape), shape.exact
-        self.box_bytes = abi.box_bytes(shape)
-        self._row_bytes = 0 if boxes.is_device else abi.box_row_bytes(shape)
-        total, words = size * self.box_bytes, (len(abi.FLAGS) + 2) * size
-        self._head_bytes = -(-words * _WORD_BYTES // abi.PAGE) * abi.PAGE
-        self._landing_bytes = self._head_bytes + (0 if boxes.is_device else total)
-        self._landings = {rank: Landing(self._landing_bytes)}
-        own = self._landings[rank]
-        self.words = torch.frombuffer(own.memory, dtype=torch.int64, count=words).view(-1, size)
-        self._outboxes = boxes.reserve(total)
-        self._inboxes = boxes.reserve(total) if boxes.is_device else own.address + self._head_bytes
-        self._dma_bufs = (ctypes.c_int32 * (2 * size))(*[-1] * (2 * size))
+        self._reserve(shape)
         self._lib = launch.library()
-        self._native = self._lib.cd_boxes_new(size, own.address, host.gone_address)
+        self._native = self._lib.cd_boxes_new(size, self._landings[rank].address, host.gone_address)
         if boxes.flush is not None:
             self._lib.cd_boxes_flush(self._native, boxes.flush.enter, boxes.flush.context, boxes.flush.run)
         # The channel to the other hosts, and the ring into which kernels push.
-        handler, box = self._lib.cd_boxes_handler(), self.box_bytes
+        handler, box, total = self._lib.cd_boxes_handler(), self.box_bytes, size * self.box_bytes
         dma_bufs = ctypes.addressof(self._dma_bufs) if boxes.is_device else 0
         places = self._outboxes, total, self._inboxes, box, handler, self._native
         memory = ChannelMemory(*places, box=box, dma_bufs=dma_bufs, device=boxes.device)
@@ -104,6 +93,19 @@ class RemoteRanks:
         # Rows that leave together.
         self._slice_rows = slices_of(shape, self._ring.stripe)
         self._slice_lag = slice_lag(network, self._slice_rows[0] * shape.row_packets * abi.PACKET_BYTES)
+
+    def _reserve(self, shape: abi.Shape) -> None:
+        """Outboxes and inboxes, one of each per rank; words in front of those inboxes that ranks of this host share."""
+        self.box_bytes = abi.box_bytes(shape)
+        self._row_bytes = 0 if self._boxes.is_device else abi.box_row_bytes(shape)
+        total, words = self._size * self.box_bytes, (len(abi.FLAGS) + 2) * self._size
+        self._head_bytes = -(-words * _WORD_BYTES // abi.PAGE) * abi.PAGE
+        own = Landing(self._head_bytes + (0 if self._boxes.is_device else total))
+        self._landings = {self._rank: own}
+        self.words = torch.frombuffer(own.memory, dtype=torch.int64, count=words).view(-1, self._size)
+        self._outboxes = self._boxes.reserve(total)
+        self._inboxes = self._boxes.reserve(total) if self._boxes.is_device else own.address + self._head_bytes
+        self._dma_bufs = (ctypes.c_int32 * (2 * self._size))(*[-1] * (2 * self._size))
 
     def _check_stripe(self) -> None:
         most = self._ring.stripe * _STRIPES
@@ -128,7 +130,7 @@ class RemoteRanks:
 
     def share(self, rank: int, fd: int) -> None:
         """Before `connect`: the descriptor of the `landing` of a rank of this host. Raises TransportError."""
-        self._landings[rank] = Landing(self._landing_bytes, fd)
+        self._landings[rank] = Landing(self._landings[self._rank].num_bytes, fd)
 
     def connect(
         self, tickets: Mapping[int, NetworkTicket], hosts: Sequence[int], landings: Sequence[int], timeout_s: float
