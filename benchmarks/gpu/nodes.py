@@ -45,7 +45,16 @@ from benchmarks import bounds, facts, network
 from benchmarks.cases import Case
 from benchmarks.gpu.crossdock import Crossdock
 from benchmarks.gpu.measure import Bench, Stopwatch, Times, gathered
-from benchmarks.gpu.nodes_network import DEADLINE_S, Proxies, Streams, most_rows, network_of, remote_of, sizes_of
+from benchmarks.gpu.nodes_network import (
+    DEADLINE_S,
+    Proxies,
+    Streams,
+    most_rows,
+    network_of,
+    remote_of,
+    rows_by_rail,
+    sizes_of,
+)
 from ep_kernels import Layout, Mode, StoreGroup
 from ep_kernels.network import NetworkConfig
 from ep_kernels.telemetry import quantile
@@ -214,11 +223,13 @@ class Session:
         self._proxy.append(network.row("processor of an idle rank", "2 proxies", [share], "%"))
 
     def _tables(self, case: Case, bench: Bench) -> dict[str, torch.Tensor]:
-        """int64 [R, R] of each operation: rows from -> to of the first prepared set."""
+        """int64 [R, R, 2] of each operation: rows from -> to of the first prepared set, and those that go to that rank,
+        in a dispatch for all of its host."""
         ids = bench.sets[0].topk_ids
-        mine = torch.stack([bounds.rows_to(case, ids), bounds.rows_back(case, ids)])
-        dispatch, combine = gathered(mine, self._ranks)
-        return {"dispatch": dispatch, "combine": combine.T}
+        carried = rows_by_rail(case, ids, self._rank, self._options.nodes)
+        mine = torch.stack([bounds.rows_to(case, ids), carried, bounds.rows_back(case, ids)])
+        dispatch, by_rail, combine = gathered(mine, self._ranks)
+        return {"dispatch": torch.stack([dispatch, by_rail], -1), "combine": torch.stack([combine.T] * 2, -1)}
 
     def _stages(self, backend: Crossdock) -> dict[str, Stages]:
         torch.cuda.synchronize()
@@ -245,11 +256,13 @@ class Session:
         counts.append(backend.settled())
         found = {}
         for number, op in enumerate(parts_of("pair")):
-            away = [int(tables[op][self._rank, p]) for p in remote_of(self._rank, self._ranks, self._options.nodes)]
-            theory = sum(sum(sizes_of(case, op, count)) for count in away)
+            peers = remote_of(self._rank, self._ranks, self._options.nodes)
+            away = [tables[op][self._rank, peer].tolist() for peer in peers]
+            theory = sum(sum(sizes_of(case, op, *rows)) for rows in away)
             sent, messages = (after - before for before, after in zip(*counts[number : number + 2], strict=True))
             barriers = len(away)
-            found[op] = Wire(*map(self._mean, (sent, theory, sum(away), messages - barriers)))
+            carried = sum(rows for _, rows in away)
+            found[op] = Wire(*map(self._mean, (sent, theory, carried, messages - barriers)))
         return found
 
     def _keep(
@@ -258,11 +271,8 @@ class Session:
     ) -> None:  # fmt: skip
         p50, num_bytes = quantile(times.gpu_us, 0.5), sum(wire.num_bytes for wire in wires)
         gbps, stream, of_gpu = (num_bytes / us / 1e3 for us in (p50, *stream_us))
-        row_bytes = [sum(sizes_of(case, one, 1)) - sum(sizes_of(case, one, 0)) for one in parts_of(op)]
-        heads = [
-            sum(sizes_of(case, one, 0)) * (self._ranks - self._ranks // self._options.nodes) for one in parts_of(op)
-        ]
-        rows = sum((w.num_bytes - h) / b for w, h, b in zip(wires, heads, row_bytes, strict=True)) / len(wires)
+        row_bytes = [sum(sizes_of(case, one, 0, 1)) - sum(sizes_of(case, one, 0, 0)) for one in parts_of(op)]
+        rows = sum(w.rows + (w.num_bytes - w.theory) / b for w, b in zip(wires, row_bytes, strict=True)) / len(wires)
         options = self._options
         line = Line(
             case.mode.value, case.layout.value, case.exact_combine, op, timing, case.tokens, self._ranks,

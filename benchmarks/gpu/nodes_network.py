@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import network
-from benchmarks.cases import Case
+from benchmarks.cases import Case, ranks_of
 from ep_kernels import Layout
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Network
 from ep_kernels.telemetry import quantile
 from ep_kernels.transports.nvlink.calls.plan import slice_rows
 from ep_kernels.transports.nvlink.network import boxes
+from ep_kernels.transports.nvlink.network.rails import Rails
 
 DEADLINE_S = 120.0
 STREAM_ROUNDS = 24
@@ -44,11 +45,31 @@ def remote_of(rank: int, ranks: int, nodes: int) -> list[int]:
     return [peer for peer in range(ranks) if peer * nodes // ranks != rank * nodes // ranks]
 
 
-def sizes_of(case: Case, op: str, rows: int) -> list[int]:
-    """Bytes of each message of one operation that sends `rows` rows to one rank of another host."""
-    row = -(-case.moved_bytes(op) // PACKET_ROOM) * PACKET_BYTES
-    per_slice = slice_rows(most_rows(case, op), row) or max(1, rows)
-    slices = [min(per_slice, rows - first) * row for first in range(0, rows, per_slice)]
+def hosts_of(ranks: int, nodes: int) -> list[int]:
+    """Lowest rank of the host of each."""
+    host = [rank * nodes // ranks for rank in range(ranks)]
+    return [host.index(one) for one in host]
+
+
+def rows_by_rail(case: Case, topk_ids: torch.Tensor, rank: int, nodes: int) -> torch.Tensor:
+    """int64 [R]: rows of these tokens of `rank` that each rank of another host gets, for all of its host."""
+    hosts, owner = hosts_of(case.ranks, nodes), ranks_of(case, topk_ids)
+    rails = Rails(hosts, hosts, [True] * case.ranks)
+    found = torch.zeros(case.ranks, dtype=torch.int64, device=topk_ids.device)
+    for host in {*hosts} - {hosts[rank]}:
+        members = torch.tensor([one for one in range(case.ranks) if hosts[one] == host], device=topk_ids.device)
+        rail = rails.rail(rank, host)
+        assert rail is not None
+        found[rail] = torch.isin(owner, members).any(1).sum()
+    return found
+
+
+def sizes_of(case: Case, op: str, rows: int, carried: int | None = None) -> list[int]:
+    """Bytes of each message of one operation that has `rows` rows for one rank of another host. `carried`: rows that go
+    to it, for all of its host; None: those alone."""
+    row, carried = -(-case.moved_bytes(op) // PACKET_ROOM) * PACKET_BYTES, rows if carried is None else carried
+    per_slice = slice_rows(most_rows(case, op), row) or max(1, carried)
+    slices = [min(per_slice, carried - first) * row for first in range(0, carried, per_slice)]
     if op == "combine":
         return [HEAD_BYTES, *slices]
     per_expert = case.layout in (Layout.EXPERT_MAJOR, Layout.GROUPED)
@@ -131,10 +152,11 @@ class Streams:
         return quantile(slowest.tolist(), 0.5)
 
     def of_operation(self, case: Case, op: str, rows: torch.Tensor) -> tuple[float, float]:
-        """As long as its messages take, and those of a GPU; rows int64 [R, R], from -> to."""
+        """As long as its messages take, and those of a GPU; rows int64 [R, R, 2], from -> to: for that rank, and those
+        that go to it."""
         sends = [
             [(peer, size) for peer in remote_of(rank, self._ranks, self._nodes)
-             for size in sizes_of(case, op, int(rows[rank, peer]))]
+             for size in sizes_of(case, op, *rows[rank, peer].tolist())]
             for rank in range(self._ranks)
         ]  # fmt: skip
         expected = sum(peer == self._rank for one in sends for peer, _ in one)

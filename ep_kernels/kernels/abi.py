@@ -65,7 +65,7 @@ CHUNK = 4
 """HT combine: positions of a source that are announced together."""
 RING_SIZE, SEQ_BITS, MAX_PARTS, MAX_SLICES, SLICE_PARTS = 4096, 18, 1024, 31, 32
 """Of the network: descriptors in a ring; immediates (box_words.cpp); slices of rows, beside the head, the last one."""
-METADATA_BYTES, PAIR_BYTES, ALIGN, BOX_UNIT = 16, 16, 256, 2 << 20
+METADATA_BYTES, PAIR_BYTES, ALIGN, BOX_UNIT, PAGE = 16, 16, 256, 2 << 20, 4096
 
 
 _WORDS: dict[str, Any] = {
@@ -141,14 +141,25 @@ Network = _record(
     ("inboxes", "u64", "the same of the inboxes, which it writes"),
     ("stride", "u64", "bytes from one box to the next"),
     ("stripe", "u64", "most bytes of a descriptor, which lie between two multiples of it"),
-    ("words", "u64*", "pinned, [FLAGS, R] of remote ranks: their flags, as the network brings them"),
+    (
+        "words",
+        "u64*",
+        "pinned, [FLAGS, R] of remote ranks: their flags, as the network brings them; behind them [2, R] "
+        "low 32 bits of the next dispatch, combine << 32 | its slices, a bit each",
+    ),
     ("ring", "u8*", "pinned: descriptors (ep_kernels/network/native/ring.hpp)"),
     ("popped", "u64*", "pinned: descriptors that the network has taken"),
     ("rows", f"u64[{MAX_RANKS}]", "rows that the dispatch that runs has for a rank"),
+    ("host_rows", f"u64[{MAX_RANKS}]", "rows that it has in the outbox of a rail, for all ranks of that host"),
     ("map", "RegionMap", "byte map of a box: a region's part that belongs to one source"),
     ("looking", f"u64[{MAX_RANKS}]", "1 = a thread reads a word of that rank"),
-    ("slice_words", "u64*", "pinned, [2, R]: low 32 bits of the next dispatch, combine << 32 | its slices, a bit each"),
     ("slice_rows", "u64[2]", "rows of a slice of dispatch, of combine; 0 = one part alone says that rows are here"),
+    ("rails", "u64", "remote ranks to which rows of a dispatch go, each for its host; a bit of their peer offset each"),
+    ("members", f"u64[{MAX_RANKS}]", "by peer offset of a rail: ranks that read them there, by peer offset"),
+    ("rail_of", f"u64[{MAX_RANKS}]", "by peer offset of a remote rank: the rail by which it gets rows, likewise"),
+    ("carriers", f"u64[{MAX_RANKS}]", "of a remote source: the rank of this host that gets its rows, its rail here"),
+    ("carried", f"u64[{MAX_RANKS}]", "likewise: that rank's inbox of it"),
+    ("carrier_words", f"u64[{MAX_RANKS}]", "likewise: that rank's `words`, which say that rows are here"),
     ("seen", f"u64[{len(FLAGS) * MAX_RANKS}]", "[FLAGS, MAX_RANKS] words as a kernel last read them"),
     ("slices_seen", f"u64[{2 * MAX_RANKS}]", "[2, MAX_RANKS] slice_words as a kernel last read them"),
     ("staged", f"u64[{2 * MAX_RANKS * 32}]", "[2, MAX_RANKS, 32] packets of a slice that are in the outbox"),
@@ -457,6 +468,12 @@ def box_map(shape: Shape) -> Any:
     """The byte map of an outbox or inbox: what LL moves of a region with one source; no rows."""
     one = replace(shape, size=1, max_tokens=shape.ll_tokens, capacity_rows=0, ll=True, ht=False)
     return region_map(one if shape.exact else replace(one, num_partials=1))
+
+
+def box_row_bytes(shape: Shape) -> int:
+    """Of the first bytes of a box, which are rows of a dispatch alone, whole pages: only boxes of rails need them."""
+    box = box_map(shape)
+    return int(box.row_lines + shape.dispatch_slots * box.row_lines_stride) // PAGE * PAGE
 
 
 def box_bytes(shape: Shape) -> int:

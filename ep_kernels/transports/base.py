@@ -432,12 +432,15 @@ class RegionMap:
         mirror_bytes: of the mirror, at a rank of another host, of this region; 0: there is none.
         box_bytes: of one box, of which a rank has two for each rank of another host; 0: there are none. With neither
             the group stays on one host.
+        box_row_bytes: of these, for rows of a dispatch, which only boxes of rails have: those to one rank of each
+            other host, and those from the sources there whose rows come to this one.
     """
 
     arrays: tuple[RegionArray, ...]
     ll_tokens: int
     mirror_bytes: int = 0
     box_bytes: int = 0
+    box_row_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -39,14 +39,14 @@ class FileBoxes:
 
     def __init__(self, nic: Nic, access: BoxAccess, flush: Flush | None) -> None:
         self.flush, self._nic = flush, nic
-        self._access, self._reserved = access, (0, 0)
+        self._access, self._reserved = access, list[tuple[int, int]]()
         self._taken, self._descriptors = list[int](), list[int]()
 
     def reserve(self, num_bytes: int) -> int:
         """See `Boxes`."""
         address = _libc.mmap(None, num_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         assert address != _NOT
-        self._reserved = (address, num_bytes)
+        self._reserved.append((address, num_bytes))
         return int(address)
 
     def take(self, address: int, num_bytes: int) -> int:
@@ -67,9 +67,8 @@ class FileBoxes:
         self.close_in_child()
         while self._taken:
             self._nic.no_device(self._taken.pop())
-        if self._reserved[1]:
-            _libc.munmap(*self._reserved)
-        self._reserved = (0, 0)
+        while self._reserved:
+            _libc.munmap(*self._reserved.pop())
 
     def close_in_child(self) -> None:
         """See `Boxes`."""

@@ -151,10 +151,16 @@ class Loopback:
             place = config.network, rank, self.size, shape, host, boxes
             self.remotes.append(RemoteRanks(*place, config.timeout_s, *pins))
         tickets = [remote.ticket() for remote in self.remotes]
+        nodes_of = [r * nodes // self.size for r in range(self.size)]
+        hosts = [nodes_of.index(node) for node in nodes_of]
+        landings = [host if self.remotes[r].landing else r for r, host in enumerate(hosts)]
 
         def connect(rank: int) -> None:
-            far = [r for r in range(self.size) if r * nodes // self.size != rank * nodes // self.size]
-            self.remotes[rank].connect({r: tickets[r] for r in far}, _CONNECT_S)
+            far = [r for r in range(self.size) if hosts[r] != hosts[rank]]
+            for near in range(self.size):
+                if near != rank and landings[near] == landings[rank] and (landing := self.remotes[near].landing):
+                    self.remotes[rank].share(near, landing.fd)
+            self.remotes[rank].connect({r: tickets[r] for r in far}, hosts, landings, _CONNECT_S)
             self.engines[rank].tables.set_network(self.remotes[rank].record())
 
         with ThreadPoolExecutor(self.size) as pool:

@@ -54,9 +54,10 @@ def regroup(loop: Loopback, mask: Sequence[bool] = REST, epoch: int = EPOCH) -> 
         engine.tables.set_active(mask)
         engine.restart_slots()
     up = [remote.channel.up() if active else 0 for remote, active in zip(loop.remotes, mask, strict=False)]
-    for remote in remotes:
+    for engine, remote in zip(engines, remotes, strict=False):
         remote.go_on(mask, epoch, up, _SETTLE_S)
         remote.restart(dispatch, combine, barrier)
+        engine.tables.set_network(remote.record())
 
     def unsent() -> list[Unsent]:
         return [found for engine in engines for found in engine.unsent(mask)]

@@ -166,28 +166,31 @@ def a_rank_wakes(op: str, layout: Layout, machine: Machine | None) -> None:
 
 
 def bytes_are_those_of_theory(layout: Layout, join: Join, exact: bool = False) -> None:
-    """As the table of docs/network-protocol.md. Each row goes once to each rank of the other host that holds an expert
-    of its token, each partial back, or (exact) a row for each expert; counts, metadata and routing beside them."""
-    loop, case = four(layout, Mode.LL, join, exact_combine=exact)
+    """As the table of docs/network-protocol.md: each row goes once to the other host, to the rank of the source's turn
+    there; counts and metadata to each rank that holds an expert of its token, and from each a partial back, or (exact)
+    a row for each expert. Hosts of three ranks and of two."""
+    hosts = ((0, 1, 2), (3, 4))
+    case = RoutingCase(10, 3, 272, (5, 0, 6, 2, 4), "single_none", draw_seed(), max_tokens=6)
+    loop = join(case, mode=Mode.LL, layout=layout, exact_combine=exact)
     counts = 0 if layout in (Layout.FLAT, Layout.RANK_MAJOR) else 128  # of at most 28 experts on a rank
     before = [{t.peer: t for t in remote.peers()} for remote in loop.remotes]
     check(loop, case, Mode.LL)
-    shape, stride = loop.engines[0].sizes.shape, loop.configs[0].resolved_expert_map.stride
-    rows, routed = [[0] * 4 for _ in range(4)], [[0] * 4 for _ in range(4)]  # of source, at rank
-    for source in range(4):
-        for ids in case.topk_ids(source).tolist():
-            ranks = [loop.configs[0].resolved_expert_map.replicas[e][0][0] for e in ids if e >= 0]
-            for rank in range(4):
-                rows[source][rank] += rank in ranks
-                routed[source][rank] += ranks.count(rank)
-    assert stride
-    for rank, remote in enumerate(loop.remotes):
-        traffic = {t.peer: t for t in remote.peers()}
-        for peer in remote.ranks:
-            out, home = rows[rank][peer], (routed if exact else rows)[peer][rank]
-            sent = traffic[peer].sent_bytes - before[rank][peer].sent_bytes
-            row = shape.row_packets * 1024 + shape.metadata_lines * 128
-            assert sent == 16 + counts + out * row + 16 + home * shape.combine_packets * 1024
-            messages = traffic[peer].sent_messages - before[rank][peer].sent_messages
-            least = 1 + 1 + (counts > 0) + 2 * (out > 0) + 1 + 1 + (home > 0)
-            assert messages == least or (messages > least and any(loop.remotes[rank].record().slice_rows))
+    shape, copies = loop.engines[0].sizes.shape, loop.configs[0].resolved_expert_map.replicas
+    routed = [
+        [[copies[e][0][0] for e in ids if e >= 0] for ids in case.topk_ids(source).tolist()] for source in range(5)
+    ]
+    for own, far in (hosts, hosts[::-1]):
+        for turn, rank in enumerate(own):
+            traffic = {t.peer: t for t in loop.remotes[rank].peers()}
+            assert sorted(traffic) == list(far)
+            for peer in far:
+                rail = peer == far[turn % len(far)]
+                out = sum(peer in ranks for ranks in routed[rank])
+                rows = sum(bool({*ranks} & {*far}) for ranks in routed[rank]) if rail else 0
+                back = sum(ranks.count(rank) if exact else rank in ranks for ranks in routed[peer])
+                sent = traffic[peer].sent_bytes - before[rank][peer].sent_bytes
+                dispatch = 16 + counts + out * shape.metadata_lines * 128 + rows * shape.row_packets * 1024
+                assert sent == dispatch + 16 + back * shape.combine_packets * 1024
+                messages = traffic[peer].sent_messages - before[rank][peer].sent_messages
+                least = 1 + 1 + (counts > 0) + (out > 0) + rail + 1 + 1 + (back > 0)
+                assert messages == least or (messages > least and any(loop.remotes[rank].record().slice_rows))

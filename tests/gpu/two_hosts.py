@@ -31,7 +31,7 @@ import torch.distributed as dist
 from benchmarks import network
 from benchmarks.cases import Case
 from benchmarks.gpu.measure import Stopwatch, events
-from benchmarks.gpu.nodes_network import LEAST_BYTES, PLACES, remote_of, sizes_of
+from benchmarks.gpu.nodes_network import LEAST_BYTES, PLACES, hosts_of, remote_of, rows_by_rail, sizes_of
 from ep_kernels import Layout, Mode, jit, reference
 from ep_kernels.network import NetworkConfig
 from ep_kernels.network.network import Network
@@ -122,8 +122,12 @@ class Group:
         return 0 if far else self.memory[other - self.ranks[0]].data.data_ptr()
 
     def _connect(self, i: int, tickets: Sequence[Any]) -> None:
-        far = remote_of(self.ranks[i], self.case.num_ranks, HOSTS)
-        self._remotes[i].connect({r: tickets[r] for r in far}, CONNECT_S)
+        rank, size = self.ranks[i], self.case.num_ranks
+        far, hosts = remote_of(rank, size, HOSTS), hosts_of(size, HOSTS)
+        for other, near in zip(self.ranks, self._remotes, strict=True):
+            if other != rank and other not in far and near.landing is not None:
+                self._remotes[i].share(other, near.landing.fd)
+        self._remotes[i].connect({r: tickets[r] for r in far}, hosts, hosts, CONNECT_S)
         self.engines[i].tables.set_network(self._remotes[i].record())
 
     def samples(self) -> list[list[LatencySample]]:
@@ -296,9 +300,10 @@ class Loops:
         of, size = Case(mode, layout, self._size, case.tokens[0]), self._size
         on = [case.topk_ids(source) // (EXPERTS // size) for source in range(size)]
         rows = [[int((on[source] == rank).any(1).sum()) for rank in range(size)] for source in range(size)]
+        carried = [rows_by_rail(of, case.topk_ids(source), source, HOSTS).tolist() for source in range(size)]
         return [
             [(p, n) for p in remote_of(r, size, HOSTS)
-             for n in sizes_of(of, op, rows[r][p] if op == "dispatch" else rows[p][r])]
+             for n in sizes_of(of, op, *((rows[r][p], carried[r][p]) if op == "dispatch" else (rows[p][r],)))]
             for r in range(size)
         ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from benchmarks import bounds
 from benchmarks.cases import Case, draw
 from benchmarks.gpu import Inputs, check
 from benchmarks.gpu.nodes import iterations_of, numbers
-from benchmarks.gpu.nodes_network import most_rows, network_of, remote_of, sizes_of
+from benchmarks.gpu.nodes_network import most_rows, network_of, remote_of, rows_by_rail, sizes_of
 from ep_kernels import MoEConfig, reference
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
@@ -85,6 +85,17 @@ def test_many_rows_travel_in_slices() -> None:
     assert [slice_rows(most, row) for most in (35, 36, 512, 8192)] == [0, 18, 18, 265]
     for most in (36, 511, 8192, 100_000):
         assert -(-most // slice_rows(most, row)) <= abi.MAX_SLICES
+
+
+def test_rows_go_once_to_another_host() -> None:
+    """Of four ranks of 64 experts, on two hosts: what rank 1 has for ranks 2 and 3 goes to rank 3."""
+    case = Case(Mode.LL, Layout.RANK_MAJOR, 4, 3, topk=3)
+    ids = torch.tensor([[0, 128, 200], [64, -1, 255], [1, 2, 3]])
+    assert rows_by_rail(case, ids, 1, 2).tolist() == [0, 0, 0, 2]
+    assert rows_by_rail(case, ids, 2, 2).tolist() == [3, 0, 0, 0]
+    assert rows_by_rail(case, ids, 1, 4).tolist() == bounds.remote(bounds.rows_to(case, ids).expand(4, 4))[1].tolist()
+    assert sizes_of(case, "dispatch", 1, 2)[1:] == [128, 2 * 15 * 1024]
+    assert sizes_of(case, "dispatch", 1, 0)[1:] == [128], "by another rank"
 
 
 def test_who_is_on_another_host() -> None:

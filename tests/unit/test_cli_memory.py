@@ -152,18 +152,24 @@ def test_mirrors_are_shown_when_there_are_several_hosts() -> None:
     assert "mirrors" not in shown(*words)
 
 
-@pytest.mark.parametrize(("ranks", "hosts", "expected"), [(8, 2, 8), (8, 8, 14), (5, 2, 6), (64, 8, 112)])
-def test_boxes_are_shown_for_gpus_of_several_hosts(ranks: int, hosts: int, expected: int) -> None:
-    """Two for each rank of another host, as the transport makes them; HT's kernels are LL's then."""
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "expected", "rows"), [(8, 2, 8, 2), (8, 8, 14, 14), (5, 2, 6, 3), (64, 8, 112, 14)]
+)
+def test_boxes_are_shown_for_gpus_of_several_hosts(ranks: int, hosts: int, expected: int, rows: int) -> None:
+    """Two for each rank of another host, as the transport makes them, with rows of a dispatch in those of rails; HT's
+    kernels are LL's then."""
     words = ("--ranks", str(ranks), "--mode", "ht")
     facts = json.loads(shown(*words, "--hosts", str(hosts), "--json"))
     assert (facts["num_boxes"], facts["num_mirrors"]) == (expected, 0)
     joined = msgspec.structs.replace(config(ranks=ranks, mode="ht"), network=NetworkConfig())
     assert facts["box_bytes"] == abi.box_bytes(plan.sizes_of(joined).shape)
     assert facts["box_bytes"] >= 3 * 128 * (15 + 15) * 1024, "dispatch and combine lines of 128 tokens, three slots"
+    assert facts["num_row_boxes"] == rows
+    assert 0 <= 3 * 128 * 15 * 1024 + 256 - facts["box_row_bytes"] < 4096, "three slots of 128 rows, in whole pages"
     table = shown(*words, "--hosts", str(hosts))
-    assert f" {expected * facts['box_bytes']:,} " in table
-    assert "pinned host memory" in table
+    assert f" {expected * (facts['box_bytes'] - facts['box_row_bytes']):,} " in table
+    assert f" {rows * facts['box_row_bytes']:,} " in table
+    assert "pinned" in table
     alone = json.loads(shown(*words, "--json"))
     assert (alone["num_boxes"], alone["box_bytes"]) == (0, 0)
     assert alone["num_bytes"] != facts["num_bytes"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from ep_kernels.errors import PeerTimeout
 from ep_kernels.kernels import abi
 from ep_kernels.network import NetworkConfig
 from ep_kernels.transports.nvlink.calls import plan
+from ep_kernels.transports.nvlink.calls.engine import RECEIVE, SEND
 from ep_kernels.transports.nvlink.network import remote
 from ep_kernels.types import Layout, Mode, Overflow
 from tests.cases import RoutingCase, draw_seed
@@ -168,14 +169,20 @@ def test_different_routings_break_nothing(layout: Layout, exact: bool, join: Joi
 HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint64)
 
 
-class WithoutSlices:
-    """The library of boxes, to which the first slice of rows of dispatch `seq` does not come."""
+FIRST_SLICE = len(abi.FLAGS) << 28
 
-    def __init__(self, seq: int) -> None:
-        self._library = remote.launch.library()
+
+class Without:
+    """The library of boxes, to which some of what the network brings does not come.
+
+    Args:
+        drops: (rank that sends it, immediate, but for the number of parts) -> whether it does not.
+    """
+
+    def __init__(self, drops: Callable[[int, int], bool]) -> None:
+        self._library, self._drops = remote.launch.library(), drops
         self._handler = HANDLER(self._library.cd_boxes_handler())
         self._filter = HANDLER(self._come)
-        self._slice = len(abi.FLAGS) << 28 | seq
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._library, name)
@@ -184,24 +191,65 @@ class WithoutSlices:
         return ctypes.cast(self._filter, ctypes.c_void_p).value
 
     def _come(self, *event: int) -> None:
-        if event[2] != 0 or event[3] & ~(31 << 18) != self._slice:  # an immediate, but for the number of its parts
+        if event[2] != 0 or not self._drops(event[1], event[3] & ~(31 << 18)):
             self._handler(*event)
+
+
+def dispatched(
+    loop: Any, case: RoutingCase, previous: list[Any] | None = None, ranks: list[int] | None = None
+) -> list[Any]:
+    """A dispatch of all ranks that begins, of which those of `ranks` wait; what each of these met."""
+    xs = [case.x(r, torch.bfloat16) for r in range(loop.size)]
+    ids, weights = [case.topk_ids(r) for r in range(loop.size)], [case.topk_weights(r) for r in range(loop.size)]
+    calls = [s.call for s in loop.begin(xs, ids, weights, Mode.LL, previous=previous)]
+    loop.launch(calls, SEND)
+    loop.launch([calls[rank] for rank in ranks or range(loop.size)], RECEIVE)
+    return [loop.engines[rank].tables.host.fault() for rank in ranks or range(loop.size)]
 
 
 def test_different_routings_are_heard_when_all_rows_have_come(join: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes later would land on those of the dispatch that takes the slot next."""
     monkeypatch.setattr(plan, "SLICE_BYTES", 4096)
-    boxes = WithoutSlices(3)
+    boxes = Without(lambda _, what: what == FIRST_SLICE | 3)
     monkeypatch.setattr(remote.launch, "library", lambda: boxes)
     case = RoutingCase(9, 3, 520, (33, 4, 20, 9), "uniform", draw_seed(), max_tokens=34)
     loop = join(case, blocks=16, mode=Mode.LL, layout=Layout.RANK_MAJOR, timeout_s=0.4)
     handles = [check(loop, each, Mode.LL) for each in (case, replace(case, seed=draw_seed()))]
-    xs = [case.x(r, torch.bfloat16) for r in range(4)]
-    ids, weights = [case.topk_ids(r) for r in range(4)], [case.topk_weights(r) for r in range(4)]
-    previous = [*handles[0][:-1], handles[1][-1]]
-    loop.launch([s.call for s in loop.begin(xs, ids, weights, Mode.LL, previous=previous)])
-    found = [loop.engines[rank].tables.host.fault() for rank in (2, 3)]  # rank 0 has 33 rows for each
+    found = dispatched(loop, case, [*handles[0][:-1], handles[1][-1]])[2:]  # rank 0 has 33 rows for them
     assert all(isinstance(fault, PeerTimeout) and fault.phase == "counts" for fault in found), found
+
+
+@pytest.mark.parametrize("gone", [None, "rail", "source"])
+@pytest.mark.parametrize("mismatch", [False, True])
+def test_a_rail_that_brings_no_rows_is_named(
+    mismatch: bool, gone: str | None, join: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of rank 0 come to rank 2, where rank 3 waits for them; the head comes to both. Rank 2 knows better."""
+    boxes = Without(lambda rank, what: rank == 0 and what == abi.FLAGS.index("PAYLOAD") << 28 | 3)
+    monkeypatch.setattr(remote.launch, "library", lambda: boxes)
+    case = RoutingCase(9, 3, 520, (6, 4, 5, 3), "uniform", draw_seed(), max_tokens=6)
+    loop = join(case, mode=Mode.LL, layout=Layout.EXPERT_MAJOR, timeout_s=20.0 if gone else 0.4)
+    handles = [check(loop, each, Mode.LL) for each in (case, replace(case, seed=draw_seed()))]
+    if gone:
+        loop.engines[3].tables.host.mark_gone(2 if gone == "rail" else 0)
+    previous = [*handles[0][:-1], handles[1][-1]] if mismatch else None
+    *own, found = dispatched(loop, case, previous, [3] if gone else [2, 3])
+    assert isinstance(found, PeerTimeout)
+    assert (found.peer, found.gone) == (0 if gone == "source" else 2, gone is not None)
+    assert found.phase == ("counts" if mismatch else "payload")
+    assert [fault.peer for fault in own] == ([] if gone else [0]), "whose rows come to rank 2 itself"
+
+
+def test_who_was_left_out_returns_no_rows_of_others_inboxes(join: Joined) -> None:
+    """All are here, and a survivor of its host says, before others come there, that it goes on without this rank."""
+    case = RoutingCase(9, 3, 520, (6, 4, 5, 3), "uniform", draw_seed(), max_tokens=6)
+    loop = join(case, mode=Mode.LL, layout=Layout.EXPERT_MAJOR)
+    check(loop, case, Mode.LL)
+    flags = loop.memory[3].data[: loop.engines[3].tables.world.map.counts].view(torch.int64).view(-1, 4)
+    flags[abi.FLAGS.index("LEFT_OUT"), 2] = 7
+    found = dispatched(loop, case)
+    assert found[:3] == [None] * 3
+    assert str(found[3]) == "dispatch: rank 2 has gone on in epoch 7 without this rank"
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine", "barrier", "credit"])

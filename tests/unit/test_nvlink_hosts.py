@@ -24,6 +24,7 @@ from ep_kernels.network.network import Network
 from ep_kernels.transports.base import EXCHANGE_WORDS
 from ep_kernels.transports.nvlink.memory import domain, sharing
 from ep_kernels.transports.nvlink.memory.domain import Domain
+from ep_kernels.transports.nvlink.memory.landing import Landing
 from ep_kernels.transports.nvlink.memory.mailbox import Mailbox
 from ep_kernels.transports.nvlink.memory.remote_pages import BLOCK_WORDS
 from ep_kernels.transports.nvlink.memory.ticket import Host, RegionTicket
@@ -347,7 +348,7 @@ def test_no_descriptor_outlives_an_import(monkeypatch: pytest.MonkeyPatch, missi
     made.region = SimpleNamespace(mapping=SimpleNamespace(address=1))
     monkeypatch.setattr(domain, "PeerWatch", lambda pids, tell: None)
 
-    def bring(rank: int, ticket: RegionTicket) -> tuple[int, Any, int]:
+    def bring(rank: int, ticket: RegionTicket, share: Any) -> tuple[int, Any, int]:
         if rank == missing:
             raise TransportError(f"nvlink: cannot map the memory of rank {rank}")
         return os.open(os.devnull, os.O_RDONLY), SimpleNamespace(address=rank), 0
@@ -363,6 +364,35 @@ def test_no_descriptor_outlives_an_import(monkeypatch: pytest.MonkeyPatch, missi
             made.import_regions([blank.encode()] * SIZE)
     assert os.listdir("/proc/self/fd") == before
     os.close(own)
+
+
+def test_what_the_network_brings_is_shared_with_ranks_of_the_host() -> None:
+    own, page = Landing(4096), os.open(os.devnull, os.O_RDONLY)
+    server = sharing.DescriptorServer([page, own.fd, page])
+    made: Any = Domain(LoopGroup(1, SIZE), 5.0, "abi", SimpleNamespace())  # type: ignore[arg-type]
+    made._mapped, shared = lambda *_: "region", dict[int, Landing]()
+    ticket = RegionTicket("abi", "posix_fd", 0, 0, server.address, b"", Host("here", shares=True))
+    got, mapped, _ = made._import(2, ticket, lambda rank, fd: shared.update({rank: Landing(4096, fd)}))
+    server.close()
+    own.memory[:4] = b"rows"
+    assert mapped == "region"
+    assert shared[2].memory[:4] == b"rows"
+    own.close()
+    own.close()
+    for fd in (got, page):
+        os.close(fd)
+
+
+def test_a_rank_whose_boxes_are_on_its_gpu_shares_none() -> None:
+    """Ranks 0, 2 and 3 are of one host, 1 and 4 of another."""
+    boxes: Any = "ticket"
+    hosts = [
+        Host(name, boxes, boxes, shares) for name, shares in zip("abaab", (True, True, False, True, True), strict=True)
+    ]
+    made: Any = Domain(LoopGroup(0, 5), 5.0, "abi", SimpleNamespace())  # type: ignore[arg-type]
+    made._boxes = boxes
+    made._find_boxes([SimpleNamespace(host=host) for host in hosts], dict.fromkeys((1, 4), boxes))
+    assert (made.hosts, made.landings) == ((0, 1, 0, 0, 1), (0, 1, 2, 0, 1))
 
 
 def test_descriptors_of_another_user_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,9 @@
 //                                                                         or the bit of a slice, when it is here;
 //                                                                         wait for either, then read lines
 //
+// A dispatch is two operations of that kind: the head (counts and metadata, METADATA) goes to each rank; rows (PAYLOAD)
+// go once to each other host, to the source's rail there, in whose inbox all ranks of that host read them.
+//
 // Memory order. All blocks' stores happen before their arrival (arrive: acq_rel, gpu), those of a slice before they are
 // counted (likewise); the fence of who pushes is of the system, and a descriptor is one 16-byte store behind it: a
 // proxy that sees its parity sees the bytes. The proxy stores word or bit (release) after the bytes of every part; a
@@ -126,11 +129,10 @@ __device__ __forceinline__ void push_runs(const World& world, i32 peer, u32 kind
 
 // ---- slices: rows that leave as soon as they are in the outbox ----
 //
-// Slice i is the rows of positions i * slice_rows to (i + 1) * slice_rows; only whole ones are pushed by themselves.
-// Warps count the packets that they have stored, and the one that completes a slice pushes it. The head of a dispatch
-// (counts and metadata) is slice MAX_SLICES.
+// Slice i is the rows i * slice_rows to (i + 1) * slice_rows of an outbox; only whole ones are pushed by themselves.
+// Warps count the packets that they have stored, and the one that completes a slice pushes it.
 
-// Where the rows for one rank lie in its outbox, and how many bytes and packets each has.
+// Where rows lie in an outbox, and how many bytes and packets each has.
 struct RowRun {
   u64 offset, row_bytes;
   u32 row_packets;
@@ -216,6 +218,12 @@ __device__ __forceinline__ u32* arrived_from() {
   return arrived;
 }
 
+// [R] likewise, whether the head of this dispatch is.
+__device__ __forceinline__ u32* heads_from() {
+  __shared__ u32 heads[MAX_RANKS];
+  return heads;
+}
+
 // 1 = a warp of this block looks at slices.
 __device__ __forceinline__ i32* looks_at_slices() {
   __shared__ i32 looks;
@@ -225,16 +233,16 @@ __device__ __forceinline__ i32* looks_at_slices() {
 // All threads, once; a block barrier must follow before has_arrived is called.
 __device__ __forceinline__ void init_arrived() {
   if constexpr (!NETWORK) return;
-  if (threadIdx.x < MAX_RANKS) arrived_from()[threadIdx.x] = 0;
+  if (threadIdx.x < MAX_RANKS) arrived_from()[threadIdx.x] = heads_from()[threadIdx.x] = 0;
   if (threadIdx.x == 0) *looks_at_slices() = 0;
 }
 
-// The slices that must be here before the row at a position is read: its own and the one `slice_lag` later, or all of
-// them, where there is no such one.
-__device__ __forceinline__ u32 slices_for(const World& world, u32 which, i32 position) {
+// The slices that must be here before a row of an inbox is read: its own and the one `slice_lag` later, or all of them,
+// where there is no such one.
+__device__ __forceinline__ u32 slices_for(const World& world, u32 which, i32 row) {
   const u64 rows = slice_rows(world, which);
   if (rows == 0) return kAllSlices;
-  const u64 slice = position / static_cast<i32>(rows), later = slice + world.state->network.slice_lag;
+  const u64 slice = row / static_cast<i32>(rows), later = slice + world.state->network.slice_lag;
   return later < MAX_SLICES ? 1u << slice | 1u << later : kAllSlices;
 }
 
@@ -254,16 +262,58 @@ __device__ __forceinline__ bool has_arrived(const World& world, u32 which, i32 s
   return true;
 }
 
-// The same for a warp whose lanes name one source. Without slices a warp of the block asks, and others read what it has
-// found; of slices one warp at a time does.
+// The same for a warp whose lanes name one source. Of slices, and of rows of a dispatch, one warp of the block at a
+// time asks; else one of them alone does, and others read what it has found.
 __device__ __forceinline__ bool warp_has_arrived(const World& world, u32 which, i32 source, u64 seq, u32 wanted) {
   if (!is_remote(world, source)) return true;
   if (__all_sync(~0u, (ptx::load_acquire_block(arrived_from() + source) & wanted) == wanted)) return true;
-  if (slice_rows(world, which) != 0 && lane_idx() == 0 && atomicCAS(looks_at_slices(), 0, 1) == 0) {
+  const bool asks = which == kDispatch || slice_rows(world, which) != 0;
+  if (asks && lane_idx() == 0 && atomicCAS(looks_at_slices(), 0, 1) == 0) {
     has_arrived(world, which, source, seq, wanted);
     ptx::store_release_block(reinterpret_cast<u32*>(looks_at_slices()), 0);
   }
   return false;
+}
+
+// Whether counts and metadata of `source` are here, as has_arrived.
+__device__ __forceinline__ bool has_head(const World& world, i32 source, u64 seq) {
+  if (!is_remote(world, source)) return true;
+  u32* head = heads_from() + source;
+  if (ptx::load_acquire_block(head) != 0) return true;
+  if (look(world, FLAG_METADATA, source, seq) < seq) return false;
+  ptx::store_release_block(head, 1);
+  return true;
+}
+
+// What another warp of the block, which waits for all heads, has found. The lanes name one source.
+__device__ __forceinline__ bool warp_has_head(const World& world, i32 source) {
+  return !is_remote(world, source) || __all_sync(~0u, ptx::load_acquire_block(heads_from() + source) != 0);
+}
+
+// Whether a wait for rows, whose head is here, must name their source: it is known to be gone, or goes on without this
+// rank. `polls`: of the wait, as it counts them.
+__device__ __noinline__ bool is_lost(const World& world, i32 source, u32 polls) {
+  return (polls % spin::kLookAround == 0 && look(world, FLAG_LEFT_OUT, source, 1) != 0) ||
+         (polls % spin::kLookAtHost == 0 && ptx::load_relaxed_sys(&world.gone[source]) != 0);
+}
+
+// spin::warp_wait for rows of a remote source, a lane each. Once has_head(), it names the rank of this host that brings
+// them, where this is another one.
+template <class HasHead, class Poll>
+__device__ __forceinline__ bool warp_wait_for_rows(const World& world, u64 seq, u32 phase, i32 source, HasHead has_head,
+                                                   Poll poll) {
+  i32 named = source;
+  u32 polls = 0;
+  bool lost = false;
+  return spin::warp_wait(world, seq, OP_DISPATCH, phase, named, [&] {
+    const bool ready = poll();
+    ++polls;
+    if (ready || !has_head()) return ready;
+    lost = lost || is_lost(world, source, polls);
+    const i32 carrier = static_cast<i32>(world.state->network.carriers[source]);
+    named = lost || carrier == world.rank ? source : carrier;
+    return false;
+  });
 }
 
 }  // namespace ep::net

@@ -199,6 +199,20 @@ __device__ __forceinline__ bool last_arrives(const World& world, i32 num_blocks,
   return __any_sync(~0u, last);
 }
 
+// Whether no rank of this host goes on without this one, in whose inboxes it has read rows: there could have been those
+// of a later operation. Survivors say so before they begin one. One warp, behind its reads.
+__device__ __noinline__ bool warp_takes_part(const World& world, u32 op, u64 seq) {
+  bool ok = true;
+  ptx::fence_sys();
+#pragma unroll 1
+  for (i32 peer = lane_idx(); peer < world.size; peer += 32) {
+    if (!is_active(peer) || is_remote(world, peer)) continue;
+    const u64 left_in = ptx::load_relaxed_sys(flag_at(world, world.rank, FLAG_LEFT_OUT, peer));
+    if (left_in != 0) ok = spin::give_up(world, STOP_LEFT_OUT, op, PHASE_PAYLOAD, peer, seq, left_in, 0);
+  }
+  return __all_sync(~0u, ok);
+}
+
 // push(peer) for all active remote ranks, a lane for each; for none where an operation has failed. One warp of the last
 // block: what any block has stored is pushed.
 template <class Push>

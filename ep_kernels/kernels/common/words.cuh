@@ -33,7 +33,7 @@ __device__ __noinline__ u64 look(const World& world, u32 kind, i32 peer, u64 wan
 
 // Slices of an operation (push.cuh).
 constexpr u32 kDispatch = 0, kCombine = 1;  // which operation
-constexpr u32 kAllSlices = ~0u, kHead = 1u << MAX_SLICES;
+constexpr u32 kAllSlices = ~0u;
 
 __device__ __forceinline__ u32 slices_in(u64 word, u64 seq) {
   const i32 ahead = static_cast<i32>(static_cast<u32>(word >> 32) - static_cast<u32>(seq));
@@ -50,7 +50,8 @@ __device__ __noinline__ u32 look_at_slices(const World& world, u32 which, i32 pe
   if ((before & wanted) == wanted || ptx::load_volatile(looking) != 0 ||
       ptx::compare_and_swap_gpu(looking, 0, 1) != 0)
     return before;
-  const u64 now = ptx::load_acquire_sys(network.slice_words + which * world.size + peer);
+  const u64* words = words_of(world, which == kDispatch, peer);
+  const u64 now = ptx::load_acquire_sys(words + static_cast<u64>(NUM_FLAGS + which) * world.size + peer);
   ptx::store_release_gpu(seen, now);
   ptx::store_release_gpu(looking, 0);
   return slices_in(now, seq);

@@ -136,11 +136,14 @@ __device__ __forceinline__ bool is_boxed(const World& world, i32 rank, i32 sourc
 
 __device__ __forceinline__ const RegionMap& box_map(const World& world) { return world.state->network.map; }
 
-// Row packets of a source: [M', row_packets].
+// Row packets of a source: [M', row_packets]. Those for ranks of another host lie in the box of this rank's rail there,
+// those of a remote source in the inbox of its rail here.
 __device__ __forceinline__ u8* row_packets_at(const DispatchArgs& args, i32 rank, i32 source) {
   if constexpr (NETWORK) if (is_boxed(args.world, rank, source)) {
     const RegionMap& box = box_map(args.world);
-    return box_at(args.world, rank, source, box.row_lines + args.slot * box.row_lines_stride);
+    const u64 offset = box.row_lines + args.slot * box.row_lines_stride;
+    if (rank != args.world.rank) return box_at(args.world, rank, source, offset);
+    return reinterpret_cast<u8*>(args.world.state->network.carried[source] + offset);
   }
   const RegionMap& map = args.world.map;
   const i64 packets = line_position(args.world, source, 0) * args.world.row_packets;

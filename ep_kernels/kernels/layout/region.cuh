@@ -32,11 +32,18 @@ __device__ __forceinline__ u8* box_at(const World& world, i32 at, i32 from, u64 
   return reinterpret_cast<u8*>(boxes + other_of(world, at, from) * network.stride + offset);
 }
 
-// The flag that rank `from` writes and rank `at` polls. Of a remote `from`: a word that the proxy writes; none of a
+// What the network says of `from`, a remote rank: words that this rank's proxy writes or, of rows, that of the rail.
+__device__ __forceinline__ u64* words_of(const World& world, bool of_rows, i32 from) {
+  const Network& network = world.state->network;
+  return of_rows ? reinterpret_cast<u64*>(network.carrier_words[from]) : network.words;
+}
+
+// The flag that rank `from` writes and rank `at` polls. Of a remote `from`: a word that a proxy writes; none of a
 // remote `at` (common/push.cuh).
 __device__ __forceinline__ u64* flag_at(const World& world, i32 at, u32 kind, i32 from) {
   if constexpr (NETWORK)
-    if (is_remote(world, from)) return world.state->network.words + static_cast<u64>(kind) * world.size + from;
+    if (is_remote(world, from))
+      return words_of(world, kind == FLAG_PAYLOAD, from) + static_cast<u64>(kind) * world.size + from;
   return region_at<u64>(world, at, world.map.flags) + static_cast<u64>(kind) * world.size + from;
 }
 

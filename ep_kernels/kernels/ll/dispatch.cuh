@@ -7,6 +7,9 @@
 //   per token, rank: token metadata ------------------>  metadata_lines[source][position]
 //   per token, rank: x[t] --quantise?--> packets ----->  row_lines[source][position] -> rows (per expert, or per rank)
 //
+// NETWORK: a row goes once to each other host, to the inbox of this rank's rail there, which all ranks of that host
+// read; metadata say which row is whose.
+//
 // Routing: token mask scan (routing/ll_scan.cuh). With a previous handle the keys come from its routes; the rest is
 // computed anew.
 //
@@ -53,6 +56,12 @@ __device__ __forceinline__ Head head_of(const DispatchArgs& args, u64 rows) {
            {box.metadata_lines + slot * box.metadata_lines_stride, rows * world.metadata_lines * kLineBytes}}};
 }
 
+// A lane for each rank; sees all of it.
+__device__ __forceinline__ void push_head(const DispatchArgs& args, i32 peer, u64 seq) {
+  Head head = head_of(args, ptx::load_volatile(&args.world.state->network.rows[peer]));
+  net::push_runs(args.world, peer, FLAG_METADATA, head.runs, 0, seq, OP_DISPATCH);
+}
+
 // A block that writes to the head has done so; its last warp. The last block pushes it, a lane for each rank.
 __device__ __forceinline__ void finish_head(const DispatchArgs& args, i32 num_blocks, u64 seq) {
   const World& world = args.world;
@@ -64,25 +73,17 @@ __device__ __forceinline__ void finish_head(const DispatchArgs& args, i32 num_bl
   }
   __syncwarp();
   if (!__any_sync(~0u, last)) return;
-  net::for_remotes(world, [&](i32 peer) {
-    Head head = head_of(args, ptx::load_volatile(&world.state->network.rows[peer]));
-    net::push_slice(world, net::kDispatch, peer, MAX_SLICES, head.runs, seq, OP_DISPATCH);
-  });
+  net::for_remotes(world, [&](i32 peer) { push_head(args, peer, seq); });
 }
 
 // What a remote rank gets of this rank beside its slices: a lane for each. Every block has arrived.
 __device__ __forceinline__ void push_dispatch(const DispatchArgs& args, i32 peer, bool has_head, u64 seq) {
   const World& world = args.world;
-  const u64 rows = ptx::load_volatile(&world.state->network.rows[peer]);
-  Head head = head_of(args, rows);
+  if (!has_head) push_head(args, peer, seq);
+  if ((world.state->network.rails >> offset_of_rank(world, peer) & 1) == 0) return;
+  const u64 rows = ptx::load_volatile(&world.state->network.host_rows[peer]);
   u32 before = 0;
-  const net::Run rest = net::rest_of(world, net::kDispatch, peer, rows_of(args), rows, before);
-  if (!has_head) {
-    net::Run runs[] = {head.runs[0], head.runs[1], head.runs[2], rest};
-    return net::push_runs(world, peer, FLAG_PAYLOAD, runs, before, seq, OP_DISPATCH);
-  }
-  before += net::place_runs(world, peer, head.runs);
-  net::Run runs[] = {rest};
+  net::Run runs[] = {net::rest_of(world, net::kDispatch, peer, rows_of(args), rows, before)};
   net::push_runs(world, peer, FLAG_PAYLOAD, runs, before, seq, OP_DISPATCH);
 }
 
@@ -212,6 +213,7 @@ __device__ __forceinline__ void dispatch_team(const DispatchArgs& args, Team tea
   if (sends_counts && threadIdx.x == 0) *args.num_invalid_ids = send_counts.num_invalid;
   if (sends_counts && warp_idx() == 0 && granted)
     send_count_packets(args, send_counts.rows[lane_idx()], send_counts.rows[lane_idx() + 32], routing_id, seq);
+  if (NETWORK && sends_counts && warp_idx() == 0 && granted) note_host_rows(args, scratch);
   if (sends_counts && kPerExpert && granted) send_expert_counts(args, scratch, seq);
   if (sends_metadata && first_item(metadata_team) < args.num_tokens * world.size && granted)
     send_all_metadata(args, metadata_team, scratch, entry, sources, seq);

@@ -92,7 +92,7 @@ __device__ __forceinline__ void write_packet(const DispatchArgs& args, const Pac
 // What a warp polls: a packet of a row, or (item.index = row_packets) the metadata of its token.
 struct Arrival {
   WorkItem item;
-  const u8 *packet_at, *metadata_at;
+  const u8 *packet_at, *metadata_at;  // packet_at: null until metadata of a remote source, which name its row, are here
   Packet packet;
   Vector metadata;  // lane i: vector i of the first four metadata lines
   bool ready;       // this lane's lines have arrived
@@ -115,7 +115,9 @@ __device__ __forceinline__ void set_addresses(const DispatchArgs& args, const Ll
   if constexpr (NETWORK) {
     const i32 source = source_of_item(world, arrival.item), position = arrival.item.position;
     const i64 packet = position * world.row_packets + arrival.item.index;
-    arrival.packet_at = row_packets_at(args, world.rank, source) + packet * kPacketBytes;
+    arrival.packet_at = nullptr;
+    if (!is_remote(world, source))
+      arrival.packet_at = row_packets_at(args, world.rank, source) + packet * kPacketBytes;
     arrival.metadata_at = metadata_lines_at(args, world.rank, source) +
                           static_cast<i64>(position * world.metadata_lines) * kLineBytes;
     return;
@@ -126,13 +128,35 @@ __device__ __forceinline__ void set_addresses(const DispatchArgs& args, const Ll
   arrival.metadata_at = scratch.recv_base[1] + static_cast<i64>(number * world.metadata_lines) * kLineBytes;
 }
 
+// Which row of its inbox holds the token of a remote source: its metadata say so, in flag lanes.
+__device__ __forceinline__ i32 host_row_of(const Arrival& arrival) {
+  return static_cast<i32>(shuffle(arrival.metadata, kLineEntries).low);
+}
+
+// Of a remote source: metadata, which name a row of its rail's inbox; then that row, which is complete when its slices
+// are here. One warp.
+__device__ __forceinline__ void poll_remote(const DispatchArgs& args, Arrival& arrival, i32 source, u64 seq) {
+  const World& world = args.world;
+  arrival.ready = false;
+  if (arrival.packet_at == nullptr) {
+    if (!net::warp_has_head(world, source)) return;
+    const bool here = poll_lines(arrival.metadata_at, min(4, world.metadata_lines), seq, &arrival.metadata);
+    if (!__all_sync(~0u, here)) return;  // of no row that the source sends
+    const i64 packet = static_cast<i64>(host_row_of(arrival)) * world.row_packets + arrival.item.index;
+    arrival.packet_at = row_packets_at(args, world.rank, source) + packet * kPacketBytes;
+  }
+  arrival.ready = is_metadata(world, arrival);
+  if (arrival.ready) return;
+  const u32 wanted = net::slices_for(world, net::kDispatch, host_row_of(arrival));
+  arrival.ready = net::warp_has_arrived(world, net::kDispatch, source, seq, wanted) &&
+                  poll_packet(arrival.packet_at, seq, &arrival.packet);
+}
+
 __device__ __forceinline__ void poll(const DispatchArgs& args, Arrival& arrival, u64 seq) {
   const World& world = args.world;
   if constexpr (NETWORK) {
-    u32 wanted = net::kHead;
-    if (!is_metadata(world, arrival)) wanted |= net::slices_for(world, net::kDispatch, arrival.item.position);
-    arrival.ready = net::warp_has_arrived(world, net::kDispatch, source_of_item(world, arrival.item), seq, wanted);
-    if (!arrival.ready) return;
+    const i32 source = source_of_item(world, arrival.item);
+    if (is_remote(world, source)) return poll_remote(args, arrival, source, seq);
   }
   arrival.ready = is_metadata(world, arrival) || poll_packet(arrival.packet_at, seq, &arrival.packet);
   if (kPerExpert || is_metadata(world, arrival))
@@ -278,6 +302,15 @@ __device__ __forceinline__ bool next_arrival(const DispatchArgs& args, const LlS
   return false;
 }
 
+// Until poll() is true; names the source, or who brings its rows.
+template <class Poll>
+__device__ __forceinline__ bool wait_for_row(const World& world, u64 seq, i32 source, const Arrival& now, Poll poll) {
+  if constexpr (NETWORK)
+    if (is_remote(world, source))
+      return net::warp_wait_for_rows(world, seq, PHASE_PAYLOAD, source, [&] { return now.packet_at != nullptr; }, poll);
+  return spin::warp_wait(world, seq, OP_DISPATCH, PHASE_PAYLOAD, source, poll);
+}
+
 // Delivers all items of this warp; it polls the next one while it writes the present one. `next` is the first item,
 // which was polled before the counts had arrived and may turn out not to be sent.
 __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlScratch& scratch, Arrival next,
@@ -301,7 +334,7 @@ __device__ __forceinline__ bool receive_rows(const DispatchArgs& args, const LlS
     if (!__all_sync(~0u, now.ready)) {  // poll both: rows overtake one another on their way
       const i32 source = source_of_item(world, now.item);
       i32 polls = 0;  // the poll before this wait may be old
-      if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_PAYLOAD, source, [&] {
+      if (!wait_for_row(world, seq, source, now, [&] {
             if (more && __all_sync(~0u, next.ready)) return true;
             ++polls;
             poll(args, now, seq);
@@ -347,6 +380,7 @@ __device__ __forceinline__ void dispatch_receive(const DispatchArgs& args, Team 
     }
     if (LAYOUT == FLAT) fill_entries(args, team, rows_delivered(args, scratch), world.size * world.ll_tokens);
     ok = receive_rows(args, scratch, first, step, seq, start, waits);
+    if constexpr (NETWORK) ok = ok && net::warp_takes_part(world, OP_DISPATCH, seq);
   } else if (counts == kRoutingMismatch && is_finalizer) {
     write_no_counts(args);
     if (threadIdx.x == 0)

@@ -83,9 +83,11 @@ __device__ __forceinline__ i32 first_box_row(const DispatchArgs& args, const LlS
   return first;
 }
 
-// A token's metadata to one of its ranks, an entry per k. One warp.
+// A token's metadata to one of its ranks, an entry per k. `host_row`: of a remote rank, which row of the rail's inbox
+// is the token's; it travels in flag lanes. One warp.
 __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const LlScratch& scratch, const Entry& entry,
-                                              i32 key, i32 dst_row, i32 token, i32 peer_offset, i32 position, u64 seq) {
+                                              i32 key, i32 dst_row, i32 token, i32 peer_offset, i32 position,
+                                              i32 host_row, u64 seq) {
   const World& world = args.world;
   const bool served = key >= 0 && key >> 16 == rank_at_offset(world, peer_offset);
   i32 origin = token;
@@ -100,15 +102,36 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const Ll
     const i32 k = (line + (lane_idx() >> 3)) * kLineEntries + (lane_idx() & 7);
     Vector value = shuffle(metadata, k & 31);
     if (k >= world.topk) value = vector_of(~0u, ~0u, 0, origin);
+    if constexpr (NETWORK) if (is_flag_lane()) value.low = static_cast<u32>(host_row);
     store_lines(to + line * kLineBytes, min(4, world.metadata_lines - line), value, seq);
   }
 }
+
+// Which rows of a rail's inbox are those of tokens, in the order of the scan. One warp.
+struct HostRows {
+  TokenMaskScan scan;
+
+  __device__ __forceinline__ void begin(const World& world, const LlScratch& scratch) {
+    if constexpr (NETWORK) scan = start_scan<Of::kRows>(world, scratch);
+  }
+  // Of a token that goes to a rank by a rail; 0 of one that is mapped.
+  __device__ __forceinline__ i32 at(const World& world, const LlScratch& scratch, i32 token, i32 peer_offset) {
+    if constexpr (!NETWORK) return 0;
+    scan_to<Of::kRows>(world, scratch, token >> 5, scan);
+    if (!is_remote(world, rank_at_offset(world, peer_offset))) return 0;
+    const Destinations rows = destinations_of(world, scan, token);
+    const i32 rail = static_cast<i32>(world.state->network.rail_of[peer_offset]);
+    return value_at_offset(world, rows.position_low, rows.position_high, rail);
+  }
+};
 
 // This team's part of all metadata: a (token, peer offset) per warp at a time. `entry` is of the warp's first token.
 __device__ __forceinline__ void send_all_metadata(const DispatchArgs& args, Team team, const LlScratch& scratch,
                                                   Entry entry, Divisor ranks, u64 seq) {
   const World& world = args.world;
-  TokenMaskScan scan = start_scan(world, scratch);
+  TokenMaskScan scan = start_scan<Of::kRanks>(world, scratch);
+  HostRows host_rows;
+  host_rows.begin(world, scratch);
   const i32 step = num_items_at_once(team);
   i32 item = first_item(team), next_token = divide(item, ranks);
 #pragma unroll 1
@@ -120,8 +143,9 @@ __device__ __forceinline__ void send_all_metadata(const DispatchArgs& args, Team
     next_token = divide(item, ranks);
     if (next_token != token) entry = load_entry(args, next_token);
     // The ranks that the token goes to, and its position at each.
-    scan_to(world, scratch, token >> 5, scan);
+    scan_to<Of::kRanks>(world, scratch, token >> 5, scan);
     const Destinations dst = destinations_of(world, scan, token);
+    const i32 host_row = host_rows.at(world, scratch, token, peer_offset);
     const bool is_dst = (peer_offset < 32 ? dst.mask_low : dst.mask_high) >> (peer_offset & 31) & 1;
     if (!is_dst && peer_offset != 0) continue;
     // The final row of each of its ks.
@@ -135,7 +159,7 @@ __device__ __forceinline__ void send_all_metadata(const DispatchArgs& args, Team
     // Send; one of the token's items saves its routes.
     if (is_dst)
       send_metadata(args, scratch, current, key, dst_row, token, peer_offset,
-                    value_at_offset(world, dst.position_low, dst.position_high, peer_offset), seq);
+                    value_at_offset(world, dst.position_low, dst.position_high, peer_offset), host_row, seq);
     if (peer_offset == 0) save_routes(args, dst, key, dst_row, token);
   }
 }
@@ -204,13 +228,27 @@ __device__ __forceinline__ bool has_slices(const World& world) {
   return NETWORK && net::slice_rows(world, net::kDispatch) != 0;
 }
 
+// How many rows go to each rail, for the block that pushes them. One warp.
+__device__ __forceinline__ void note_host_rows(const DispatchArgs& args, const LlScratch& scratch) {
+  const World& world = args.world;
+  TokenMaskScan scan = start_scan<Of::kRows>(world, scratch);
+  scan_to<Of::kRows>(world, scratch, (max(args.num_tokens, 1) - 1) >> 5, scan);
+  u64* rows = world.state->network.host_rows;
+  auto note = [&](i32 peer_offset, i32 before, u32 tokens) {
+    if (peer_offset < world.size)
+      ptx::store_volatile(rows + rank_at_offset(world, peer_offset), before + __popc(tokens));
+  };
+  note(lane_idx(), scan.rows_low, scan.tokens_low);
+  note(32 + lane_idx(), scan.rows_high, scan.tokens_high);
+}
+
 __device__ __forceinline__ net::RowRun rows_of(const DispatchArgs& args) {
   const RegionMap& box = box_map(args.world);
   const u32 packets = static_cast<u32>(args.world.row_packets);
   return {box.row_lines + args.slot * box.row_lines_stride, static_cast<u64>(packets) * kPacketBytes, packets};
 }
 
-// Packets of a warp that are not counted yet (net::Staged): lane i for peer offsets i and 32 + i.
+// Packets of a warp that are not counted yet (net::Staged): lane i for the rails at peer offsets i and 32 + i.
 struct StagedRows {
   net::RowRun rows;
   i32 peers[2];
@@ -247,11 +285,12 @@ struct StagedRows {
   }
 };
 
-// Sends packets, taken from the work counter, to all ranks of their tokens. `prefetched` is the packet of work.item.
+// Sends packets, taken from the work counter, to all ranks of their tokens, of another host to the rail alone.
+// `prefetched` is the packet of work.item.
 __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScratch& scratch, WarpWorkCounter& work,
                                           LoadedPacket prefetched, u64 seq) {
   const World& world = args.world;
-  TokenMaskScan scan = start_scan(world, scratch);
+  TokenMaskScan scan = start_scan<Of::kRows>(world, scratch);
   const i32 low = min(lane_idx(), world.size - 1), high = min(lane_idx() + 32, world.size - 1);
   StagedRows staged;
   staged.begin(args);
@@ -263,10 +302,10 @@ __device__ __forceinline__ void send_rows(const DispatchArgs& args, const LlScra
     take_next(work);
     if (work.item.position < args.num_tokens)
       prefetched = load_packet<X>(args, work.item.position, work.item.index);
-    scan_to(world, scratch, item.position >> 5, scan);
+    scan_to<Of::kRows>(world, scratch, item.position >> 5, scan);
     const Destinations dst = destinations_of(world, scan, item.position);
     const Packet packet = make_packet(args, loaded);
-    // To the ranks of its token, one after the other; all lanes store.
+    // To each of them, one after the other; all lanes store.
     auto send_to = [&](u32 mask, const u8* row_dst, i32 position) {  // lane i: of peer offset i
       const i64 number = position * world.row_packets + item.index;  // 31 bits, as a packet is 1024 bytes
       const u64 to = reinterpret_cast<u64>(row_dst) + number * kPacketBytes;

@@ -77,8 +77,8 @@ __device__ __noinline__ bool await_all_rows(const World& world, u64 seq) {
   for (i32 base = 0; base < world.size; base += 32) {
     const i32 source = base + lane_idx();
     const bool awaited = source < world.size && is_active(source) && is_remote(world, source);
-    ok &= spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source,
-                          [&] { return !awaited || net::look(world, FLAG_PAYLOAD, source, seq) >= seq; });
+    ok &= net::warp_wait_for_rows(world, seq, PHASE_COUNTS, source, [] { return true; },
+                                  [&] { return !awaited || net::look(world, FLAG_PAYLOAD, source, seq) >= seq; });
   }
   return ok;
 }
@@ -97,7 +97,7 @@ __device__ __forceinline__ Status await_count_packets(const DispatchArgs& args, 
     u64 waited = 0;
     const u8* at = count_packet_at(args, world.rank, expected ? source : world.rank);
     if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source, [&] {
-          if (expected && !net::has_arrived(world, net::kDispatch, source, seq, net::kHead)) {
+          if (expected && !net::has_head(world, source, seq)) {
             waited = ptx::now_ns() - start;
             return false;
           }
@@ -133,8 +133,7 @@ __device__ __forceinline__ bool await_expert_counts(const DispatchArgs& args, co
     const i32 lines = min(4, world.count_lines - line);
     if (!spin::warp_wait(world, seq, OP_DISPATCH, PHASE_COUNTS, source,
                          [&] {
-                           return net::warp_has_arrived(world, net::kDispatch, source, seq, net::kHead) &&
-                                  poll_lines(at, lines, seq, &mine);
+                           return net::warp_has_head(world, source) && poll_lines(at, lines, seq, &mine);
                          }))
       return false;
     const i32 first = (line + (lane_idx() >> 3)) * kLineInts + (lane_idx() & 7) * 4;

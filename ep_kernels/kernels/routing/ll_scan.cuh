@@ -128,27 +128,47 @@ struct TokenMaskScan {
   u32 tokens_low, tokens_high;  // tokens of this chunk that go to it (bit of a token)
 };
 
+// Which peers a scan is of: the ranks of a token's experts; or those that get its row, of another host the rail alone.
+enum class Of { kRanks, kRows };
+
+// Peer offsets that get the row of a token that goes to `dst_mask`.
+__device__ __forceinline__ u64 row_mask(const World& world, u64 dst_mask) {
+  const Network& network = world.state->network;
+  u64 mask = dst_mask;
+#pragma unroll 1
+  for (u64 left = network.rails; left != 0; left &= left - 1) {
+    const i32 rail = __ffsll(left) - 1;
+    const u64 members = network.members[rail];
+    mask = (mask & ~members) | (dst_mask & members ? 1ull << rail : 0);
+  }
+  return mask;
+}
+
+template <Of kOf>
 __device__ __forceinline__ void load_chunk(const World& world, const LlScratch& scratch, i32 chunk,
                                            TokenMaskScan& scan) {
-  const u64 dst_mask = scratch.dst_masks[chunk * 32 + lane_idx()];
+  u64 dst_mask = scratch.dst_masks[chunk * 32 + lane_idx()];
+  if constexpr (NETWORK && kOf == Of::kRows) dst_mask = row_mask(world, dst_mask);
   scan.chunk = chunk;
   scan.tokens_low = transposed(static_cast<u32>(dst_mask), min(world.size, 32));
   if (world.size > 32) scan.tokens_high = transposed(static_cast<u32>(dst_mask >> 32), world.size - 32);
 }
 
+template <Of kOf>
 __device__ __forceinline__ TokenMaskScan start_scan(const World& world, const LlScratch& scratch) {
   TokenMaskScan scan = {0, 0, 0, 0, 0};
-  load_chunk(world, scratch, 0, scan);
+  load_chunk<kOf>(world, scratch, 0, scan);
   return scan;
 }
 
 // Advances to `chunk`, which is not before the present one.
+template <Of kOf>
 __device__ __forceinline__ void scan_to(const World& world, const LlScratch& scratch, i32 chunk, TokenMaskScan& scan) {
 #pragma unroll 1
   while (scan.chunk < chunk) {
     scan.rows_low += __popc(scan.tokens_low);
     scan.rows_high += __popc(scan.tokens_high);
-    load_chunk(world, scratch, scan.chunk + 1, scan);
+    load_chunk<kOf>(world, scratch, scan.chunk + 1, scan);
   }
 }
 

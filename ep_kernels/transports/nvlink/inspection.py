@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,8 +49,11 @@ def arrays(config: MoEConfig) -> list[RegionArray]:
 
 
 def region_map(config: MoEConfig) -> RegionMap:
-    boxes = 0 if config.network is None else abi.box_bytes(plan.sizes_of(config).shape)
-    return RegionMap(tuple(arrays(config)), plan.ll_tokens(config), box_bytes=boxes)
+    found = RegionMap(tuple(arrays(config)), plan.ll_tokens(config))
+    if config.network is None:
+        return found
+    shape = plan.sizes_of(config).shape
+    return replace(found, box_bytes=abi.box_bytes(shape), box_row_bytes=abi.box_row_bytes(shape))
 
 
 def probe(device: int) -> dict[str, Any]:

@@ -115,18 +115,19 @@ class NvlinkMember(MemberTransport):
         self._domain = Domain(
             config.group, config.timeout_s, self._abi, self._tables.host, network, config.memory_handle
         )
-        boxes = None if self._remote is None else self._remote.ticket()
-        ticket = self._domain.allocate(num_bytes, self._device, cure, boxes)
+        boxes, landing = (None, None) if self._remote is None else (self._remote.ticket(), self._remote.landing)
+        ticket = self._domain.allocate(num_bytes, self._device, cure, boxes, landing)
         for begin, end in blank:
             self._domain.region.mapping.view(begin, (end - begin,), torch.uint8).zero_()
         torch.cuda.synchronize(self._device)
         return ticket
 
     def import_regions(self, tickets: Sequence[bytes]) -> None:
-        self._domain.import_regions(tickets)
-        self.domains = self._domain.hosts
+        domain = self._domain
+        domain.import_regions(tickets, None if self._remote is None else self._remote.share)
+        self.domains = domain.hosts
         if self._remote is not None:
-            self._remote.connect(self._domain.boxed, self.config.timeout_s)
+            self._remote.connect(domain.boxed, domain.hosts, domain.landings, self.config.timeout_s)
             self._tables.set_network(self._remote.record())
         self._attach()
 
@@ -158,8 +159,7 @@ class NvlinkMember(MemberTransport):
                 if self._captured:
                     self._tables.stop()
                     torch.cuda.synchronize(self._device)
-                    words = None if self._remote is None else self._remote.words
-                    _kept.append((self._tables, self._domain.region.mapping, self._kept_for_graphs(), words))
+                    _kept.append((self._tables, self._domain.region.mapping, self._kept_for_graphs()))
             self._detach()
         # Network, then peers' memory.
         if self._remote is not None:  # which may be there without the region that was to follow
@@ -251,6 +251,7 @@ class NvlinkMember(MemberTransport):
         if self._remote is not None:
             self._remote.go_on(mask, epoch, [up for _, up in answers], self.config.timeout_s)
             self._remote.restart(dispatch, combine, barrier)
+            tables.set_network(self._remote.record())
         self._restart(dispatch, combine, mask)
         self.active, self.epoch = tuple(mask), epoch
         self._leave_out(mask, epoch)

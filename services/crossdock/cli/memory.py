@@ -79,7 +79,13 @@ def num_boxes(ranks: int, hosts: int) -> int:
     return 2 * (ranks - ranks // hosts)
 
 
-def over_hosts(config: MoEConfig, hosts: int) -> tuple[RegionMap, RegionArray]:
+def num_row_boxes(ranks: int, hosts: int) -> int:
+    """Most of them that have memory for rows of a dispatch: one to each other host, and one from each source whose rows
+    come to the rank, for all of its host."""
+    return hosts - 1 + num_mirrors(ranks, hosts)
+
+
+def over_hosts(config: MoEConfig, hosts: int) -> tuple[RegionMap, list[RegionArray]]:
     """The region of a rank of a group over `hosts` hosts, and what it has beside it for ranks of other hosts. Raises
     ConfigError, OptionError."""
     size = config.group.size
@@ -89,12 +95,18 @@ def over_hosts(config: MoEConfig, hosts: int) -> tuple[RegionMap, RegionArray]:
         config = msgspec.structs.replace(config, network=NetworkConfig())
     found = map_of(config)
     if found.box_bytes:
-        holds = "lines to and from ranks of other hosts, in pinned host memory or, with GPUDirect, on the GPU"
-        return found, RegionArray("boxes", 0, num_boxes(size, hosts), found.box_bytes, holds)
+        small = found.box_bytes - found.box_row_bytes
+        return found, [
+            RegionArray("boxes", 0, num_boxes(size, hosts), small, "to and from each, in pinned host memory"),
+            RegionArray(
+                "rows in boxes", 0, num_row_boxes(size, hosts), found.box_row_bytes,
+                "of a dispatch, in boxes of rails; with GPUDirect every box has them, all on the GPU",
+            ),
+        ]  # fmt: skip
     if hosts > 1 and not found.mirror_bytes:
         raise OptionError(f"--hosts: expected 1 with transport {config.transport}, got {hosts}")
     num = num_mirrors(size, hosts) if hosts > 1 else 0
-    return found, RegionArray("mirrors", 0, num, found.mirror_bytes, "what ranks of other hosts send")
+    return found, [RegionArray("mirrors", 0, num, found.mirror_bytes, "what ranks of other hosts send")]
 
 
 def as_dict(config: MoEConfig, hosts: int = 1) -> dict[str, object]:
@@ -111,10 +123,12 @@ def as_dict(config: MoEConfig, hosts: int = 1) -> dict[str, object]:
         "layout": config.resolved_layout.value,
         "payload_dtype": str(config.payload_dtype).removeprefix("torch."),
         "num_bytes": found.num_bytes,
-        "num_mirrors": 0 if found.box_bytes else far.num_slots,
+        "num_mirrors": 0 if found.box_bytes else far[0].num_slots,
         "mirror_bytes": found.mirror_bytes,
-        "num_boxes": far.num_slots if found.box_bytes else 0,
+        "num_boxes": far[0].num_slots if found.box_bytes else 0,
         "box_bytes": found.box_bytes,
+        "num_row_boxes": far[1].num_slots if found.box_bytes else 0,
+        "box_row_bytes": found.box_row_bytes,
         "arrays": [
             {
                 "name": array.name,
@@ -143,10 +157,10 @@ def as_table(config: MoEConfig, hosts: int = 1) -> Group:
     table.add_section()
     memory = "GPU memory" if needs_gpu(config.transport) else "memory, if all is touched,"
     table.add_row("region", "", "", "", f"{total:,}", "", f"{total / _MIB:,.1f} MiB of {memory} on each rank")
-    if hosts > 1:
+    for array in far if hosts > 1 else ():
         table.add_row(
-            far.name, "", str(far.num_slots), f"{far.slot_bytes:,}", f"{far.num_bytes:,}", "",
-            f"{far.num_bytes / _MIB:,.1f} MiB more: {far.holds}",
+            array.name, "", str(array.num_slots), f"{array.slot_bytes:,}", f"{array.num_bytes:,}", "",
+            f"{array.num_bytes / _MIB:,.1f} MiB more: {array.holds}",
         )  # fmt: skip
     return Group(_headline(config, found), table)
 

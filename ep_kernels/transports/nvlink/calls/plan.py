@@ -531,12 +531,11 @@ def slice_lag(network: NetworkConfig, slice_bytes: int) -> int:
 
 
 def slices_of(shape: abi.Shape, stripe: int) -> tuple[int, int]:
-    """Rows of a slice of dispatch, of combine. None, if a slice or the head would take too many descriptors, which
-    bytes of `stripe` have."""
+    """Rows of a slice of dispatch, of combine. None, if it would take too many descriptors, each of `stripe`
+    bytes at most."""
     partials = shape.ll_tokens * (shape.topk if shape.exact else 1)
     most_rows = ((shape.ll_tokens, shape.row_packets), (partials, shape.combine_packets))
     rows = [slice_rows(most, count * abi.PACKET_BYTES) for most, count in most_rows]
-    head = (shape.ll_tokens * shape.metadata_lines + shape.count_lines) * abi.LINE_BYTES
-    most = max(rows[0] * shape.row_packets * abi.PACKET_BYTES, rows[1] * shape.combine_packets * abi.PACKET_BYTES, head)
-    fits = most // stripe + 2 * 3 <= abi.SLICE_PARTS  # three runs, each of which may begin and end within a stripe
+    most = max(rows[0] * shape.row_packets, rows[1] * shape.combine_packets) * abi.PACKET_BYTES
+    fits = most // stripe + 2 <= abi.SLICE_PARTS  # it may begin and end within a stripe
     return (rows[0], rows[1]) if fits else (0, 0)

@@ -81,7 +81,7 @@ _SIGNATURES: dict[str, Signature] = {
     # (Arm's) which would not keep them in order.
     "cd_fence": (None, ()),
     # native/box_words.cpp
-    "cd_boxes_new": (c_void_p, (c_int, c_void_p, c_void_p, c_void_p)),
+    "cd_boxes_new": (c_void_p, (c_int, c_void_p, c_void_p)),
     "cd_boxes_flush": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "cd_boxes_handler": (c_void_p, ()),
     "cd_boxes_restart": (None, (c_void_p, c_uint64, c_uint64, c_uint64)),

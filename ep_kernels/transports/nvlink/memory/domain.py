@@ -29,6 +29,7 @@ from ep_kernels.network import NetworkConfig
 from ep_kernels.network.greeting import NetworkTicket
 from ep_kernels.transports.nvlink.memory import links, mailbox, sharing, ticket
 from ep_kernels.transports.nvlink.memory.host_page import HostPage
+from ep_kernels.transports.nvlink.memory.landing import Landing
 from ep_kernels.transports.nvlink.memory.ticket import Host, RegionTicket
 
 _log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class Domain:
         mappings: [R] everybody's region as this process maps it, None = it does not; from `import_regions` on.
         boxed: ranks that are not mapped: how their boxes are reached; from `import_regions` on.
         hosts: [R] lowest rank of each rank's host, where one is not mapped; else of the domain: 0; likewise.
+        landings: [R] lowest of those that read what the network brings a rank; likewise.
         mailbox: the hosts' small exchange; from `allocate` on.
         watch: tells `host` of dead peers; from `import_regions` on.
 
@@ -134,7 +136,8 @@ class Domain:
         self.mappings: list[Any] = []
         self.boxed: dict[int, NetworkTicket] = {}
         self._boxes: NetworkTicket | None = None
-        self.hosts: tuple[int, ...] = (0,) * group.size
+        self._shares = False
+        self.hosts = self.landings = (0,) * group.size
         self._lends = self._lends_for_good = False
 
     @property
@@ -143,10 +146,16 @@ class Domain:
         return [0 if mapping is None else mapping.address for mapping in self.mappings]
 
     def allocate(
-        self, num_bytes: int, device: torch.device, cure: str = "", boxes: NetworkTicket | None = None
+        self,
+        num_bytes: int,
+        device: torch.device,
+        cure: str = "",
+        boxes: NetworkTicket | None = None,
+        landing: Landing | None = None,
     ) -> bytes:
         """Make the region, of unknown content, and the ticket by which peers map it. `cure`: what makes the region
-        smaller, for the error where the GPU has no room. `boxes`: see `ticket.Host`. Raises TransportError."""
+        smaller, for the error where the GPU has no room. `boxes`: see `ticket.Host`. `landing`: what the network brings
+        and ranks of this host read, closed with this; None: they do not. Raises TransportError."""
         from ep_kernels.transports.nvlink.memory import memory
 
         self._device = device
@@ -156,13 +165,14 @@ class Domain:
         self._open.append(self.region)
         self.mailbox = mailbox.Mailbox(self._group.rank, self._host.is_gone)
         self._open.append(self.mailbox)
-        fds = [self.mailbox.fd] + ([self.region.fd] if self.region.fd >= 0 else [])
+        self._open += [landing] if landing else []
+        fds = [self.mailbox.fd, *([landing.fd] if landing else []), *([self.region.fd] if self.region.fd >= 0 else [])]
         self._lends = kind is memory.HandleKind.CUDA_IPC
         self._server = sharing.DescriptorServer(fds, self._lends)
         self._open.append(self._server)
         gpu: Any = torch.cuda.get_device_properties(device)
         place = links.pci_number(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
-        self._boxes = boxes
+        self._boxes, self._shares = boxes, landing is not None
         size, token = self.region.mapping.num_bytes, bytes(self.region.token)
         return RegionTicket(self._abi, kind.value, size, place, self._server.address, token, self._where()).encode()
 
@@ -171,11 +181,12 @@ class Domain:
         if self._network is None:
             return Host(self._own)
         words = self.mailbox.open_network(self._network, self._group.size, self._host.gone_address, self._timeout_s)
-        return Host(self._own, words, self._boxes)
+        return Host(self._own, words, self._boxes, self._shares)
 
-    def import_regions(self, tickets: Sequence[bytes]) -> None:
-        """Map everybody's region and page, connect with ranks of other hosts, and watch the peers' processes. Raises
-        TransportError naming the rank."""
+    def import_regions(self, tickets: Sequence[bytes], share: Callable[[int, int], None] | None = None) -> None:
+        """Map everybody's region and page, connect with ranks of other hosts, and watch the peers' processes. `share`:
+        called with a rank of this host and the descriptor that it gave as `landing`. Raises TransportError naming the
+        rank."""
         if self._lends:  # all ranks are here, so what they had before is closed
             from ep_kernels.transports.nvlink.memory import memory
 
@@ -193,7 +204,7 @@ class Domain:
                 elif rank in remote:
                     page, mapping = -1, None if rank in self.boxed else self._import_remote(rank, one)
                 else:
-                    page, mapping, pids[rank] = self._import(rank, one)
+                    page, mapping, pids[rank] = self._import(rank, one, share)
                 pages.append(page)
                 mappings.append(mapping)
             self.mappings = mappings
@@ -242,6 +253,8 @@ class Domain:
         if self.boxed:
             names = [host.name for host in hosts]
             self.hosts = tuple(map(names.index, names))
+            places = [host.name if host.shares else rank for rank, host in enumerate(hosts)]
+            self.landings = tuple(map(places.index, places))
 
     def _import_remote(self, rank: int, found: RegionTicket) -> Any:
         """The mapped region of a rank of another host, by what its ticket says alone."""
@@ -261,16 +274,18 @@ class Domain:
             self._lends_for_good = True
         return self._mapped(rank, kind, found, -1)
 
-    def _import(self, rank: int, found: RegionTicket) -> tuple[int, Any, int]:
+    def _import(self, rank: int, found: RegionTicket, share: Callable[[int, int], None] | None) -> tuple[int, Any, int]:
         """(descriptor of the rank's mailbox page, its mapped region, its process id here or 0)."""
         from ep_kernels.transports.nvlink.memory import memory
 
         kind = memory.HandleKind(found.kind)
-        num_fds = 2 if kind is memory.HandleKind.POSIX_FD else 1
+        num_fds = 1 + found.host.shares + (kind is memory.HandleKind.POSIX_FD)
         fds, pid, lease = sharing.borrow(rank, found.server, num_fds, self._timeout_s)
         if kind is not memory.HandleKind.CUDA_IPC:  # the driver itself counts who has the memory
             lease.close()
         try:
+            if share is not None and found.host.shares:
+                share(rank, fds[1])
             return fds[0], self._mapped(rank, kind, found, fds[-1], lease), pid
         except TransportError:
             os.close(fds[0])

@@ -19,11 +19,13 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name: ranks of equal names reach each other's processes and hand descriptors over; `own_host`.
         network: how ranks of other hosts reach it; None = they do not.
         boxes: the same for what its kernels send; None = ranks of other hosts map its region.
+        shares: ranks of this host read what the network brings there, as its descriptor server lets them.
     """
 
     name: str
     network: NetworkTicket | None = None
     boxes: NetworkTicket | None = None
+    shares: bool = False
 
 
 class RegionTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

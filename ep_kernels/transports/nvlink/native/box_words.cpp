@@ -1,5 +1,8 @@
 // What the network brings a rank on a GPU: words in pinned memory that its kernels wait for (kernels/common/push.cuh).
 //
+// Of a dispatch, counts and metadata are METADATA, rows PAYLOAD; rows come to one rank for all of its host, whose
+// kernels read its words.
+//
 // An immediate is flag << 28 | parts - 1 << 18 | low bits of seq. A word becomes seq when all parts of operation seq
 // and of those before it have come, in whatever order; numbers that a word has reached are stale. The proxy has put the
 // bytes of a part in the inbox before it calls.
@@ -21,7 +24,8 @@
 namespace {
 
 // FLAGS of kernels/abi.py.
-constexpr uint32_t kStarted = 0, kPayload = 2, kCombineStarted = 3, kCombine = 4, kBarrier = 5, kLeftOut = 6;
+constexpr uint32_t kStarted = 0, kMetadata = 1, kPayload = 2;
+constexpr uint32_t kCombineStarted = 3, kCombine = 4, kBarrier = 5, kLeftOut = 6;
 constexpr uint32_t kFlags = 9;
 constexpr int kSeqBits = 18, kPartBits = 10, kSlicePartBits = 5, kSlices = 32;
 constexpr uint64_t kDead = 1;
@@ -36,9 +40,9 @@ struct Count {
 struct Words {
   pthread_mutex_t mutex;
   int ranks;
-  std::atomic<uint64_t>* words;  // [kFlags, ranks]
-  std::atomic<uint64_t>* gone;   // [ranks] World.gone
+  std::atomic<uint64_t>* words;  // [kFlags, ranks]; behind them:
   std::atomic<uint64_t>* slices;  // [2, ranks] low half of the next dispatch, combine; its slices that are here
+  std::atomic<uint64_t>* gone;   // [ranks] World.gone
   // Of GPUs that do not promise the order of what NICs write; null: there is nothing to flush.
   int (*enter)(void*);
   void* context;
@@ -76,7 +80,8 @@ void arrived(Words& w, int rank, uint32_t imm) {
   uint64_t now = word.load(std::memory_order_relaxed);
   const int64_t ahead = int32_t((low - uint32_t(now)) << (32 - kSeqBits)) >> (32 - kSeqBits);
   if (ahead <= 0) return;
-  if (flag != kPayload && flag != kCombine) return word.store(now + uint64_t(ahead), std::memory_order_release);
+  const bool is_counted = flag == kMetadata || flag == kPayload || flag == kCombine;
+  if (!is_counted) return word.store(now + uint64_t(ahead), std::memory_order_release);
   // Of a counted one a part has come: of a slice, or of the rest.
   if (uint64_t(ahead) >= kWindow) return;
   Count* counts = w.counts[flag][rank];
@@ -94,7 +99,7 @@ void arrived(Words& w, int rank, uint32_t imm) {
   const uint64_t before = now;
   for (Count* next; next = &counts[(now + 1) % kWindow], next->of && next->come == next->of; ++now) *next = {};
   if ((now == before && !is_whole) || !flushed(w)) return;
-  tell_slices(w, flag, rank, now);
+  if (flag != kMetadata) tell_slices(w, flag, rank, now);
   if (now != before) word.store(now, std::memory_order_release);
 }
 
@@ -122,15 +127,15 @@ void on_network(void* context, int32_t rank, cd::NetEvent event, uint64_t value)
 
 }  // namespace
 
-// words [FLAGS, ranks], slices [2, ranks], gone [ranks]: pinned. Null: memory is short.
-CD_API void* cd_boxes_new(int ranks, uint64_t* words, uint64_t* slices, uint64_t* gone) {
+// words [FLAGS + 2, ranks], gone [ranks]: pinned. Null: memory is short.
+CD_API void* cd_boxes_new(int ranks, uint64_t* words, uint64_t* gone) {
   void* memory = calloc(1, sizeof(Words));
   if (!memory) return nullptr;
   auto* w = new (memory) Words;
   w->mutex = PTHREAD_MUTEX_INITIALIZER;
   w->ranks = ranks;
   w->words = reinterpret_cast<std::atomic<uint64_t>*>(words);
-  w->slices = reinterpret_cast<std::atomic<uint64_t>*>(slices);
+  w->slices = w->words + uint64_t(kFlags) * uint64_t(ranks);
   w->gone = reinterpret_cast<std::atomic<uint64_t>*>(gone);
   return w;
 }
@@ -147,6 +152,7 @@ CD_API void cd_boxes_restart(Words* w, uint64_t dispatch, uint64_t combine, uint
     // The words of each rank.
     const auto set = [&](uint32_t flag, uint64_t seq) { w->at(flag, rank).store(seq, std::memory_order_release); };
     set(kStarted, dispatch);
+    set(kMetadata, dispatch);
     set(kPayload, dispatch);
     set(kCombineStarted, combine);
     set(kCombine, combine);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ep_kernels.errors import TransportError
-
-_NORESERVE = 0x4000
-"""Linux: memory is counted when touched. Boxes of ranks that are mapped never are."""
+from ep_kernels.transports.nvlink.memory.landing import mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +42,11 @@ class Boxes(Protocol):
     flush: Flush | None
 
     def reserve(self, num_bytes: int) -> int:
-        """Once: that many addresses, the first of them. Raises TransportError."""
+        """That many addresses, the first of them. Raises TransportError."""
 
     def take(self, address: int, num_bytes: int) -> int:
-        """Make a part of them memory of zeros that kernels reach. Descriptor of its dma-buf, or -1: there is none.
-        Raises TransportError."""
+        """Make a part of them, or of a `Landing`, memory of zeros that kernels reach. Descriptor of its dma-buf, or -1:
+        there is none. Raises TransportError."""
 
     def close(self) -> None:
         """Once no kernel and no network uses it. Idempotent."""
@@ -71,16 +68,12 @@ class PinnedBoxes:
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
         self._register, self._unregister = register, unregister
         self._taken: list[int] = []
-        self._memory: mmap.mmap | None = None
+        self._memory: list[mmap.mmap] = []
 
     def reserve(self, num_bytes: int) -> int:
-        try:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-            self._memory = mmap.mmap(-1, num_bytes, flags=flags)
-            self._memory.madvise(mmap.MADV_DONTFORK)
-        except (OSError, ValueError, OverflowError) as error:
-            raise TransportError(f"nvlink: no room for {num_bytes} bytes of addresses: {error}") from error
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        memory, address = mapped(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.append(memory)
+        return address
 
     def take(self, address: int, num_bytes: int) -> int:
         self._register(address, num_bytes)

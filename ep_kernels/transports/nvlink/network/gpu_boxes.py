@@ -73,13 +73,14 @@ class CudaBoxes:
     def __init__(self, device: int, access: BoxAccess, flush: Flush | None) -> None:
         self.flush, self.device = flush, device
         self._access = access
-        self._reserved = (0, 0)
+        self._reserved: list[tuple[int, int]] = []
         self._taken: list[tuple[int, int, Any]] = []
         self._descriptors: list[int] = []
 
     def reserve(self, num_bytes: int) -> int:
-        self._reserved = (int(call("cuMemAddressReserve", num_bytes, abi.BOX_UNIT, 0, 0)), num_bytes)
-        return self._reserved[0]
+        address = int(call("cuMemAddressReserve", num_bytes, abi.BOX_UNIT, 0, 0))
+        self._reserved.append((address, num_bytes))
+        return address
 
     def take(self, address: int, num_bytes: int) -> int:
         where = cuda.CUmemLocation()
@@ -110,10 +111,8 @@ class CudaBoxes:
             address, num_bytes, handle = self._taken.pop()
             cuda.cuMemUnmap(address, num_bytes)
             cuda.cuMemRelease(handle)
-        address, num_bytes = self._reserved
-        if num_bytes:
-            cuda.cuMemAddressFree(address, num_bytes)
-        self._reserved = (0, 0)
+        while self._reserved:
+            cuda.cuMemAddressFree(*self._reserved.pop())
 
     def close_in_child(self) -> None:
         while self._descriptors:
