@@ -241,7 +241,7 @@ def _key(job: Job) -> str:
     """Of all that a look depends on."""
     tool = disassembler()
     version = f"{tool} {os.stat(tool).st_mtime_ns}" if tool else ""
-    judges = "".join(Path(module).read_text() for module in (__file__, scoreboards.__file__))
+    judges = "".join(Path(module).read_text() for module in (__file__, scoreboards.__file__, jit.__file__))
     parts = jit.key(jit.source(job.variant), job.arch, jit.compiler_version()), version, judges
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
