@@ -25,7 +25,7 @@ import secrets
 import struct
 from dataclasses import dataclass
 
-WIRE = 2
+WIRE = 3
 """Version of all that crosses hosts: the handshake, frames, control messages, cards, immediates, and what bytes of a
 mirror mean. Raise it when one of them changes (tests/unit/test_handshake.py); tickets and hellos carry it."""
 MAGIC = b"CDNET\x00\x00" + bytes([WIRE])

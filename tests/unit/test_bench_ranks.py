@@ -37,7 +37,7 @@ def failures(folder: Path) -> list[str]:
     return found
 
 
-LINES = {"floor": 12, "ll": 4, "ll_sms": 1, "overlap": 2, "ht": 4, "sweep": 2, "layer": 4, "auto": 1}
+LINES = {"floor": 12, "ll": 4, "ll_sms": 1, "overlap": 2, "ht": 4, "formats": 1, "sweep": 2, "layer": 4, "auto": 1}
 """Of one case, on crossdock and by NCCL where that has it."""
 
 

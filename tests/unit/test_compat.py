@@ -52,7 +52,8 @@ def test_ids_that_are_columns_of_a_wider_table_are_dispatched(high_throughput: A
     finalizer._fixed, finalizer._link = False, SimpleNamespace(pool=SimpleNamespace(size=64))  # so shapes are exact
     finalizer._keep = lambda handle: None
     wide, weights = torch.arange(12, dtype=torch.int32).view(3, 4), torch.rand(3, 4)
-    finalizer._dispatch((torch.ones(3, 8), None), wide[:, :2], weights[:, :2], 8, torch.ones(3, 8))
+    payload = high_throughput.Payload(torch.ones(3, 8))
+    finalizer._dispatch(payload, wide[:, :2], weights[:, :2], 8, torch.ones(3, 8))
     assert [part.is_contiguous() for part in given] == [True, True]
     assert torch.equal(given[0], wide[:, :2])
 

@@ -225,7 +225,7 @@ def test_a_worker_that_listens_everywhere_registers_an_address_that_others_reach
         )
         identity = SimpleNamespace(pod_name="", hostname="node-a")
         config = WorkerConfig(model="m", listen="0.0.0.0:7500", advertise=advertise)
-        worker: Any = SimpleNamespace(_config=config, _identity=identity, _model=model)
+        worker: Any = SimpleNamespace(_config=config, _identity=identity, _model=model, _giver=None)
         http: Any = SimpleNamespace(address="0.0.0.0:7600", https=False)
         return _Process._registration(worker, "0.0.0.0:7500", http).address
 
