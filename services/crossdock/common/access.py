@@ -1,10 +1,10 @@
 """Authorization and rate limits of calls: a caller has roles, a method names the roles that may call it.
 
-    role       by certificate (names)           by token (files)          may
-    worker     access.worker_names              access.worker_tokens      register, send heartbeats, see regions: for
-    its own uid; read weights of experts
-    client     access.client_names              access.client_tokens      Forward, Describe, watch without
-    regions operator   access.operator_names            access.operator_tokens    drain workers
+    role       by certificate (names)    by token (files)          may
+    worker     access.worker_names       access.worker_tokens      register, send heartbeats, see regions: for its own
+                                                                   uid; read weights of experts
+    client     access.client_names       access.client_tokens      Forward, Describe, watch without regions
+    operator   access.operator_names     access.operator_tokens    drain workers
 
 With certificates and tokens configured, a caller has the roles granted by both. Without TLS every caller has all
 roles. A method that the table below does not name requires the operator role.

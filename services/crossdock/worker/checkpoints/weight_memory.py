@@ -22,6 +22,14 @@ def hashed(source: int, num_bytes: int, seed: int, target: int | None = None) ->
     return int(native.load().cd_copy_hashed(target, source, num_bytes, seed))
 
 
+def hashed_in_pieces(source: int, num_bytes: int, seed: int, target: int | None = None) -> int:
+    """The hash of a tensor's bytes, as `hashed` otherwise."""
+    for at in range(0, num_bytes, PIECE_BYTES):
+        to = None if target is None else target + at
+        seed = hashed(source + at, min(PIECE_BYTES, num_bytes - at), seed, to)
+    return seed
+
+
 class WeightMemory:
     """A memfd, mapped here. Its descriptor lives as long as this does, its mapping as long as a tensor in it.
 
@@ -61,8 +69,7 @@ class WeightMemory:
         if total is None:
             total = 0
             for tensor in tensors:
-                for at in range(0, tensor.nbytes, PIECE_BYTES):
-                    total = hashed(tensor.data_ptr() + at, min(PIECE_BYTES, tensor.nbytes - at), total)
+                total = hashed_in_pieces(tensor.data_ptr(), tensor.nbytes, total)
             self.note(tensors, total)
         return total
 

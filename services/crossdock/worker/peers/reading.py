@@ -18,7 +18,7 @@ from crossdock.protocol.frames import close
 from crossdock.protocol.shared_memory import is_sealed
 from crossdock.worker.checkpoints.checkpoint import Checkpoint
 from crossdock.worker.checkpoints.expert_sources import OneExpert
-from crossdock.worker.checkpoints.weight_memory import PIECE_BYTES, hashed
+from crossdock.worker.checkpoints.weight_memory import hashed, hashed_in_pieces
 from crossdock.worker.experts.placement import Holder
 from crossdock.worker.peers.assignment import shared_among
 from crossdock.worker.peers.host_bytes import HostBytes
@@ -238,7 +238,5 @@ class _Mapped:
                 raise MessageError(f"places: expected {tensor.nbytes} bytes within {most}, got them from {place}")
             with contextlib.suppress(OSError):  # of a kernel that does not know it: the copy does
                 self._map.madvise(_POPULATE_READ, page := place - place % mmap.PAGESIZE, place + tensor.nbytes - page)
-            for at in range(0, tensor.nbytes, PIECE_BYTES):
-                count = min(PIECE_BYTES, tensor.nbytes - at)
-                total = hashed(source + place + at, count, total, tensor.data_ptr() + at)
+            total = hashed_in_pieces(source + place, tensor.nbytes, total, tensor.data_ptr())
         return total
